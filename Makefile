@@ -1,0 +1,61 @@
+# Everything runs from a virtual environment that the first target to need it makes.
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8000
+MODEL ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+
+# pip's words are of interest only if it fails: an editable install warns at length.
+pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
+	-e "$(1)" >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
+
+.PHONY: install serve test check format bench gpu clean
+
+install: $(VENV)/.installed
+
+serve: $(VENV)/.installed
+	@exec $(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: $(VENV)/.installed-test
+	@tests/system_packages.sh
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=.namespace $(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Start-up time, memory and tokens per second of a server on this machine.
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m penstock.load.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+# On a machine with a GPU, with its own python3 and torch; needs no install.
+gpu:
+	PYTHONPATH=.namespace python3 -m pytest -m gpu -p no:cacheprovider $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .namespace/*.egg-info
+
+# Debian splits ensurepip from python3: without it, the environment gets its pip from outside.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or newer")'
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); \
+	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing penstock into $(VENV) (a few minutes the first time) ..."
+	@$(call pip_install,.)
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing what the tests need ..."
+	@$(call pip_install,.[test])
+	@touch $@
