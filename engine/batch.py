@@ -1,0 +1,91 @@
+"""The wall between policy and device: one step's plan and its result.
+
+Everything that crosses is plain, picklable data without torch, so that a batch can be sent
+to another rank as it is. A sequence is sent whole when it enters or re-enters a device;
+afterwards only its id, its number of new tokens and its new block ids are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.engine.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceEntry:
+    """A sequence whole: all the device needs to know when it enters or re-enters.
+
+    Attributes:
+        token_ids: prompt and output so far; every id is known (none in flight).
+        num_prompt_tokens: how many of them are prompt.
+        num_computed_tokens: how many already have KV in the blocks of this step's table.
+        index: the branch of its request; part of the sampling draw.
+    """
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    index: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    The device computes tokens `num_computed_tokens … + num_new_tokens` and, if that reaches
+    the sequence's last token, samples the next one and appends it to its own copy: the input
+    of a later step that policy has not seen yet.
+
+    Attributes:
+        new_block_ids: appended to the sequence's block table before the step.
+        entry: set when the sequence enters or re-enters; its table then starts empty.
+    """
+
+    seq_id: int
+    num_new_tokens: int
+    new_block_ids: tuple[int, ...] = ()
+    entry: SequenceEntry | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMoves:
+    """Block copies ordered before anything the step writes: pairs (source, destination)."""
+
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One iteration's work.
+
+    Attributes:
+        scheduled: sequences in the order of their rows.
+        left_seq_ids: sequences that finished, were aborted or preempted since the last batch;
+            the device forgets them before it looks at `scheduled`.
+    """
+
+    step: int
+    scheduled: tuple[ScheduledSequence, ...]
+    left_seq_ids: tuple[int, ...] = ()
+    moves: BlockMoves = field(default_factory=BlockMoves)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """What a step sampled.
+
+    Attributes:
+        token_ids: sequence id → 0…k new tokens (none while a prompt is still being computed).
+        logprobs: the same keys for the sequences that asked for them, one entry per token.
+    """
+
+    step: int
+    token_ids: Mapping[int, tuple[int, ...]]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -1,0 +1,24 @@
+"""A sequence's positions mapped to blocks: position p lies in block `p // block_size`.
+
+Source: PagedAttention (Kwon et al., SOSP 2023), section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence in order of position."""
+
+    block_size: int
+    block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return len(self.block_ids) * self.block_size
+
+    def num_missing_blocks(self, num_tokens: int) -> int:
+        """Blocks to append before `num_tokens` positions fit: the 17th token takes a second."""
+        return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))

@@ -1,0 +1,104 @@
+"""Settings of the engine: frozen sections composed into `EngineConfig`.
+
+Each section is read by its own room only, and nothing is written back at run time: what is
+measured at start (the number of blocks, the context that fits) travels as a value of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.engine.errors import ConfigError
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
+DEMO_MODEL = "demo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how its weights become tensors.
+
+    Attributes:
+        model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
+        revision: branch, tag or commit on the Hub.
+        max_model_len: context in tokens; None takes the model's own.
+        generation_config: `auto` reads EOS ids and sampling defaults from the model's
+            `generation_config.json`; `none` takes EOS from `config.json` alone.
+    """
+
+    model: str = DEMO_MODEL
+    revision: str | None = None
+    dtype: DType = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = None
+    generation_config: Literal["auto", "none"] = "auto"
+    seed: int = 0  # of dummy weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Memory for KV blocks.
+
+    Attributes:
+        kv_cache_memory_bytes: bytes for the device pool; None takes a share of what is free.
+        gpu_memory_utilization: the share of a GPU's memory this engine may use in all.
+        num_blocks: overrides the size in blocks.
+    """
+
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.block_size >= 1, "--block-size must be at least 1")
+        _check(
+            0.0 < self.gpu_memory_utilization <= 1.0, "--gpu-memory-utilization must be in (0, 1]"
+        )
+        _check(self.num_blocks is None or self.num_blocks >= 1, "--num-blocks must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Budgets of one step.
+
+    Attributes:
+        max_num_seqs: sequences running at once.
+        max_num_batched_tokens: tokens computed per step over all sequences.
+        enable_chunked_prefill: a prompt may be computed over several steps. Off, a prompt is
+            computed in one step, so `max_num_batched_tokens` must cover the context.
+        max_steps_in_flight: batches handed to the device before the first result is awaited.
+    """
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    max_steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
+        _check(self.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be at least 1")
+        _check(self.max_steps_in_flight >= 1, "max_steps_in_flight must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Where the model runs. `auto` is CUDA where there is one, else the CPU."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int | None = None  # CPU threads; None lets torch decide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+
+def _check(is_valid: bool, message: str) -> None:
+    if not is_valid:
+        raise ConfigError(message)

@@ -1,0 +1,57 @@
+"""The step: plan a batch, hand it to the device, take in what an earlier one sampled.
+
+    handle = executor.submit(scheduler.schedule())
+    ...
+    scheduler.update(batch, handle.result())
+
+Joins policy and device, which never import each other. Up to `max_steps_in_flight` batches are
+with the device at once; with one, a step is plan, compute, update in turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.engine.batch import Batch
+from penstock.engine.executor.executor import Executor, Handle
+from penstock.engine.request import Request, RequestOutput
+from penstock.engine.scheduling import Scheduler
+
+
+class EngineCore:
+    """Requests in, outputs out, one iteration at a time."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, max_steps_in_flight: int = 1
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._max_steps_in_flight = max_steps_in_flight
+        self._in_flight: deque[tuple[Batch, Handle]] = deque()
+
+    def add(self, request: Request) -> None:
+        """Take in a request; `InvalidRequestError` if it can never be served."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request. Its blocks are free at once; unknown ids are no error."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Keep the device busy and return what the oldest step in flight brought."""
+        while len(self._in_flight) < self._max_steps_in_flight:
+            batch = self.scheduler.schedule()
+            if not batch.scheduled and not batch.left_seq_ids:
+                break  # every sequence awaits a step in flight
+            self._in_flight.append((batch, self._executor.submit(batch)))
+        if not self._in_flight:
+            return []
+        batch, handle = self._in_flight.popleft()
+        return self.scheduler.update(batch, handle.result())
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._executor.close()

@@ -1,0 +1,35 @@
+"""When a sequence ends: EOS, stop ids, length. Stop strings are `engine.text`'s."""
+
+from __future__ import annotations
+
+from penstock.engine.request import FinishReason, Sequence
+
+
+class StopRule:
+    """The end of a sequence, decided token by token.
+
+    Args:
+        eos_token_ids: the model's ids that end a text.
+        max_model_len: tokens of prompt and output at most.
+    """
+
+    def __init__(self, *, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_model_len = max_model_len
+
+    def check(self, sequence: Sequence) -> FinishReason | None:
+        """Whether the sequence ends with its newest token."""
+        params = sequence.params
+        newest = sequence.token_ids[-1]
+        if sequence.num_output_tokens >= params.min_tokens and (
+            newest in params.stop_token_ids
+            or (newest in self._eos_token_ids and not params.ignore_eos)
+        ):
+            return FinishReason.STOP
+        is_full = self.fills(sequence, num_tokens=len(sequence.token_ids))
+        return FinishReason.LENGTH if is_full else None
+
+    def fills(self, sequence: Sequence, *, num_tokens: int) -> bool:
+        """Whether `num_tokens` tokens of prompt and output reach a length limit."""
+        num_output_tokens = num_tokens - sequence.num_prompt_tokens
+        return num_output_tokens >= sequence.params.max_tokens or num_tokens >= self._max_model_len
