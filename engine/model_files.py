@@ -1,0 +1,147 @@
+"""Finding a model's files and reading the small ones; torch-free, used by both processes.
+
+A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub id. `HF_HOME`,
+`HF_TOKEN` and `HF_HUB_OFFLINE` are honoured by `huggingface_hub` itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from penstock.engine.config import DEMO_MODEL, ModelConfig
+from penstock.engine.errors import ModelLoadError
+
+DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
+_TEXT_FILES = ("*.json", "*.jinja", "*.model")
+_WEIGHT_FILES = ("*.safetensors",)
+
+
+def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
+    """The directory of the model's files, downloaded from the Hub if need be.
+
+    Args:
+        weights: also fetch the safetensors files; the gateway does without.
+
+    Raises:
+        ModelLoadError: no such directory or repository, or the Hub cannot be reached.
+    """
+    if config.model == DEMO_MODEL:
+        return DEMO_MODEL_PATH
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        return _require(path, "config.json")
+    if path.exists() or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
+        raise ModelLoadError(f"model path {config.model!r} is not a directory")
+    return _require(_download(config, weights=weights), "config.json")
+
+
+def _download(config: ModelConfig, *, weights: bool) -> Path:
+    patterns = [*_TEXT_FILES, *(_WEIGHT_FILES if weights else ())]
+    where = f"model {config.model!r}" + (f" at {config.revision!r}" if config.revision else "")
+    try:
+        return Path(
+            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+        )
+    except GatedRepoError as error:
+        raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"{where}: no such revision on the Hub") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{where} is neither a directory here nor a repository on the Hub "
+            "(a private one needs HF_TOKEN)"
+        ) from error
+    except (HFValidationError, ValueError) as error:
+        raise ModelLoadError(f"{where} is neither a directory nor a valid Hub id") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(
+            f"{where} is not a directory here, not in the Hub cache, and the Hub cannot be reached"
+        ) from error
+    except Exception as error:  # whatever HTTP library the Hub client uses today
+        raise ModelLoadError(f"{where} could not be downloaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _require(path: Path, name: str) -> Path:
+    if not (path / name).is_file():
+        raise ModelLoadError(f"{path} holds no model: {name} is missing")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model file.
+
+    Raises:
+        ModelLoadError: missing, unreadable, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"cannot read {path}: expected a JSON object")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What a model's makers recommend where a request is silent; None: they do not say."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaults:
+    """EOS ids and sampling defaults of the model in directory `path`.
+
+    `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) EOS
+    comes from `config.json` and no sampling default is taken.
+    """
+    config = read_json(path / "config.json")
+    generation_path = path / "generation_config.json"
+    generation = read_json(generation_path) if mode == "auto" and generation_path.exists() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    return GenerationDefaults(
+        eos_token_ids=_token_ids(eos, path),
+        temperature=_number(generation, "temperature"),
+        top_p=_number(generation, "top_p"),
+        top_k=_integer(generation, "top_k"),
+        min_p=_number(generation, "min_p"),
+        repetition_penalty=_number(generation, "repetition_penalty"),
+    )
+
+
+def _token_ids(value: object, path: Path) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ModelLoadError(f"{path}: eos_token_id is neither an id nor a list of ids")
+    return tuple(ids)
+
+
+def _number(values: dict[str, Any], name: str) -> float | None:
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _integer(values: dict[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    return value if isinstance(value, int) else None

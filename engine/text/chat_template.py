@@ -1,0 +1,132 @@
+"""A model's chat template: messages to the prompt text the model was trained on.
+
+Jinja in its sandbox, with the helpers Hugging Face templates rely on (`raise_exception`,
+`strftime_now`, `tojson` without HTML escapes, `generation` blocks, loop controls).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.model_files import read_json
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+class ChatTemplate:
+    """Renders conversations. Without a template in the model, `render` refuses by name."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._environment = _environment()
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._default = None if source is None else self._environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelLoadError(f"the model's chat template is broken: {error}") from error
+
+    @classmethod
+    def from_directory(cls, path: Path) -> ChatTemplate:
+        """Read `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`."""
+        file = path / "tokenizer_config.json"
+        config = read_json(file) if file.exists() else {}
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several named templates: the one called default
+            named = {item["name"]: item["template"] for item in source}
+            source = named.get("default")
+        if (path / "chat_template.jinja").is_file():
+            source = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return cls(source, _special_tokens(config))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Args:
+            template: a template to use instead of the model's; only from trusted callers.
+            kwargs: further variables for the template (`enable_thinking`, …).
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses these messages.
+        """
+        variables = {
+            **self._special_tokens,
+            **(kwargs or {}),
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            chosen = self._default if template is None else self._environment.from_string(template)
+            if chosen is None:
+                raise InvalidRequestError(
+                    "this model has no chat template; use /v1/completions", param="messages"
+                )
+            return chosen.render(variables)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidRequestError(
+                f"chat_template is not valid Jinja: {error}", param="chat_template"
+            ) from error
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidRequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, Mapping):  # older files spell a token as an AddedToken object
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks training targets; serving just renders it."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own signature)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(value: Any, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(pattern)

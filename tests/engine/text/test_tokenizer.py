@@ -1,0 +1,92 @@
+"""Reading tokenizers and chat templates from model directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.text import ChatTemplate, Tokenizer
+
+_CHATML = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+_HELLO = [{"role": "user", "content": "hi <b>&"}]
+
+
+def test_every_token_knows_its_bytes(tokenizer: Tokenizer) -> None:
+    text = "hello é 漢 😀"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() in (
+        text,
+        text.replace(" ", ""),
+    )
+
+
+def test_token_bytes_of_half_a_character(bytes_tokenizer: Tokenizer) -> None:
+    ids = bytes_tokenizer.encode("🀄", add_special_tokens=False)
+    assert len(ids) > 1
+    assert b"".join(map(bytes_tokenizer.token_bytes, ids)) == "🀄".encode()
+
+
+def test_a_directory_without_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="cannot read"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_templates_from_either_file(tmp_path: Path) -> None:
+    config = {"chat_template": _CHATML, "eos_token": {"content": "<|end|>"}, "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = ChatTemplate.from_directory(tmp_path)
+    expected = "<|start|>user\nhi <b>&<|end|>\n"
+    assert template.render(_HELLO) == expected + "<|start|>assistant\n"
+    assert template.render(_HELLO, add_generation_prompt=False) == expected
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages|length }}")
+    assert ChatTemplate.from_directory(tmp_path).render(_HELLO) == "<s>1"
+
+
+def test_named_templates_use_the_default_one(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.from_directory(tmp_path).render(_HELLO) == "d"
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages[7].content }}", "no element 7"),
+    ],
+)
+def test_a_template_that_refuses_blames_the_messages(source: str, fault: str) -> None:
+    with pytest.raises(InvalidRequestError, match=fault) as caught:
+        ChatTemplate(source, {}).render(_HELLO)
+    assert caught.value.param == "messages"
+
+
+def test_no_template_and_broken_templates() -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        ChatTemplate(None, {}).render(_HELLO)
+    with pytest.raises(ModelLoadError, match="broken"):
+        ChatTemplate("{% if %}", {})
+    with pytest.raises(InvalidRequestError, match="not valid Jinja"):
+        ChatTemplate(None, {}).render(_HELLO, template="{% if %}")
+
+
+def test_the_helpers_hugging_face_templates_use() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% generation %}{{ m|tojson }}{% endgeneration %}{% endfor %}{{ extra }}"
+        "{{ strftime_now('%Y')|length }}"
+    )
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "<é>"}]
+    rendered = ChatTemplate(source, {}).render(messages, kwargs={"extra": "!"})
+    assert rendered == '{"role": "user", "content": "<é>"}!4'
