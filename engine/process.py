@@ -1,0 +1,85 @@
+"""What a child of the supervisor does besides its work: read its settings, report, not outlive it.
+
+The supervisor passes three things by environment: `PENSTOCK_CONFIG_FD` (a pipe holding one JSON
+object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe for JSON lines
+about start-up) and `PENSTOCK_SUPERVISOR_PID`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import setproctitle
+
+from penstock.engine.errors import EngineError
+
+CONFIG_FD = "PENSTOCK_CONFIG_FD"
+STATUS_FD = "PENSTOCK_STATUS_FD"
+SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class Status:
+    """The one-way line to the supervisor: exactly one of ready and failed is said."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def ready(self, **details: object) -> None:
+        self._say({"event": "ready", **details})
+
+    def failed(self, message: str) -> None:
+        self._say({"event": "failed", "message": message})
+
+    def _say(self, event: Mapping[str, object]) -> None:
+        try:
+            os.write(self._fd, json.dumps(event).encode() + b"\n")
+            os.close(self._fd)
+        except OSError:
+            pass  # the supervisor is gone, and so shall we be
+
+
+def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> int:
+    """Run `main(config, status)` as a child process; its exit code.
+
+    A mistake of the user's (`EngineError`) is told in one line through the status pipe; anything
+    else is a bug of ours and also leaves its traceback in the log.
+    """
+    setproctitle.setproctitle(title)
+    die_with_parent(int(os.environ[SUPERVISOR_PID]))
+    status = Status(int(os.environ[STATUS_FD]))
+    with os.fdopen(int(os.environ[CONFIG_FD]), "rb") as pipe:
+        config = json.load(pipe)
+    try:
+        main(config, status)
+    except EngineError as error:
+        status.failed(str(error))
+        return 1
+    except BaseException as error:
+        status.failed(f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    return 0
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Be killed when the parent dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(1)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(0.5)
+    os._exit(1)

@@ -1,0 +1,158 @@
+"""The engine as its own process: one step loop, no asyncio, fed and drained through `wire`.
+
+Run by the supervisor as `python -m penstock.engine.server`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.messages import Abort, EngineInfo, EngineStats, Submit
+from penstock.engine.process import Status, run_child
+from penstock.engine.request import FinishReason, Request, RequestOutput
+from penstock.engine.startup import build_core
+from penstock.engine.wire import GatewayGone, Inbound, Wire
+
+_LOG = logging.getLogger("penstock.engine")
+
+
+class EngineServer:
+    """Runs a core's steps while there is work, and waits without spinning while there is none."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, address: str) -> None:
+        self._core = core
+        self._wire = Wire(address, info)
+        self._owners: dict[str, bytes] = {}  # request id → gateway's identity
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Begin to answer gateways."""
+        self._publish_stats()
+        self._wire.start()
+
+    def stop(self) -> None:
+        """End `run` after the current step; safe in a signal handler."""
+        self._is_stopping = True
+        self._wire.interrupt()
+
+    def run(self) -> None:
+        """Step until stopped. An exception of the device ends it: the gateways are told."""
+        failure = "the engine was shut down"
+        try:
+            while not self._is_stopping:
+                timeout_s = 0.0 if self._core.has_work() else None
+                for inbound in self._wire.receive(timeout_s=timeout_s):
+                    self._handle(inbound)
+                self._send(self._core.step())
+        except BaseException as error:
+            failure = f"the engine failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._wire.close(failure)
+            self._core.close()
+
+    def _handle(self, inbound: Inbound) -> None:
+        identity, message = inbound
+        if isinstance(message, Submit):
+            self._submit(identity, message.request)
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                if self._owners.get(request_id) == identity:
+                    self._abort(request_id)
+        elif isinstance(message, GatewayGone):
+            for request_id in [key for key, owner in self._owners.items() if owner == identity]:
+                self._abort(request_id)
+        self._publish_stats()
+
+    def _submit(self, identity: bytes, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except InvalidRequestError as error:
+            refusal = RequestOutput(
+                request_id=request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+            )
+            self._wire.send(identity, (refusal,))
+            self._wire.flush()
+        else:
+            self._owners[request.request_id] = identity
+
+    def _abort(self, request_id: str) -> None:
+        del self._owners[request_id]
+        self._core.abort(request_id)
+
+    def _send(self, outputs: list[RequestOutput]) -> None:
+        """Hand an iteration's outputs to the wire, one frame per gateway."""
+        frames: defaultdict[bytes, list[RequestOutput]] = defaultdict(list)
+        for output in outputs:
+            frames[self._owners[output.request_id]].append(output)
+            if output.finish_reason is not None:
+                del self._owners[output.request_id]
+        self._publish_stats()
+        for identity, frame in frames.items():
+            self._wire.send(identity, tuple(frame))
+        self._wire.flush()
+
+    def _publish_stats(self) -> None:
+        scheduler = self._core.scheduler
+        counters, blocks = scheduler.counters, scheduler.blocks
+        self._wire.stats = EngineStats(
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            num_blocks_used=blocks.num_used_blocks,
+            num_blocks=blocks.num_blocks,
+            num_preemptions_total=counters.num_preemptions,
+            num_steps_total=counters.num_steps,
+            prompt_tokens_total=counters.prompt_tokens,
+            generation_tokens_total=counters.generation_tokens,
+        )
+
+
+def parse_config(values: Mapping[str, Any]) -> EngineConfig:
+    """An `EngineConfig` from the plain mapping `dataclasses.asdict` makes of one."""
+    return EngineConfig(
+        model=ModelConfig(**values["model"]),
+        cache=CacheConfig(**values["cache"]),
+        scheduler=SchedulerConfig(**values["scheduler"]),
+        device=DeviceConfig(**values["device"]),
+    )
+
+
+def serve(config: Mapping[str, Any], status: Status) -> None:
+    """The process: load, report ready, step until SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    logging.basicConfig(level=config["log_level"].upper(), format=config["log_format"])
+    core, info = build_core(parse_config(config["engine"]))
+    server = EngineServer(core, info, config["address"])
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    # What start-up made lives as long as the process: keep the collector from walking it.
+    gc.collect()
+    gc.freeze()
+    server.start()
+    status.ready(
+        device=info.device,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        kv_cache_tokens=info.num_blocks * info.block_size,
+    )
+    server.run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_child("penstock-engine", serve))

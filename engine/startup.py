@@ -1,0 +1,50 @@
+"""From settings to a running core: the one place where policy and device are put together."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.engine.blocks import BlockManager
+from penstock.engine.config import EngineConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.executor.in_process import InProcessExecutor
+from penstock.engine.messages import EngineInfo
+from penstock.engine.model_files import read_generation_defaults, resolve_model
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.scheduling import Scheduler
+
+
+def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
+    """Load the model, allocate its KV cache, and join both to a scheduler.
+
+    Raises:
+        ConfigError: a setting that cannot work, or a model that cannot be loaded.
+    """
+    path = resolve_model(config.model, weights=True)
+    eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
+    runner = ModelRunner(config, path, eos_token_ids=eos_token_ids)
+    device = runner.info
+    scheduler = Scheduler(
+        config.scheduler,
+        BlockManager(num_blocks=device.num_blocks, block_size=device.block_size),
+        eos_token_ids=eos_token_ids,
+        max_model_len=device.max_model_len,
+    )
+    core = EngineCore(
+        scheduler,
+        InProcessExecutor(runner),
+        max_steps_in_flight=config.scheduler.max_steps_in_flight,
+    )
+    info = EngineInfo(
+        model=config.model.model,
+        model_path=str(path),
+        max_model_len=device.max_model_len,
+        vocab_size=device.vocab_size,
+        num_blocks=device.num_blocks,
+        block_size=device.block_size,
+        dtype=device.dtype,
+        device=device.device,
+        eos_token_ids=eos_token_ids,
+        pid=os.getpid(),
+    )
+    return core, info
