@@ -1,0 +1,35 @@
+"""The executor of one device in this process: a step is done when `submit` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class DoneHandle:
+    """The handle of a step that has run."""
+
+    batch_result: BatchResult
+
+    def result(self) -> BatchResult:
+        return self.batch_result
+
+
+class InProcessExecutor:
+    """Runs each batch synchronously."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    def submit(self, batch: Batch) -> DoneHandle:
+        return DoneHandle(self._runner.execute(batch))
+
+    def close(self) -> None:
+        """Nothing to give back: memory goes with the runner."""

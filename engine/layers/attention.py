@@ -1,0 +1,55 @@
+"""Attention of one layer over the paged cache, and what a forward pass is given beside ids.
+
+Not known here: projections, rotary positions, models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from penstock.kernels.paged_attention import paged_attention
+from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.store_kv import store_kv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardContext:
+    """One step, as the layers see it; always an argument, never a global.
+
+    Attributes:
+        kv_pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], changed by
+            the forward; keys at index 0 of the second dimension, values at 1.
+        positions: int64 [num_tokens]
+        prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; only for
+            models that ask for it.
+    """
+
+    kv_pool: Tensor
+    layout: PagedLayout
+    positions: Tensor
+    prompt_lens: Tensor | None = None
+
+
+class Attention(nn.Module):
+    """Store this step's keys and values, then attend over the sequence so far.
+
+    Args:
+        layer: index into the KV pool.
+        window: positions a token sees, itself included; None sees all before it.
+    """
+
+    def __init__(self, *, layer: int, head_dim: int, window: int | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.scale = head_dim**-0.5
+        self.window = window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+        """query [num_tokens, num_heads, head_dim], key and value with num_kv_heads → as query"""
+        key_cache, value_cache = context.kv_pool[self.layer].unbind(0)
+        store_kv(key, value, key_cache, value_cache, context.layout.slot_mapping)
+        return paged_attention(
+            query, key_cache, value_cache, context.layout, scale=self.scale, window=self.window
+        )

@@ -1,0 +1,66 @@
+"""Rotary positions: cosines and sines of a step's tokens, and their application.
+
+Not known here: where the frequencies' parameters come from (see `rope_frequencies`).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.layers.rope_frequencies import (
+    RopeConfig,
+    attention_factor,
+    dynamic_frequencies,
+    inverse_frequencies,
+)
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles for all layers, computed once a step in float32.
+
+    Dynamic NTK derives its frequencies from the length of the sequence. Libraries that run
+    one sequence at a time take the longest length so far; here batches, chunks and resumption
+    must not matter, so the token at position p takes max(prompt length, p + 1): the length at
+    which a plain prefill followed by single steps would have computed it.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = head_dim
+        self.scale = attention_factor(config)
+        self.register_buffer(
+            "inverse_frequencies", inverse_frequencies(config, head_dim), persistent=False
+        )
+
+    @property
+    def needs_prompt_lens(self) -> bool:
+        return self.config.rope_type == "dynamic"
+
+    def forward(
+        self, positions: Tensor, prompt_lens: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each [num_tokens, 1, head_dim / 2], one for all heads.
+
+        Args:
+            positions: int64 [num_tokens]
+            prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; given
+                if `needs_prompt_lens`.
+        """
+        frequencies = self.inverse_frequencies  # [head_dim / 2]
+        if self.needs_prompt_lens:
+            lengths = torch.maximum(cast("Tensor", prompt_lens), positions + 1)
+            frequencies = dynamic_frequencies(self.config, self.head_dim, lengths)
+        angles = (positions[:, None].float() * frequencies)[:, None]
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [num_tokens, num_heads, head_dim]; a pair is dimensions i and i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,105 @@
+"""What the one decoder can be configured to: the fields all architectures are mapped to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.layers.rope_frequencies import RopeConfig
+from penstock.engine.models.config_fields import ConfigFields
+from penstock.engine.models.rope_config import read_rope_config, scaled_context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """The shape and the choices of a decoder-only transformer.
+
+    Attributes:
+        context_len: the most tokens of a sequence, rotary scaling included.
+        windows: for each layer, the positions a token sees (None: all before it).
+        dtype: the checkpoint's own, as its config names it.
+        is_tied: the output head is the embedding.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    context_len: int
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    dtype: str
+    is_tied: bool = False
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderChoices:
+    """Where architectures differ; everything else they spell alike.
+
+    Attributes:
+        num_kv_heads, head_dim, context_len: used where `config.json` does not say; None
+            stands for num_heads, for hidden_size / num_heads and for "must be given".
+    """
+
+    windows: tuple[int | None, ...] = ()
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+
+
+def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> DecoderConfig:
+    """Map the fields that Llama and its descendants share.
+
+    Raises:
+        ModelLoadError: a field is missing, malformed, or asks for what we do not have.
+    """
+    _check_supported(fields)
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", choices.num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            "num_key_value_heads", f"{num_heads} attention heads cannot share {num_kv_heads}"
+        )
+    hidden_size = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", choices.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"rotary positions need an even size, not {head_dim}")
+    num_layers = fields.integer("num_hidden_layers")
+    rope = read_rope_config(fields)
+    return DecoderConfig(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        context_len=scaled_context(fields, rope),
+        rope=rope,
+        windows=choices.windows or (None,) * num_layers,
+        dtype=fields.text("dtype" if "dtype" in fields else "torch_dtype", "float32"),
+        is_tied=fields.boolean("tie_word_embeddings", False),
+        has_qkv_bias=choices.has_qkv_bias,
+        has_output_bias=choices.has_output_bias,
+        has_mlp_bias=choices.has_mlp_bias,
+        has_qk_norm=choices.has_qk_norm,
+    )
+
+
+def _check_supported(fields: ConfigFields) -> None:
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"{activation!r} is not supported; we have 'silu'")
+    if "quantization_config" in fields:
+        raise fields.error("quantization_config", "quantised checkpoints are not supported")

@@ -1,0 +1,55 @@
+"""Qwen2 and Qwen3: config mapping only; weights are named as Llama's."""
+
+from __future__ import annotations
+
+from penstock.engine.models.config_fields import ConfigFields
+from penstock.engine.models.decoder_config import (
+    DecoderChoices,
+    DecoderConfig,
+    read_decoder_config,
+)
+
+
+def read_qwen2_config(fields: ConfigFields) -> DecoderConfig:
+    """`Qwen2ForCausalLM`: biases on queries, keys and values; windows on upper layers."""
+    choices = DecoderChoices(num_kv_heads=32, windows=_windows(fields), has_qkv_bias=True)
+    return read_decoder_config(fields, choices)
+
+
+def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
+    """`Qwen3ForCausalLM`: queries and keys are normalised per head before they are rotated."""
+    has_attention_bias = fields.boolean("attention_bias", False)
+    choices = DecoderChoices(
+        num_kv_heads=32,
+        head_dim=128,
+        windows=_windows(fields),
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_qk_norm=True,
+    )
+    return read_decoder_config(fields, choices)
+
+
+def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
+    """Layers from `max_window_layers` up, or those that `layer_types` names, have a window."""
+    num_layers = fields.integer("num_hidden_layers")
+    window = None
+    if fields.boolean("use_sliding_window", False):
+        window = fields.integer("sliding_window", 4096)
+    if "layer_types" in fields:
+        kinds = fields.texts("layer_types")
+    else:
+        first = fields.integer("max_window_layers", 28) if window is not None else num_layers
+        kinds = tuple(
+            "sliding_attention" if layer >= first else "full_attention"
+            for layer in range(num_layers)
+        )
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != num_layers:
+        raise fields.error(
+            "layer_types",
+            f"expected {num_layers} of 'full_attention' and 'sliding_attention', not {kinds}",
+        )
+    if "sliding_attention" in kinds and window is None:
+        raise fields.error("layer_types", "'sliding_attention' needs use_sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

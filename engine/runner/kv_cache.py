@@ -1,0 +1,96 @@
+"""The device's KV pool: how large it is, and its allocation.
+
+Not known here: who owns which block (policy decides), how it is read (see `kernels`), how much
+memory there is (see `memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.config import CacheConfig
+from penstock.engine.errors import ConfigError
+from penstock.engine.models.decoder_config import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """One block of the pool: block_size tokens of every layer, keys and values."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: DecoderConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+        return cls(
+            num_layers=config.num_layers,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        numbers = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return numbers * self.dtype.itemsize
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
+        """[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], uninitialised.
+
+        Nothing is read before it was written; on a CPU the system lends pages as they are.
+        """
+        return torch.empty(
+            (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim),
+            dtype=self.dtype,
+            device=device,
+        )
+
+
+def choose_num_blocks(
+    config: CacheConfig,
+    shape: KVShape,
+    *,
+    available_bytes: Callable[[], int],
+    max_model_len: int,
+    max_num_seqs: int,
+) -> int:
+    """Blocks in the pool: as many as are asked for, or as fit and could ever be used.
+
+    Args:
+        available_bytes: measures what the pool may take; asked if the config does not say.
+
+    Raises:
+        ConfigError: a sequence of max_model_len tokens would not fit.
+    """
+    needed = shape.num_blocks_for(max_model_len)
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // shape.bytes_per_block
+    else:
+        num_blocks = min(available_bytes() // shape.bytes_per_block, needed * max_num_seqs)
+    if num_blocks < needed:
+        raise ConfigError(_too_small(shape, needed, max(num_blocks, 0), max_model_len))
+    return num_blocks
+
+
+def _too_small(shape: KVShape, needed: int, num_blocks: int, max_model_len: int) -> str:
+    block = shape.bytes_per_block
+    largest = num_blocks * shape.block_size
+    advice = f"lower --max-model-len to at most {largest} or " if largest else ""
+    return (
+        f"one sequence of {max_model_len} tokens needs {needed * block:,} bytes of KV cache "
+        f"({needed} blocks), but the pool has {num_blocks * block:,} bytes ({num_blocks} blocks): "
+        f"{advice}raise --kv-cache-memory-bytes to at least {needed * block}"
+    )

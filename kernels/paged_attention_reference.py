@@ -1,0 +1,137 @@
+"""Attention over a paged KV cache, in plain torch: the specification of `paged_attention`.
+
+Token t of sequence s, at position p, attends the keys at positions p' of its own sequence with
+`p' <= p`, and with `p' > p - window` if there is a window:
+
+    out[t, h] = Σ_p' softmax_p'(scale · query[t, h] · key[p', h // group]) value[p', h // group]
+
+where group = num_heads / num_kv_heads. Positions are found through the block table (Kwon et
+al., "Efficient Memory Management for LLM Serving with PagedAttention", SOSP 2023, §4.1;
+windows: Jiang et al., "Mistral 7B", 2023, §2; shared key heads: Ainslie et al., "GQA", 2023).
+
+Only slots that were stored are ever read: a freed block may hold anything, NaN too, and a
+masked NaN would still spoil its neighbours (0 × NaN). Padding therefore points to a position
+the sequence owns.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.paged_layout import PagedLayout
+
+
+def paged_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    layout: PagedLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend; this step's keys and values are in the cache already.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]
+        window: positions a token sees, itself included; None sees all before it.
+
+    Returns:
+        [num_tokens, num_heads, head_dim]
+    """
+    output = torch.empty_like(query)
+    starts = layout.query_start_loc.tolist()
+    query_lens = [end - start for start, end in pairwise(starts)]
+    seq_lens = layout.seq_lens.tolist()
+    decodes = [seq for seq, query_len in enumerate(query_lens) if query_len == 1]
+    attend = _Attention(key_cache, value_cache, scale, window)
+    if decodes:
+        seqs = torch.tensor(decodes, device=query.device)
+        rows = layout.query_start_loc[seqs].long()
+        output[rows] = attend.decode(
+            query[rows], layout.block_tables[seqs], layout.seq_lens[seqs].long()
+        )
+    for seq, query_len in enumerate(query_lens):
+        if query_len > 1:
+            rows_of_seq = slice(starts[seq], starts[seq + 1])
+            output[rows_of_seq] = attend.chunk(
+                query[rows_of_seq], layout.block_tables[seq], seq_lens[seq]
+            )
+    return output
+
+
+class _Attention:
+    """The two shapes of work on one layer's cache."""
+
+    def __init__(
+        self, key_cache: Tensor, value_cache: Tensor, scale: float, window: int | None
+    ) -> None:
+        self.block_size = key_cache.shape[1]
+        self.keys = key_cache.flatten(0, 1)  # [num_slots, num_kv_heads, head_dim]
+        self.values = value_cache.flatten(0, 1)
+        self.scale = scale
+        self.window = window
+
+    def decode(self, query: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
+        """One new token per sequence: a padded gather and one SDPA for all of them.
+
+        Shapes: query [num_seqs, num_heads, head_dim], block_tables [num_seqs, max_blocks].
+        """
+        num_seqs, num_heads, head_dim = query.shape
+        num_kv_heads = self.keys.shape[1]
+        num_visible = seq_lens if self.window is None else seq_lens.clamp(max=self.window)
+        columns = torch.arange(int(num_visible.max()), device=query.device)
+        is_visible = columns < num_visible[:, None]  # [num_seqs, max_visible]
+        positions = (seq_lens - num_visible)[:, None] + columns
+        positions = torch.minimum(positions, seq_lens[:, None] - 1)
+        slots = self._slots(block_tables, positions)  # [num_seqs, max_visible]
+        # The heads that share a key head stand in the place of SDPA's query positions, so no
+        # key is ever repeated.
+        output = F.scaled_dot_product_attention(
+            query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
+            self.keys[slots].transpose(1, 2),  # [num_seqs, num_kv_heads, max_visible, head_dim]
+            self.values[slots].transpose(1, 2),
+            attn_mask=is_visible[:, None, None, :],
+            scale=self.scale,
+        )
+        return output.reshape(num_seqs, num_heads, head_dim)
+
+    def chunk(self, query: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
+        """Several new tokens of one sequence, the last ones of its seq_len.
+
+        Shapes: query [query_len, num_heads, head_dim], block_table [max_blocks].
+        """
+        query_len = query.shape[0]
+        num_before = seq_len - query_len
+        first = 0 if self.window is None else max(0, num_before - self.window + 1)
+        positions = torch.arange(first, seq_len, device=query.device)
+        slots = self._slots(block_table[None], positions[None])[0]
+        is_plain = num_before == 0 and (self.window is None or query_len <= self.window)
+        output = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],  # [1, num_heads, query_len, head_dim]
+            self.keys[slots].transpose(0, 1)[None],
+            self.values[slots].transpose(0, 1)[None],
+            attn_mask=None if is_plain else self._mask(positions, query_len),
+            is_causal=is_plain,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return output[0].transpose(0, 1)
+
+    def _slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
+        """Slots of positions [num_seqs, n] through block_tables [num_seqs, max_blocks]."""
+        blocks = block_tables.long().gather(1, positions // self.block_size)
+        return blocks * self.block_size + positions % self.block_size
+
+    def _mask(self, key_positions: Tensor, query_len: int) -> Tensor:
+        """What each of the last query_len positions sees: bool [query_len, num_keys]."""
+        query_positions = key_positions[-query_len:, None]
+        mask = key_positions <= query_positions
+        if self.window is not None:
+            mask &= key_positions > query_positions - self.window
+        return mask

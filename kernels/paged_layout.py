@@ -1,0 +1,38 @@
+"""Where a step's tokens lie: the index tensors that the paged operations share.
+
+A step is a flat row of tokens, sequence after sequence. Each sequence owns a list of cache
+blocks; the KV of its position p lies in slot `p % block_size` of block `p // block_size` of
+that list. Not known here: models, heads, or how the blocks were chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLayout:
+    """One step's layout. The host integers spare an operation a device synchronisation.
+
+    Attributes:
+        query_start_loc: int32 [num_seqs + 1], the first token of each sequence; the last
+            entry is num_tokens.
+        seq_lens: int32 [num_seqs], tokens with KV once this step's keys are stored.
+        block_tables: int32 [num_seqs, max_blocks]; entries past a sequence's end are ignored.
+        slot_mapping: int64 [num_tokens], block × block_size + offset of each token.
+        max_query_len: the longest share of a sequence in this step.
+        max_seq_len: the largest of `seq_lens`.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]

@@ -1,0 +1,95 @@
+"""Tiny random checkpoints, written by transformers, and the models transformers reads back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+TinyCheckpoint = Callable[..., Path]
+Reference = Callable[..., PreTrainedModel]
+
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_SHAPE = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # so that logits differ by more than rounding
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_and_single_threaded() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """A factory of model directories; equal arguments share one, so leave them as they are.
+
+    Arguments: architecture, dtype, max_shard_size (as transformers takes it), and any field
+    of the model's config.
+    """
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def build(
+        architecture: str = "LlamaForCausalLM",
+        *,
+        dtype: str = "float32",
+        max_shard_size: str = "1GB",
+        **overrides: Any,
+    ) -> Path:
+        options = [architecture, dtype, max_shard_size, overrides]
+        name = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
+        path = root / name
+        if not path.exists():
+            model = _random_model(architecture, overrides).to(getattr(torch, dtype))
+            model.save_pretrained(path, max_shard_size=max_shard_size)
+        return path
+
+    return build
+
+
+def _random_model(architecture: str, overrides: dict[str, Any]) -> PreTrainedModel:
+    config = AutoConfig.for_model(_MODEL_TYPES[architecture], **(_SHAPE | overrides))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms of one and biases of zero would hide mistakes
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """transformers' own model of a directory, in float32 unless told otherwise."""
+
+    def load(path: Path, dtype: str = "float32") -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation="eager"
+        )
+        model.generation_config.pad_token_id = 0
+        return model.eval()
+
+    return load
