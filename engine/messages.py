@@ -122,7 +122,7 @@ def decode(frame: bytes) -> Message:
     try:
         tag, *values = msgpack.unpackb(frame, strict_map_key=False)
         return _DECODERS[tag](values)
-    except (KeyError, TypeError, msgpack.UnpackException) as error:
+    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"not a penstock frame: {error!r}") from error
 
 

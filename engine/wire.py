@@ -115,6 +115,7 @@ class Wire(threading.Thread):
         self._is_closing = True
         self._wake()
         self.join(timeout=2.0)
+        self._wake_out.close()
 
     def _wake(self) -> None:
         with contextlib.suppress(zmq.Again):  # as many wake-ups as fit are already waiting

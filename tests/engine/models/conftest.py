@@ -1,0 +1,75 @@
+"""Running a decoder by hand: a KV pool, scattered blocks, chunks of chosen sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.loader import load_model
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.kernels.paged_layout import PagedLayout
+
+PagedLogits = Callable[..., Tensor]
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def paged_logits() -> PagedLogits:
+    """Logits of all tokens of one sequence, computed in chunks: [num_tokens, vocab_size]."""
+
+    def run(
+        path: Path,
+        token_ids: Sequence[int],
+        chunks: Sequence[int],
+        *,
+        num_prompt: int | None = None,
+    ) -> Tensor:
+        assert sum(chunks) == len(token_ids)
+        model = load_model(ModelConfig(), path, torch.device("cpu"))
+        shape = KVShape.of(model.config, BLOCK_SIZE, model.dtype)
+        num_blocks = shape.num_blocks_for(len(token_ids))
+        pool = shape.allocate(num_blocks + 3, torch.device("cpu")).fill_(torch.nan)
+        table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))
+        table = table[:num_blocks].int()
+        logits = []
+        with torch.inference_mode():
+            start = 0
+            for size in chunks:
+                positions = torch.arange(start, start + size)
+                context = ForwardContext(
+                    kv_pool=pool,
+                    layout=_layout(positions, table),
+                    positions=positions,
+                    prompt_lens=torch.full_like(positions, num_prompt or len(token_ids)),
+                )
+                ids = torch.tensor(token_ids[start : start + size])
+                logits.append(model.logits(model(ids, context)))
+                start += size
+        return torch.cat(logits).float()
+
+    return run
+
+
+def _layout(positions: Tensor, table: Tensor) -> PagedLayout:
+    seq_len = int(positions[-1]) + 1
+    blocks = table[positions // BLOCK_SIZE].long()
+    return PagedLayout(
+        query_start_loc=torch.tensor([0, len(positions)], dtype=torch.int32),
+        seq_lens=torch.tensor([seq_len], dtype=torch.int32),
+        block_tables=table[None],
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        max_query_len=len(positions),
+        max_seq_len=seq_len,
+    )
+
+
+@pytest.fixture
+def tiny_decoder() -> Callable[[Path], Decoder]:
+    return lambda path: load_model(ModelConfig(), path, torch.device("cpu"))

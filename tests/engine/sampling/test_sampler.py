@@ -1,0 +1,277 @@
+"""The sampling recipe against one row at a time in plain Python, and its promises."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.request import SamplingParams
+from penstock.engine.sampling.draw import draw_uniform
+from penstock.engine.sampling.rows import SamplingRow
+from penstock.engine.sampling.sampler import sample
+
+EOS = (2,)
+
+
+def row(
+    token_ids: Sequence[int] = (5, 6, 7), *, num_prompt: int = 2, index: int = 0, **params: Any
+) -> SamplingRow:
+    return SamplingRow(
+        params=SamplingParams(**{"max_tokens": 100} | params),
+        token_ids=list(token_ids),
+        num_prompt_tokens=num_prompt,
+        index=index,
+    )
+
+
+def logits_of(*rows: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * 3
+
+
+# -- the recipe, written again --------------------------------------------------------------
+
+
+def naive_logits(logits: np.ndarray, item: SamplingRow) -> np.ndarray:
+    """Everything before the temperature."""
+    logits = logits.copy()
+    params = item.params
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
+    for token_id in set(item.token_ids):
+        penalty = params.repetition_penalty
+        logits[token_id] *= penalty if logits[token_id] <= 0 else 1 / penalty
+    for token_id, count in Counter(item.token_ids[item.num_prompt_tokens :]).items():
+        logits[token_id] -= params.frequency_penalty * count + params.presence_penalty
+    if len(item.token_ids) - item.num_prompt_tokens < params.min_tokens:
+        logits[[*EOS, *params.stop_token_ids]] = -np.inf
+    return logits
+
+
+def naive_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    vocab_size = len(logits)
+    order = np.argsort(-logits, kind="stable")
+    scaled = logits / params.temperature
+    kept = np.ones(vocab_size, dtype=bool)
+    if 0 < params.top_k < vocab_size:
+        kept[order[params.top_k :]] = False
+    weights = np.where(kept, np.exp(scaled - scaled.max()), 0)
+    weights /= weights.sum()
+    if params.top_p < 1:
+        reached = 0.0
+        for token_id in order:
+            kept[token_id] &= reached < params.top_p
+            reached += weights[token_id]
+    kept &= weights >= params.min_p * weights.max()
+    weights = np.where(kept, weights, 0)
+    return weights / weights.sum()
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> dict[str, Any]:
+    def maybe(name: str, strategy: st.SearchStrategy[Any]) -> dict[str, Any]:
+        return {name: draw(strategy)} if draw(st.booleans()) else {}
+
+    token_ids = st.integers(0, 11)
+    penalty = st.floats(-2, 2, width=16)
+    return {
+        **maybe("temperature", st.sampled_from([0.0, 0.3, 1.0, 1.7])),
+        **maybe("top_k", st.integers(-1, 14)),
+        **maybe("top_p", st.floats(0.0625, 1, width=16)),
+        **maybe("min_p", st.floats(0, 1, width=16)),
+        **maybe("repetition_penalty", st.floats(0.5, 2, width=16)),
+        **maybe("frequency_penalty", penalty),
+        **maybe("presence_penalty", penalty),
+        **maybe("logit_bias", st.dictionaries(token_ids, st.floats(-9, 9, width=16), max_size=3)),
+        **maybe("min_tokens", st.integers(0, 8)),
+        **maybe("stop_token_ids", st.tuples(token_ids)),
+        "seed": draw(st.integers(0, 2**64 - 1)),
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(sampling_params(), min_size=1, max_size=4),
+    st.lists(st.integers(0, 11), min_size=3, max_size=9),
+    st.integers(0, 1000),
+)
+def test_equals_the_recipe_row_by_row(all_params, token_ids, seed):
+    logits = random_logits(len(all_params), 12, seed)
+    rows = [row(token_ids, index=i, **params) for i, params in enumerate(all_params)]
+    results = sample(logits.clone(), rows, EOS)
+    for i, (item, result) in enumerate(zip(rows, results, strict=True)):
+        exact = naive_logits(logits[i].double().numpy(), item)
+        if item.params.is_greedy:
+            assert exact[result.token_id] == pytest.approx(exact.max(), abs=1e-5)
+            continue
+        probabilities = naive_probabilities(exact, item.params)
+        cumulative = probabilities.cumsum()
+        uniform = draw_uniform(item.params.seed, item.index, len(item.token_ids))
+        expected = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+        is_borderline = np.abs(cumulative - uniform).min() < 1e-5
+        assert result.token_id == expected or is_borderline or _is_cut_close(exact, item.params)
+
+
+def _is_cut_close(logits: np.ndarray, params: SamplingParams) -> bool:
+    """Whether rounding decides what top-p or min-p keeps."""
+    plain = SamplingParams(temperature=params.temperature, top_k=params.top_k)
+    weights = np.sort(naive_probabilities(logits, plain))[::-1]
+    return bool(
+        np.abs(weights.cumsum() - params.top_p).min() < 1e-5
+        or np.abs(weights / weights[0] - params.min_p).min() < 1e-5
+    )
+
+
+# -- promises -------------------------------------------------------------------------------
+
+
+def mixed_rows() -> list[SamplingRow]:
+    return [
+        row(temperature=0.0, logprobs=3),
+        row(seed=1, top_p=0.9),
+        row(seed=2, top_k=4, logprobs=0),
+        row(seed=3, min_p=0.2, repetition_penalty=1.3),
+        row(seed=4, frequency_penalty=0.5, presence_penalty=0.5, index=2),
+        row(seed=5, logit_bias={3: 5.0}, min_tokens=9, logprobs=20),
+        row(seed=6, temperature=0.4, top_k=50, top_p=0.5),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_neighbours(dtype):
+    rows = mixed_rows()
+    logits = random_logits(len(rows), 1500).to(dtype)  # bfloat16 brings many ties
+    together = sample(logits.clone(), rows, EOS)
+    alone = [sample(logits[i : i + 1].clone(), [item], EOS)[0] for i, item in enumerate(rows)]
+    assert together == alone
+    assert together[::-1] == sample(logits.flip(0), rows[::-1], EOS)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("broken", range(7))
+def test_a_broken_row_is_marked_and_spoils_no_other(broken, bad):
+    rows = mixed_rows()
+    logits = random_logits(len(rows), 50)
+    healthy = sample(logits.clone(), rows, EOS)
+    logits[broken, 7] = bad
+    results = sample(logits, rows, EOS)
+    assert [result.is_valid for result in results] == [i != broken for i in range(len(rows))]
+    assert 0 <= results[broken].token_id < 50
+    del results[broken], healthy[broken]
+    assert results == healthy
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_everything_masked_is_marked(temperature):
+    item = row(temperature=temperature, min_tokens=9, stop_token_ids=(0, 1, 2, 3))
+    (result,) = sample(random_logits(1, 4), [item], EOS)
+    assert not result.is_valid
+
+
+def test_draws_follow_the_distribution():
+    logits = logits_of([2.0, 1.0, 0.0, -1.0, -3.0])
+    rows = [row(seed=seed, temperature=1.3) for seed in range(20_000)]
+    counts = Counter(
+        result.token_id for result in sample(logits.expand(len(rows), -1).clone(), rows)
+    )
+    probabilities = (logits[0] / 1.3).softmax(0).tolist()
+    for token_id, probability in enumerate(probabilities):
+        deviation = (len(rows) * probability * (1 - probability)) ** 0.5
+        assert abs(counts[token_id] - len(rows) * probability) < 4 * deviation
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.6}, {0}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 0.01}, {0}),
+        ({"min_p": 0.3}, {0, 1}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 3, "top_p": 0.95, "min_p": 0.01}, {0, 1, 2}),
+        ({"temperature": 1e-40}, {0}),
+        ({"logit_bias": {4: 1e308}}, {4}),
+        ({"logit_bias": {0: -1e308, 1: -1e308}}, {2, 3, 4}),
+        ({"logit_bias": {99: 50.0, -1: 50.0}, "top_k": 1}, {0}),
+    ],
+)
+def test_what_is_kept(params, kept):
+    logits = logits_of([3.0, 2.0, 1.0, 0.0, -1.0])
+    rows = [row(seed=seed, **params) for seed in range(2000)]
+    results = sample(logits.expand(len(rows), -1).clone(), rows)
+    assert all(result.is_valid for result in results)
+    assert {result.token_id for result in results} == kept
+
+
+def test_a_flat_nucleus_larger_than_the_shortcut():
+    rows = [row(seed=seed, top_p=0.9) for seed in range(300)]
+    logits = torch.linspace(1e-3, 0, 4000).expand(300, -1).clone()
+    token_ids = [result.token_id for result in sample(logits, rows)]
+    assert 3400 < max(token_ids) < 3602
+
+
+def test_ties_at_the_cut_are_kept():
+    rows = [row(seed=seed, top_k=1) for seed in range(100)]
+    logits = logits_of([1.0, 1.0, 0.0]).expand(100, -1).clone()
+    assert {result.token_id for result in sample(logits, rows)} == {0, 1}
+
+
+def test_penalties_apply_to_greedy_rows():
+    logits = logits_of([0.0, 1.0, 1.1, 1.2])
+    rows = [
+        row([3, 3], num_prompt=2, temperature=0.0),
+        row([3, 3], num_prompt=2, temperature=0.0, repetition_penalty=1.5),
+        row([3, 3], num_prompt=2, temperature=0.0, frequency_penalty=2.0),
+        row([3, 2, 3], num_prompt=2, temperature=0.0, presence_penalty=0.5),
+        row([0, 3, 2, 2], num_prompt=1, temperature=0.0, frequency_penalty=0.15),
+    ]
+    results = sample(logits.expand(5, -1).clone(), rows)
+    assert [result.token_id for result in results] == [3, 2, 3, 2, 3]
+
+
+def test_min_tokens_masks_eos_and_stop_tokens():
+    logits = logits_of([0.0, 1.0, 5.0, 4.0])
+    rows = [
+        row([1, 1], num_prompt=1, temperature=0.0, min_tokens=2, stop_token_ids=(3,)),
+        row([1, 1, 1], num_prompt=1, temperature=0.0, min_tokens=2, stop_token_ids=(3,)),
+        row([1, 1], num_prompt=1, temperature=0.0, min_tokens=2, stop_token_ids=(99,)),
+    ]
+    results = sample(logits.expand(3, -1).clone(), rows, EOS)
+    assert [result.token_id for result in results] == [1, 2, 3]
+
+
+def test_logprobs_are_of_the_unmodified_logits():
+    logits = logits_of([0.0, 1.0, 3.0, 2.0])
+    params = {"temperature": 0.0, "logit_bias": {1: 9.0}, "top_k": 1}
+    result, silent = sample(
+        logits.expand(2, -1).clone(), [row(logprobs=2, **params), row(**params)]
+    )
+    expected = logits[0].log_softmax(0).tolist()
+    assert silent.logprobs is None
+    assert result.logprobs is not None
+    assert result.logprobs.token_id == result.token_id == 1
+    assert result.logprobs.rank == 3
+    assert result.logprobs.logprob == pytest.approx(expected[1], abs=1e-6)
+    assert [token_id for token_id, _ in result.logprobs.top] == [2, 3]
+    assert [value for _, value in result.logprobs.top] == pytest.approx(
+        [expected[2], expected[3]], abs=1e-6
+    )
+
+
+def test_logprobs_of_the_chosen_token_alone():
+    (result,) = sample(random_logits(1, 10), [row(logprobs=0)])
+    assert result.logprobs is not None
+    assert result.logprobs.top == ()

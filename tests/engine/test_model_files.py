@@ -1,0 +1,132 @@
+"""Where a model comes from: a directory, the Hub (a stub on localhost), or nowhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.model_files import read_generation_defaults, resolve_model
+
+from .stub_hub import TOKEN, stub_hub
+
+_RESOLVE = """
+import sys, json
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.model_files import read_generation_defaults, resolve_model
+model, revision, weights = json.loads(sys.argv[1])
+try:
+    path = resolve_model(ModelConfig(model=model, revision=revision), weights=weights)
+    files = sorted(file.name for file in path.iterdir())
+    eos = read_generation_defaults(path).eos_token_ids
+    print(json.dumps({"files": files, "eos": eos, "path": str(path)}))
+except ModelLoadError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tiny_checkpoint: Callable[..., Path]) -> Iterator[tuple[str, list[str]]]:
+    with stub_hub(tiny_checkpoint("LlamaForCausalLM")) as served:
+        yield served
+
+
+def resolve(
+    endpoint: str,
+    home: Path,
+    model: str = "acme/tiny",
+    *,
+    revision: str | None = None,
+    weights: bool = True,
+    **environment: str,
+) -> dict[str, object]:
+    """In a process of its own: the Hub's client reads its environment when it is imported."""
+    result = subprocess.run(
+        [sys.executable, "-c", _RESOLVE, json.dumps([model, revision, weights])],
+        env={
+            **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    answer = json.loads(result.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_the_hub_brings_what_serving_needs(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, asked = hub
+    text_only = resolve(endpoint, tmp_path, weights=False)
+    assert text_only["files"] == ["config.json", "generation_config.json"]
+    whole = resolve(endpoint, tmp_path)
+    assert whole["files"] == ["config.json", "generation_config.json", "model.safetensors"]
+    assert str(whole["path"]).startswith(str(tmp_path)), "HF_HOME is honoured"
+    assert not any("README" in path for path in asked)
+
+
+def test_offline_takes_the_cache_or_says_so(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, asked = hub
+    missing = resolve(endpoint, tmp_path, HF_HUB_OFFLINE="1")
+    assert "not in the Hub cache" in str(missing["error"])
+    before = resolve(endpoint, tmp_path)
+    num_asked = len(asked)
+    assert resolve(endpoint, tmp_path, HF_HUB_OFFLINE="1") == before
+    assert len(asked) == num_asked
+    assert resolve("http://127.0.0.1:9", tmp_path) == before, "the Hub may also just be down"
+
+
+def test_revisions_and_tokens(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, _ = hub
+    assert resolve(endpoint, tmp_path)["eos"] == [2]
+    assert resolve(endpoint, tmp_path, revision="v1")["eos"] == [7]
+    unknown = resolve(endpoint, tmp_path, revision="v9")
+    assert "no such revision" in str(unknown["error"])
+    private = resolve(endpoint, tmp_path, model="acme/private")
+    assert "HF_TOKEN" in str(private["error"])
+    assert "files" in resolve(endpoint, tmp_path, model="acme/private", HF_TOKEN=TOKEN)
+
+
+@pytest.mark.parametrize("model", ["/no/such/place", "./missing", "a/b/c", "not a name!"])
+def test_what_is_no_model_says_so(model: str) -> None:
+    with pytest.raises(ModelLoadError, match="director"):
+        resolve_model(ModelConfig(model=model), weights=True)
+
+
+def test_a_repository_that_does_not_exist(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    answer = resolve(hub[0], tmp_path, model="acme/nothing")
+    assert "neither a directory here nor a repository" in str(answer["error"])
+
+
+def test_a_directory_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
+        resolve_model(ModelConfig(model=str(tmp_path)), weights=True)
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert read_generation_defaults(tmp_path).eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text(
+        '{"eos_token_id": [6, 7], "temperature": 0.6, "top_k": 20, "top_p": 0.95}'
+    )
+    defaults = read_generation_defaults(tmp_path)
+    assert (defaults.eos_token_ids, defaults.temperature) == ((6, 7), 0.6)
+    assert (defaults.top_k, defaults.top_p, defaults.min_p) == (20, 0.95, None)
+    none = read_generation_defaults(tmp_path, "none")
+    assert (none.eos_token_ids, none.temperature) == ((5,), None)
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(ModelLoadError, match="JSON object"):
+        read_generation_defaults(tmp_path)

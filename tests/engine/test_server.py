@@ -1,0 +1,325 @@
+"""The engine's end of the wire, spoken to over a real ZeroMQ socket."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from penstock.engine.blocks import BlockManager
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.messages import (
+    PROTOCOL_VERSION,
+    SILENCE_LIMIT_S,
+    Abort,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    Heartbeat,
+    Hello,
+    Message,
+    Step,
+    Submit,
+    decode,
+    encode,
+)
+from penstock.engine.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.server import EngineServer
+
+from .policy.fake_device import FakeDevice, expected_output
+
+INFO = EngineInfo(
+    model="fake",
+    model_path="/",
+    max_model_len=2000,
+    vocab_size=50,
+    num_blocks=200,
+    block_size=16,
+    dtype="float32",
+    device="cpu",
+    eos_token_ids=(1, 2),
+    pid=1,
+)
+
+
+Connect = Callable[..., "Gateway"]
+
+
+class SlowDevice(FakeDevice):
+    """A fake device whose steps take a while, as a model's do."""
+
+    step_s = 0.001
+    fails = False
+
+    def submit(self, batch):  # type: ignore[no-untyped-def]
+        if self.fails:
+            raise RuntimeError("the device caught fire")
+        time.sleep(self.step_s)
+        return super().submit(batch)
+
+
+class Gateway:
+    """A gateway's socket."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def send(self, message: Message) -> None:
+        self.socket.send(encode(message))
+
+    def receive(self, *, timeout_s: float = 5.0, beats: bool = False) -> Message:
+        """The next message that is no heartbeat."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.socket.poll(max(0, int((deadline_s - time.monotonic()) * 1000))):
+            message = decode(self.socket.recv())
+            if beats or not isinstance(message, Heartbeat):
+                return message
+        raise TimeoutError
+
+    def hello(self) -> EngineInfo:
+        self.send(Hello())
+        message = self.receive()
+        assert isinstance(message, EngineInfo)
+        return message
+
+    def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        self.send(
+            Submit(
+                request=Request(
+                    request_id=request_id, prompt_token_ids=prompt, sampling_params=params
+                )
+            )
+        )
+
+    def finish(self, request_id: str) -> tuple[list[int], RequestOutput, list[int]]:
+        """A request's tokens, its last output, and the numbers of the frames meanwhile."""
+        tokens: list[int] = []
+        numbers: list[int] = []
+        while True:
+            step = self.receive()
+            assert isinstance(step, Step)
+            numbers.append(step.number)
+            for output in step.outputs:
+                if output.request_id == request_id:
+                    tokens.extend(output.token_ids)
+                    if output.finish_reason is not None:
+                        return tokens, output, numbers
+
+
+class Engine:
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.blocks = BlockManager(num_blocks=200, block_size=16)
+        scheduler = Scheduler(SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=2000)
+        self.device = SlowDevice(num_blocks=200, block_size=16)
+        self.server = EngineServer(EngineCore(scheduler, self.device), INFO, address)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except RuntimeError as error:
+            self.error = error
+
+    def wait_for_idle_blocks(self, *, timeout_s: float = 5.0) -> float:
+        """Seconds until no block is in use."""
+        began_s = time.monotonic()
+        while self.blocks.num_used_blocks:
+            assert time.monotonic() - began_s < timeout_s, "blocks are still in use"
+            time.sleep(0.001)
+        return time.monotonic() - began_s
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    running = Engine(f"ipc://{tmp_path}/e.sock")
+    running.server.start()
+    running.thread.start()
+    yield running
+    running.server.stop()
+    running.thread.join(timeout=5)
+    assert not running.thread.is_alive()
+
+
+@pytest.fixture
+def connect(engine: Engine) -> Iterator[Connect]:
+    """Makes gateways, and closes their sockets at the end."""
+    gateways: list[Gateway] = []
+
+    def make(*, says_hello: bool = True) -> Gateway:
+        gateways.append(Gateway(engine.address))
+        if says_hello:
+            assert gateways[-1].hello() == INFO
+        return gateways[-1]
+
+    yield make
+    for gateway in gateways:
+        gateway.socket.close()
+
+
+def test_a_request_comes_back_token_by_token(connect: Connect) -> None:
+    gateway = connect()
+    gateway.submit("a", (1, 2, 3), 40)
+    tokens, last, numbers = gateway.finish("a")
+    assert tokens == expected_output([1, 2, 3], 40)
+    assert last.finish_reason is FinishReason.LENGTH
+    assert numbers == list(range(1, 41)), "one numbered frame per iteration"
+
+
+def test_all_streams_of_an_iteration_share_a_frame(engine: Engine, connect: Connect) -> None:
+    gateway, other = connect(), connect()
+    engine.device.step_s = 0.05
+    for index in range(8):
+        gateway.submit(f"r{index}", (index,), 5)
+    other.submit("theirs", (9,), 5)
+    steps = []
+    while True:
+        step = gateway.receive()
+        assert isinstance(step, Step)
+        steps.append(step)
+        if any(output.finish_reason for output in step.outputs):
+            break
+    assert max(len(step.outputs) for step in steps) >= 7
+    assert {o.request_id for s in steps for o in s.outputs} <= {f"r{i}" for i in range(8)}
+    assert other.finish("theirs")[0] == expected_output([9], 5)
+
+
+def test_an_abort_frees_blocks_within_a_step(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.step_s = 0.02
+    gateway.submit("a", (1,) * 100, 1500)
+    gateway.receive()
+    assert engine.blocks.num_used_blocks >= 7
+    gateway.send(Abort(request_ids=("a", "unknown")))
+    assert engine.wait_for_idle_blocks() < 0.2
+    gateway.submit("b", (1,), 3)
+    assert gateway.finish("b")[0] == expected_output([1], 3)
+
+
+def test_one_gateway_cannot_abort_anothers_request(connect: Connect) -> None:
+    gateway, other = connect(), connect()
+    gateway.submit("a", (1,), 200)
+    gateway.receive()
+    other.send(Abort(request_ids=("a",)))
+    assert gateway.finish("a")[1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_gateway_that_disconnects_loses_its_sequences(engine: Engine, connect: Connect) -> None:
+    gateway, stays = connect(), connect()
+    gateway.submit("a", (1,) * 50, 1900)
+    stays.submit("b", (2,), 300)
+    gateway.receive()
+    gateway.socket.close()
+    assert stays.finish("b")[0] == expected_output([2], 300)
+    engine.wait_for_idle_blocks(timeout_s=2)
+
+
+def test_a_silent_gateway_is_declared_dead(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.step_s = 0.02
+    gateway.submit("a", (1,) * 50, 1900)
+    gateway.receive()
+    waited_s = engine.wait_for_idle_blocks(timeout_s=SILENCE_LIMIT_S + 3)
+    assert waited_s > SILENCE_LIMIT_S - 1
+
+
+def test_heartbeats_carry_stats_even_while_a_step_is_long(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.step_s = 2.5
+    gateway.submit("a", (1,), 1)
+    beats = []
+    while not isinstance(message := gateway.receive(beats=True), Step):
+        beats.append(message)
+    assert len(beats) >= 2
+    assert all(isinstance(beat, Heartbeat) for beat in beats)
+    assert message.stats.generation_tokens_total == 1
+
+
+def test_refusals_name_the_reason(connect: Connect) -> None:
+    gateway = connect()
+    gateway.submit("a", (), 5)
+    _, refused, _ = gateway.finish("a")
+    assert refused.finish_reason is FinishReason.ERROR
+    assert refused.error == "the prompt has no tokens"
+
+
+def test_strangers_are_told_to_say_hello(connect: Connect) -> None:
+    gateway = connect(says_hello=False)
+    gateway.socket.send(b"\xc1 junk")
+    gateway.submit("a", (1,), 5)
+    assert gateway.receive() == Failure(message="unknown gateway: say hello first")
+    other = connect(says_hello=False)
+    other.send(Hello(protocol_version=PROTOCOL_VERSION + 1))
+    answer = other.receive()
+    assert isinstance(answer, Failure)
+    assert "upgrade both together" in answer.message
+
+
+def test_a_failing_device_tells_every_gateway(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.fails = True
+    gateway.submit("a", (1,), 5)
+    answer = gateway.receive()
+    assert answer == Failure(message="the engine failed: RuntimeError: the device caught fire")
+    engine.thread.join(timeout=5)
+    assert isinstance(engine.error, RuntimeError)
+
+
+def test_every_message_survives_the_wire() -> None:
+    params = SamplingParams(
+        temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(7, 8), seed=2**64 - 1, logprobs=2
+    )
+    request = Request(
+        request_id="é",
+        prompt_token_ids=(1, 2),
+        output_token_ids=(3,),
+        sampling_params=params,
+        arrival_s=1.25,
+        deadline_s=None,
+        tenant="t",
+    )
+    logprobs = TokenLogprobs(token_id=3, logprob=-0.5, rank=2, top=((4, -0.25), (3, -0.5)))
+    output = RequestOutput(
+        request_id="é",
+        token_ids=(3,),
+        logprobs=(logprobs,),
+        finish_reason=FinishReason.STOP,
+        stop_token_id=3,
+    )
+    stats = EngineStats(num_requests_running=3)
+    for message in (
+        Hello(),
+        INFO,
+        Submit(request=request),
+        Abort(request_ids=("a", "b")),
+        Step(number=7, outputs=(output,), stats=stats),
+        Heartbeat(stats=stats),
+        Heartbeat(),
+        Failure(message="x"),
+    ):
+        assert decode(encode(message)) == message
+    text_level = replace(request, sampling_params=replace(params, stop=("END",)))
+    assert decode(encode(Submit(request=text_level))) == Submit(request=request)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])
+def test_what_is_no_frame_is_a_value_error(frame: bytes) -> None:
+    with pytest.raises(ValueError, match="not a penstock frame"):
+        decode(frame)
