@@ -114,16 +114,18 @@ Message = Hello | EngineInfo | Submit | Abort | Step | Heartbeat | Failure
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    return msgpack.packb([_TAGS[type(message)], *_ENCODERS[type(message)](message)])
+    frame: bytes = msgpack.packb([_TAGS[type(message)], *_ENCODERS[type(message)](message)])
+    return frame
 
 
 def decode(frame: bytes) -> Message:
     """The message in a frame; ValueError if it is none of ours."""
     try:
         tag, *values = msgpack.unpackb(frame, strict_map_key=False)
-        return _DECODERS[tag](values)
+        message: Message = _DECODERS[tag](values)
     except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"not a penstock frame: {error!r}") from error
+    return message
 
 
 def _values(instance: Any) -> list[Any]:

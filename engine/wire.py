@@ -72,7 +72,7 @@ class Wire(threading.Thread):
         self._next_heartbeat_s = 0.0
         self._is_closing = False
         self._failure: str | None = None
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router = context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.SNDHWM, _SEND_QUEUE_FRAMES)
@@ -209,7 +209,7 @@ class Wire(threading.Thread):
             except zmq.Again:
                 return
             except zmq.ZMQError as error:  # EHOSTUNREACH: its connection is gone
-                self._bury(identity, error.strerror or str(error))
+                self._bury(identity, error.strerror or str(error), level=logging.DEBUG)
                 return
             gateway.pending.popleft()
             gateway.pending_since_s = time.monotonic()
@@ -223,9 +223,9 @@ class Wire(threading.Thread):
             if gateway.pending and now - gateway.pending_since_s > SILENCE_LIMIT_S:
                 self._bury(identity, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
 
-    def _bury(self, identity: bytes, reason: str) -> None:
+    def _bury(self, identity: bytes, reason: str, *, level: int = logging.WARNING) -> None:
         if self._gateways.pop(identity, None) is not None:
-            _LOG.info("gateway %s is gone: %s", identity.hex()[:8], reason)
+            _LOG.log(level, "gateway %s is gone: %s", identity.hex()[:8], reason)
             self._inbox.put((identity, GatewayGone()))
 
     def _say_goodbye(self) -> None:

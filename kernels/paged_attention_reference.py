@@ -94,8 +94,8 @@ class _Attention:
         # key is ever repeated.
         output = F.scaled_dot_product_attention(
             query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
-            self.keys[slots].transpose(1, 2),  # [num_seqs, num_kv_heads, max_visible, head_dim]
-            self.values[slots].transpose(1, 2),
+            _gather(self.keys, slots),  # [num_seqs, num_kv_heads, max_visible, head_dim]
+            _gather(self.values, slots),
             attn_mask=is_visible[:, None, None, :],
             scale=self.scale,
         )
@@ -110,12 +110,12 @@ class _Attention:
         num_before = seq_len - query_len
         first = 0 if self.window is None else max(0, num_before - self.window + 1)
         positions = torch.arange(first, seq_len, device=query.device)
-        slots = self._slots(block_table[None], positions[None])[0]
+        slots = self._slots(block_table[None], positions[None])  # [1, num_keys]
         is_plain = num_before == 0 and (self.window is None or query_len <= self.window)
         output = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],  # [1, num_heads, query_len, head_dim]
-            self.keys[slots].transpose(0, 1)[None],
-            self.values[slots].transpose(0, 1)[None],
+            _gather(self.keys, slots),  # [1, num_kv_heads, num_keys, head_dim]
+            _gather(self.values, slots),
             attn_mask=None if is_plain else self._mask(positions, query_len),
             is_causal=is_plain,
             scale=self.scale,
@@ -135,3 +135,12 @@ class _Attention:
         if self.window is not None:
             mask &= key_positions > query_positions - self.window
         return mask
+
+
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """cache [num_slots, num_kv_heads, head_dim] at slots [n, m]: [n, num_kv_heads, m, head_dim]
+
+    `index_select` rather than indexing: several times faster on a CPU.
+    """
+    gathered = cache.index_select(0, slots.flatten())
+    return gathered.view(*slots.shape, *cache.shape[1:]).transpose(1, 2)

@@ -5,6 +5,7 @@ Not known here: which fields an architecture needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,24 @@ class ConfigFields:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self._get(name, default)
-        is_integer = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_integer or value != int(value) or value < 1:
-            raise self.error(name, f"expected a positive integer, not {value!r}")
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or value < minimum:
+            raise self.error(name, f"expected an integer of at least {minimum}, not {value!r}")
         return int(value)
+
+    def nullable_integer(self, name: str, default: int) -> int | None:
+        """A positive integer, or a null that differs from saying nothing."""
+        if name in self._values and self._values[name] is None:
+            return None
+        return self.integer(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
             raise self.error(name, f"expected a positive number, not {value!r}")
         return float(value)
 

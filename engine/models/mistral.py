@@ -12,7 +12,7 @@ from penstock.engine.models.decoder_config import (
 
 def read_mistral_config(fields: ConfigFields) -> DecoderConfig:
     """`MistralForCausalLM`: Llama with 8 key heads by default and one window for all layers."""
-    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    window = fields.nullable_integer("sliding_window", 4096)
     num_layers = fields.integer("num_hidden_layers")
     return read_decoder_config(
         fields, DecoderChoices(num_kv_heads=8, windows=(window,) * num_layers)

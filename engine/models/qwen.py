@@ -35,11 +35,13 @@ def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
     num_layers = fields.integer("num_hidden_layers")
     window = None
     if fields.boolean("use_sliding_window", False):
-        window = fields.integer("sliding_window", 4096)
+        window = fields.nullable_integer("sliding_window", 4096)
     if "layer_types" in fields:
         kinds = fields.texts("layer_types")
     else:
-        first = fields.integer("max_window_layers", 28) if window is not None else num_layers
+        first = (
+            fields.integer("max_window_layers", 28, minimum=0) if window is not None else num_layers
+        )
         kinds = tuple(
             "sliding_attention" if layer >= first else "full_attention"
             for layer in range(num_layers)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.paged_layout import PagedLayout
@@ -68,8 +67,3 @@ def _layout(positions: Tensor, table: Tensor) -> PagedLayout:
         max_query_len=len(positions),
         max_seq_len=seq_len,
     )
-
-
-@pytest.fixture
-def tiny_decoder() -> Callable[[Path], Decoder]:
-    return lambda path: load_model(ModelConfig(), path, torch.device("cpu"))

@@ -78,6 +78,9 @@ def assert_refused(path: Path, *words: str) -> None:
         ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings", "'yes'")),
         ({"dtype": "float8_e4m3fn"}, ("float8_e4m3fn", "--dtype")),
         ({"vocab_size": True}, ("vocab_size", "True")),
+        ({"hidden_size": float("inf")}, ("hidden_size", "inf")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
+        ({"rope_theta": -1.0, "rope_parameters": "absent"}, ("rope_theta", "-1.0")),
     ],
 )
 def test_config_mistakes(changes, words, model_copy):
@@ -98,6 +101,30 @@ def test_layer_types_mistakes(changes, model_copy):
     path = model_copy("Qwen2ForCausalLM")
     edit_config(path, **changes)
     assert_refused(path, "config.json", "layer_types")
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None, None)),
+        ({"use_sliding_window": True}, (None, None)),
+        ({"use_sliding_window": True, "max_window_layers": 1}, (None, 4096)),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 9}, (9, 9)),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, (None,) * 2),
+    ],
+)
+def test_windows_of_qwen_without_layer_types(changes, windows, model_copy):
+    path = model_copy("Qwen2ForCausalLM")
+    absent = dict.fromkeys(("layer_types", "sliding_window", "max_window_layers"), "absent")
+    edit_config(path, **(absent | changes))
+    assert load(path).config.windows == windows
+
+
+@pytest.mark.parametrize(("window", "read"), [("absent", 4096), (None, None), (7, 7)])
+def test_window_of_mistral(window, read, model_copy):
+    path = model_copy("MistralForCausalLM")
+    edit_config(path, sliding_window=window)
+    assert load(path).config.windows == (read, read)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])

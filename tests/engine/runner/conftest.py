@@ -1,0 +1,108 @@
+"""A scheduler of a few lines: sequences, chunks and blocks as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.batch import Batch, BatchResult, BlockMoves, ScheduledSequence, SequenceEntry
+from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.engine.request import SamplingParams
+from penstock.engine.runner.model_runner import ModelRunner
+
+BLOCK_SIZE = 4
+
+
+class Driver:
+    """Feeds a runner batches by hand and keeps the tokens of every sequence."""
+
+    def __init__(self, path: Path, *, num_blocks: int = 80, max_model_len: int = 128) -> None:
+        config = EngineConfig(
+            model=ModelConfig(max_model_len=max_model_len),
+            cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
+        )
+        self.runner = ModelRunner(config, path, eos_token_ids=(2,))
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self._prompts: dict[int, int] = {}
+        self._params: dict[int, SamplingParams] = {}
+        self._computed: dict[int, int] = {}
+        self._entering: set[int] = set()
+        self._left: list[int] = []
+        self._free = list(range(num_blocks))
+        self._step = 0
+
+    def add(self, seq_id: int, prompt: Sequence[int], **params: Any) -> None:
+        self.tokens[seq_id] = list(prompt)
+        self._prompts[seq_id] = len(prompt)
+        self._params[seq_id] = SamplingParams(**({"temperature": 0.0, "max_tokens": 99} | params))
+        self._enter(seq_id)
+
+    def preempt(self, seq_id: int) -> None:
+        """Take its blocks; its next step enters it anew with all its tokens."""
+        self.leave(seq_id)
+        self._enter(seq_id)
+
+    def leave(self, seq_id: int) -> None:
+        self._free.extend(self.tables.pop(seq_id))
+        self._left.append(seq_id)
+
+    def step(
+        self, shares: Mapping[int, int], copies: Sequence[tuple[int, int]] = ()
+    ) -> BatchResult:
+        """Compute so many tokens of each sequence; -1 stands for all that are known."""
+        batch = Batch(
+            step=self._step,
+            scheduled=tuple(self._schedule(*share) for share in shares.items()),
+            left_seq_ids=tuple(self._left),
+            moves=BlockMoves(copies=tuple(copies)),
+        )
+        self._left.clear()
+        self._step += 1
+        result = self.runner.execute(batch)
+        assert result.step == batch.step
+        for seq_id, token_ids in result.token_ids.items():
+            self.tokens[seq_id].extend(token_ids)
+        return result
+
+    def output(self, seq_id: int) -> list[int]:
+        return self.tokens[seq_id][self._prompts[seq_id] :]
+
+    def _enter(self, seq_id: int) -> None:
+        self.tables[seq_id] = []
+        self._computed[seq_id] = 0
+        self._entering.add(seq_id)
+
+    def _schedule(self, seq_id: int, num_new: int) -> ScheduledSequence:
+        computed = self._computed[seq_id]
+        if num_new < 0:
+            num_new = len(self.tokens[seq_id]) - computed
+        num_missing = -(-(computed + num_new) // BLOCK_SIZE) - len(self.tables[seq_id])
+        # Taken from both ends, so that tables are anything but consecutive.
+        new_block_ids = [self._free.pop(0 if i % 2 else -1) for i in range(num_missing)]
+        self.tables[seq_id] += new_block_ids
+        self._computed[seq_id] = computed + num_new
+        entry = None
+        if seq_id in self._entering:
+            self._entering.remove(seq_id)
+            entry = SequenceEntry(
+                token_ids=tuple(self.tokens[seq_id]),
+                num_prompt_tokens=self._prompts[seq_id],
+                num_computed_tokens=0,
+                index=0,
+                params=self._params[seq_id],
+            )
+        return ScheduledSequence(
+            seq_id=seq_id,
+            num_new_tokens=num_new,
+            new_block_ids=tuple(new_block_ids),
+            entry=entry,
+        )
+
+
+@pytest.fixture
+def driver() -> Callable[..., Driver]:
+    return Driver

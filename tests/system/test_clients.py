@@ -1,0 +1,170 @@
+"""The stock clients against a real server, as a user would point them at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import websockets
+
+from .processes import PENSTOCK, Served
+
+_QUESTION = [{"role": "user", "content": "What is paged attention?"}]
+
+
+@pytest.fixture
+def client(demo_server: Served) -> Any:
+    with openai.OpenAI(base_url=f"{demo_server.base_url}/v1", api_key="none") as made:
+        yield made
+
+
+def test_openai_chat_streaming_equals_not_streaming(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="demo", messages=_QUESTION, temperature=0)
+    answer = whole.choices[0].message.content
+    assert answer is not None
+    assert len(answer) > 20
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens > 5
+    chunks = list(
+        client.chat.completions.create(model="demo", messages=_QUESTION, temperature=0, stream=True)
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
+    assert len(chunks) > 5, "it streams"
+
+
+def test_openai_responses_and_completions(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="demo", input="Hi, my name is Quillon.", temperature=0)
+    second = client.responses.create(
+        model="demo",
+        input="What is my name?",
+        previous_response_id=first.id,
+        temperature=0,
+    )
+    assert "Quillon" in second.output_text
+    with client.responses.stream(model="demo", input="Count to 5.", temperature=0) as stream:
+        final = stream.until_done().get_final_response()
+    assert final.status == "completed"
+    assert "5" in final.output_text
+    completion = client.completions.create(model="demo", prompt="Hello", max_tokens=5)
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens <= 5
+
+
+def test_openai_errors_are_typed(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-9", messages=_QUESTION)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="demo",
+            messages=_QUESTION,
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        )
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
+
+
+def test_curl_gets_an_event_stream(demo_server: Served) -> None:
+    body = {"model": "demo", "messages": _QUESTION, "stream": True, "temperature": 0}
+    result = subprocess.run(
+        [
+            "curl",
+            "-sSN",
+            f"{demo_server.base_url}/v1/chat/completions",
+            "-H",
+            "Content-Type: application/json",
+            "-d",
+            json.dumps(body),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    events = [line.removeprefix("data: ") for line in result.stdout.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    text = "".join(
+        json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]
+    )
+    assert len(text) > 20
+
+
+async def test_a_websocket_client_chats_over_several_turns(demo_server: Served) -> None:
+    address = demo_server.base_url.replace("http", "ws") + "/v1/responses"
+    async with websockets.connect(address) as socket:
+
+        async def turn(text: str, **more: Any) -> dict[str, Any]:
+            create = {"type": "response.create", "model": "demo", "input": text, "temperature": 0}
+            await socket.send(json.dumps({**create, **more}))
+            deltas = ""
+            numbers = []
+            while True:
+                event = json.loads(await socket.recv())
+                numbers.append(event["sequence_number"])
+                if event["type"] == "response.output_text.delta":
+                    deltas += event["delta"]
+                if event["type"] in ("response.completed", "response.incomplete"):
+                    assert numbers == list(range(len(numbers)))
+                    content = event["response"]["output"][0]["content"][0]["text"]
+                    assert content == deltas
+                    return dict(event["response"])
+
+        first = await turn("Hello! My name is Velora.")
+        second = await turn("How are you?", previous_response_id=first["id"])
+        third = await turn("What is my name?", previous_response_id=second["id"])
+        assert "Velora" in third["output"][0]["content"][0]["text"]
+
+
+async def test_the_models_endpoint_and_probes(demo_server: Served) -> None:
+    async with httpx.AsyncClient(base_url=demo_server.base_url) as client:
+        models = (await client.get("/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["demo"]
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
+        metrics = (await client.get("/metrics")).text
+        assert 'penstock:generation_tokens_total{model_name="demo"}' in metrics
+
+
+async def test_a_client_that_leaves_frees_its_blocks(demo_server: Served) -> None:
+    body = {
+        "model": "demo",
+        "messages": _QUESTION,
+        "stream": True,
+        "max_tokens": 1900,
+        "ignore_eos": True,
+    }
+
+    async with httpx.AsyncClient(base_url=demo_server.base_url, timeout=60) as client:
+
+        async def metric(name: str) -> float:
+            text = (await client.get("/metrics")).text
+            line = next(line for line in text.splitlines() if line.startswith(f"penstock:{name}{{"))
+            return float(line.rpartition(" ")[2])
+
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            await anext(response.aiter_lines())
+            assert await metric("num_requests_running") == 1
+            assert await metric("kv_cache_usage_perc") > 0
+        for _ in range(50):
+            if await metric("num_requests_running") == 0:
+                break
+            await asyncio.sleep(0.1)
+        assert await metric("num_requests_running") == 0
+        assert await metric("kv_cache_usage_perc") == 0
+
+
+def test_the_terminal_chat_answers_what_is_piped_in(demo_server: Served) -> None:
+    result = subprocess.run(
+        [PENSTOCK, "chat", "--base-url", demo_server.base_url],
+        input="Hi, my name is Orlan.\nWhat is my name?\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Orlan" in result.stdout

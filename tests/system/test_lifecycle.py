@@ -1,0 +1,206 @@
+"""How a server starts, fails to start, is killed in every way, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import websockets
+from safetensors.torch import load_file, save_file
+
+from .processes import PENSTOCK, Served, launch, serve, wait_gone, wait_until
+
+_STORY = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Tell me a long story."}],
+    "stream": True,
+    "max_tokens": 1500,
+    "ignore_eos": True,
+}
+
+
+def test_three_processes_with_titles_and_one_clear_line(demo_server: Served) -> None:
+    assert demo_server.line.startswith("penstock is ready at http://127.0.0.1:")
+    assert "model demo" in demo_server.line
+    names = sorted(child.name() for child in demo_server.family)
+    assert names == ["penstock-engine", "penstock-gateway"]
+    assert psutil.Process(demo_server.process.pid).name() == "penstock"
+
+
+def test_no_torch_in_the_gateway_and_no_framework_in_the_supervisor(demo_server: Served) -> None:
+    def mapped(pid: int) -> str:
+        return Path(f"/proc/{pid}/maps").read_text()
+
+    assert "libtorch" in mapped(demo_server.child("penstock-engine").pid)
+    assert "libtorch" not in mapped(demo_server.child("penstock-gateway").pid)
+    supervisor = mapped(demo_server.process.pid)
+    assert "libtorch" not in supervisor
+    assert "pydantic" not in supervisor
+    assert "zmq" not in supervisor
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process(number: int, tmp_path: Path) -> None:
+    with serve(log=tmp_path / "log") as served:
+        assert served.stop(number) == 0
+        wait_gone(served.family)
+        assert "Traceback" not in served.log.read_text()
+
+
+def test_a_signal_during_start_ends_every_process(tmp_path: Path) -> None:
+    process = launch([], tmp_path / "log")
+    parent = psutil.Process(process.pid)
+    wait_until(lambda: len(parent.children()) == 2)
+    family = parent.children()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+    wait_gone(family)
+    process.communicate()
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    with serve(log=tmp_path / "log") as served:
+        served.process.kill()
+        served.process.wait()
+        wait_gone(served.family)
+
+
+async def test_a_stop_in_the_middle_of_a_stream_leaves_no_process(tmp_path: Path) -> None:
+    with serve(log=tmp_path / "log") as served:
+        async with (
+            httpx.AsyncClient(base_url=served.base_url, timeout=60) as client,
+            client.stream("POST", "/v1/chat/completions", json=_STORY) as response,
+        ):
+            lines = response.aiter_lines()
+            await anext(lines)
+            served.process.send_signal(signal.SIGTERM)
+            last = [line async for line in lines if line][-1]
+        assert last == "data: [DONE]", "even then a stream has its terminal event"
+        assert await asyncio.to_thread(served.process.wait, 20) == 0
+        wait_gone(served.family)
+
+
+async def test_when_the_engine_is_killed_streams_and_health_say_so(tmp_path: Path) -> None:
+    with serve(log=tmp_path / "log") as served:
+        address = served.base_url.replace("http", "ws") + "/v1/responses"
+        async with (
+            httpx.AsyncClient(base_url=served.base_url, timeout=60) as client,
+            websockets.connect(address) as socket_,
+            client.stream("POST", "/v1/chat/completions", json=_STORY) as response,
+        ):
+            create = {"type": "response.create", "model": "demo", "input": "Tell me a long story."}
+            await socket_.send(json.dumps({**create, "ignore_eos": True}))
+            lines = response.aiter_lines()
+            await anext(lines)
+            while json.loads(await socket_.recv())["type"] != "response.output_text.delta":
+                pass
+            assert (await client.get("/health")).status_code == 200
+            served.child("penstock-engine").kill()
+            rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            error = json.loads(rest[-2].removeprefix("data: "))["error"]
+            assert error["code"] == "engine_unavailable"
+            while (event := json.loads(await socket_.recv()))["type"] != "response.failed":
+                assert event["type"] == "response.output_text.delta"
+            assert event["response"]["status"] == "failed"
+            assert (await client.get("/health")).status_code == 503
+            refused = await client.post("/v1/chat/completions", json=_STORY)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "engine_unavailable"
+        assert served.process.poll() is None, "the gateway goes on to answer for it"
+        assert "the engine died (SIGKILL)" in served.log.read_text()
+        assert served.stop() == 0
+
+
+def test_when_the_gateway_is_killed_the_command_ends(tmp_path: Path) -> None:
+    with serve(log=tmp_path / "log") as served:
+        served.child("penstock-gateway").kill()
+        assert served.process.wait(timeout=20) == 1
+        wait_gone(served.family)
+        assert "the gateway died (SIGKILL)" in served.log.read_text()
+
+
+def fail(*arguments: str) -> str:
+    """The one line of a start that fails; asserts the exit code and that it is one line."""
+    result = subprocess.run(
+        [PENSTOCK, "serve", "--port", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert result.returncode != 0
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("penstock: error: ")
+    return lines[0]
+
+
+def test_a_bad_model_path_is_said() -> None:
+    assert "'/no/such/model' is not a directory" in fail("/no/such/model")
+
+
+def test_an_unsupported_architecture_is_said(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = json.loads((tiny_model() / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = fail(str(tmp_path))
+    assert "MambaForCausalLM" in line
+    assert "LlamaForCausalLM" in line, "it says what would work"
+
+
+def test_corrupt_weights_are_said(tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model()
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors" in fail(str(path))
+    (path / "model.safetensors").write_bytes(b"no weights at all")
+    assert "model.safetensors" in fail(str(path))
+
+
+def test_a_missing_tensor_is_named(tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model()
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if "layers.1.mlp" in name)
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert name in fail(str(path))
+
+
+def test_a_context_that_cannot_fit_is_said_with_the_numbers() -> None:
+    line = fail("--kv-cache-memory-bytes", "1M")
+    assert "2048 tokens" in line
+    assert "--max-model-len" in line
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1:{port}" in fail("--port", port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("--max-num-seqs", "0"), "--max-num-seqs must be at least 1"),
+        (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization"),
+        (
+            ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8"),
+            "max-num-batched-tokens",
+        ),
+        (("--max-model-len", "99999999"), "max-model-len"),
+        (("--config", "/no/such/file"), "config file"),
+    ],
+)
+def test_settings_that_cannot_work_are_said(arguments: tuple[str, ...], fault: str) -> None:
+    assert fault in fail(*arguments)
