@@ -52,7 +52,10 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMoves:
-    """Block copies ordered before anything the step writes: pairs (source, destination)."""
+    """Block copies ordered before anything the step writes: pairs (source, destination).
+
+    All sources are read before any destination is written; destinations are distinct.
+    """
 
     copies: tuple[tuple[int, int], ...] = ()
 
@@ -84,8 +87,11 @@ class BatchResult:
     Attributes:
         token_ids: sequence id → 0…k new tokens (none while a prompt is still being computed).
         logprobs: the same keys for the sequences that asked for them, one entry per token.
+        failed_seq_ids: sequences that were to get a token, but whose logits are no distribution
+            (NaN, or everything masked); they have none in `token_ids`.
     """
 
     step: int
     token_ids: Mapping[int, tuple[int, ...]]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    failed_seq_ids: tuple[int, ...] = ()

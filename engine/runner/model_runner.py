@@ -101,14 +101,16 @@ class ModelRunner:
         sampled = dict(
             zip(inputs.sampled_seq_ids, sample(logits, rows, self._eos_token_ids), strict=True)
         )
-        for seq_id, item in sampled.items():
+        valid = {seq_id: item for seq_id, item in sampled.items() if item.is_valid}
+        for seq_id, item in valid.items():
             self._batch.append(seq_id, item.token_id)
         return BatchResult(
             step=batch.step,
-            token_ids={seq_id: (item.token_id,) for seq_id, item in sampled.items()},
+            token_ids={seq_id: (item.token_id,) for seq_id, item in valid.items()},
             logprobs={
                 seq_id: (item.logprobs,)
-                for seq_id, item in sampled.items()
+                for seq_id, item in valid.items()
                 if item.logprobs is not None
             },
+            failed_seq_ids=tuple(seq_id for seq_id in sampled if seq_id not in valid),
         )

@@ -147,7 +147,11 @@ class Scheduler:
 
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Take in what a step sampled; the outputs of the requests it brought forward."""
-        outputs = []
+        outputs = [
+            self._fail(self._live[seq_id])
+            for seq_id in result.failed_seq_ids
+            if seq_id in self._live
+        ]
         for item in batch.scheduled:
             token_ids = result.token_ids.get(item.seq_id, ())
             sequence = self._live.get(item.seq_id)
@@ -242,6 +246,15 @@ class Scheduler:
             logprobs=logprobs[:num_kept],
             finish_reason=reason,
             stop_token_id=sequence.token_ids[-1] if reason is FinishReason.STOP else None,
+        )
+
+    def _fail(self, sequence: Sequence) -> RequestOutput:
+        """End a sequence whose next token the model could not give."""
+        self._finish(sequence, FinishReason.ERROR)
+        return RequestOutput(
+            request_id=sequence.request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error="the model's logits are not a distribution (NaN, or every token is masked)",
         )
 
     def _preempt(self, sequence: Sequence) -> None:

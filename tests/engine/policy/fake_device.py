@@ -50,6 +50,7 @@ class FakeDevice:
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, _Row] = {}
         self.batches: list[Batch] = []
+        self.failing: set[int] = set()  # sequences that get no token
 
     def submit(self, batch: Batch) -> _Handle:
         self.batches.append(batch)
@@ -65,11 +66,12 @@ class FakeDevice:
             row = self.rows[item.seq_id]
             row.block_ids.extend(item.new_block_ids)
             self._compute(row, item.num_new_tokens)
-            if row.num_computed == len(row.token_ids):
+            if row.num_computed == len(row.token_ids) and item.seq_id not in self.failing:
                 token_id = next_token(self._read(row))
                 row.token_ids.append(token_id)
                 sampled[item.seq_id] = (token_id,)
-        return _Handle(BatchResult(step=batch.step, token_ids=sampled))
+        failed = tuple(item.seq_id for item in batch.scheduled if item.seq_id in self.failing)
+        return _Handle(BatchResult(step=batch.step, token_ids=sampled, failed_seq_ids=failed))
 
     def close(self) -> None:
         self.rows.clear()

@@ -186,6 +186,19 @@ def test_abort_frees_its_blocks_at_once() -> None:
     assert "a" not in stack.reasons
 
 
+def test_a_sequence_the_device_fails_ends_alone() -> None:
+    stack = Stack()
+    stack.add("a", [1] * 5, max_tokens=9)
+    stack.add("b", [2] * 5, max_tokens=9)
+    stack.step()
+    stack.device.failing = {0}
+    (failed, _) = stack.step()
+    assert (failed.request_id, failed.finish_reason) == ("a", FinishReason.ERROR)
+    assert failed.error is not None
+    stack.run()
+    assert stack.tokens["b"] == expected_output([2] * 5, 9)
+
+
 def test_stop_ids_min_tokens_and_ignore_eos() -> None:
     prompt = [3, 1, 4]
     output = expected_output(prompt, 20)

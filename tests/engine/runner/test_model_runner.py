@@ -188,8 +188,9 @@ def test_broken_logits_leave_the_neighbours_alone(tiny_checkpoint, driver):
     for drive in (healthy, broken):
         drive.add(1, [9, 8, 7])
         drive.add(2, [150, 8, 7])
-        drive.step({1: -1, 2: -1})
-        drive.step({1: 1, 2: 1})
+        result = drive.step({1: -1, 2: -1})
+        assert result.failed_seq_ids == ((2,) if drive is broken else ())
+        assert set(result.token_ids) == ({1} if drive is broken else {1, 2})
         drive.leave(2)
         drive.add(3, [4, 5, 6])  # gets the broken sequence's blocks
         for _ in range(5):
