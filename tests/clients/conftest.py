@@ -1,0 +1,26 @@
+"""What the tests of the clients share: a stub server, and a system Chromium for the page."""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from .stub_server import StubServer, running
+
+
+@pytest.fixture
+def stub() -> Iterator[StubServer]:
+    with running(StubServer()) as server:
+        yield server
+
+
+@pytest.fixture
+def keyed_stub() -> Iterator[StubServer]:
+    with running(StubServer(api_key="sk-right")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def chromium_path() -> str:
+    """The system's browser; tests that need one are skipped where there is none."""
+    return shutil.which("chromium") or pytest.skip("chromium is not installed")
