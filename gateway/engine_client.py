@@ -1,0 +1,311 @@
+"""The gateway's end of the wire: submits requests to the engine and hands out its streams.
+
+A connection to the engine is one *life*: a DEALER socket under a fresh identity, `Hello`, then
+`EngineInfo`. It ends when the engine says `Failure`, is silent for too long, loses a frame, or
+somebody calls `mark_dead`; every stream then gets `EngineDeadError`, and the next life begins by
+saying hello again, so a restarted engine is found without anyone's help.
+
+Not known here: text, APIs, clients. A stream is merged token ids, however slowly it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+from collections.abc import Coroutine
+
+import zmq
+import zmq.asyncio
+
+from penstock.engine.errors import EngineDeadError
+from penstock.engine.messages import (
+    HEARTBEAT_INTERVAL_S,
+    SILENCE_LIMIT_S,
+    Abort,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    Heartbeat,
+    Hello,
+    Message,
+    Step,
+    Submit,
+    decode,
+    encode,
+)
+from penstock.engine.request import Request, RequestOutput, TokenLogprobs
+
+_LOG = logging.getLogger(__name__)
+_SHUTDOWN = "the server is shutting down"
+_MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
+
+
+class EngineStream:
+    """One request's outputs. What was not read yet is merged, so a slow reader costs a few
+    integers per token and gets several tokens at once."""
+
+    __slots__ = (
+        "_error",
+        "_is_done",
+        "_last",
+        "_logprobs",
+        "_num_cached_tokens",
+        "_token_ids",
+        "_wakeup",
+        "request_id",
+    )
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_cached_tokens = 0
+        self._last: RequestOutput | None = None  # of the outputs not read yet
+        self._error: EngineDeadError | None = None
+        self._is_done = False
+        self._wakeup = asyncio.Event()
+
+    async def next(self) -> RequestOutput:
+        """Everything that came since the last call; waits while there is nothing.
+
+        Raises:
+            EngineDeadError: the engine died before the last output.
+        """
+        await self._wakeup.wait()
+        self._wakeup.clear()
+        last = self._last
+        if last is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is not None:
+            self._wakeup.set()  # first what arrived, then the error
+        if len(last.token_ids) != len(self._token_ids):
+            last = dataclasses.replace(
+                last,
+                token_ids=tuple(self._token_ids),
+                logprobs=tuple(self._logprobs),
+                num_cached_tokens=self._num_cached_tokens,
+            )
+        self._last, self._token_ids, self._logprobs = None, [], []
+        return last
+
+    def push(self, output: RequestOutput) -> None:
+        if self._is_done:
+            return
+        self._is_done = output.finish_reason is not None
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        self._token_ids.extend(output.token_ids)
+        self._logprobs.extend(output.logprobs)
+        self._last = output
+        self._wakeup.set()
+
+    def fail(self, error: EngineDeadError) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._error = error
+            self._wakeup.set()
+
+
+class EngineClient:
+    """A gateway's link to one engine.
+
+    Args:
+        address: the ZeroMQ endpoint that the engine binds; it may not be there yet.
+    """
+
+    def __init__(self, address: str, context: zmq.asyncio.Context) -> None:
+        self.stats = EngineStats()
+        self.info: EngineInfo | None = None  # None while no engine answers
+        self._address = address
+        self._context = context
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._streams: dict[str, EngineStream] = {}
+        self._has_info = asyncio.Event()
+        self._death: asyncio.Future[str] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_draining = False
+        self._num_lives = 0
+        self._num_silent_beats = 0
+        self._num_steps = 0
+
+    # -- for everybody ----------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        return self.info is not None and not self._is_draining
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an engine was here and is gone."""
+        return self.info is None and self._num_lives > 0
+
+    def start(self) -> None:
+        """Begin to connect; call it inside the event loop."""
+        self._keeper = asyncio.create_task(self._keep_connected(), name="engine-client")
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests; let streams end on their own for a while, then fail the rest."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._streams:  # noqa: ASYNC110  (once in a process's life)
+                    await asyncio.sleep(0.05)
+        if self._streams:
+            self._outbox.put_nowait(Abort(request_ids=tuple(self._streams)))
+            self._fail_streams(_SHUTDOWN)
+
+    async def close(self) -> None:
+        """Let go of the engine; streams still open fail."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+
+    async def wait_ready(self) -> EngineInfo:
+        """What the engine is, as soon as it says so."""
+        while self.info is None:
+            await self._has_info.wait()
+        return self.info
+
+    def require_info(self) -> EngineInfo:
+        """What the engine is.
+
+        Raises:
+            EngineDeadError: no engine answers.
+        """
+        if self._is_draining:
+            raise EngineDeadError(_SHUTDOWN)
+        if self.info is None:
+            raise EngineDeadError("the engine is not available")
+        return self.info
+
+    def submit(self, request: Request) -> EngineStream:
+        """Queue a request for the engine.
+
+        Raises:
+            EngineDeadError: no engine answers.
+        """
+        self.require_info()
+        assert request.request_id not in self._streams
+        stream = EngineStream(request.request_id)
+        self._streams[request.request_id] = stream
+        self._outbox.put_nowait(Submit(request=request))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; nothing more comes out of its stream. A finished one is left alone."""
+        if self._streams.pop(request_id, None) is not None:
+            self._outbox.put_nowait(Abort(request_ids=(request_id,)))
+
+    def mark_dead(self, reason: str) -> None:
+        """Somebody knows that the engine is gone: fail its streams now."""
+        if self._death is not None and not self._death.done():
+            self._death.set_result(reason)
+
+    # -- one life after the other -----------------------------------------------------------
+
+    async def _keep_connected(self) -> None:
+        while True:
+            try:
+                reason = await self._live()
+            finally:
+                self._bury(_SHUTDOWN)
+            _LOG.error("the engine is gone: %s", reason)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
+
+    async def _live(self) -> str:
+        """From hello to death; returns the cause."""
+        self._death = asyncio.get_running_loop().create_future()
+        self._num_silent_beats = self._num_steps = 0
+        self._outbox = asyncio.Queue()
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16))
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.connect(self._address)
+        tasks = [
+            asyncio.create_task(self._guarded(work))
+            for work in (self._send(socket), self._receive(socket), self._beat())
+        ]
+        try:
+            reason = await self._death
+            self._bury(f"the engine died: {reason}")
+            return reason
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(zmq.Again):  # aborts that are still queued
+                while not self._outbox.empty():
+                    await socket.send(encode(self._outbox.get_nowait()), zmq.NOBLOCK)
+            socket.close()
+
+    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
+        # A bug in one of the three must end the life, not leave a half-dead link.
+        try:
+            await work
+        except Exception as error:
+            _LOG.exception("the link to the engine broke")
+            self.mark_dead(f"{type(error).__name__}: {error}")
+
+    def _bury(self, reason: str) -> None:
+        self.info = None
+        self._has_info.clear()
+        self.stats = dataclasses.replace(
+            self.stats, num_requests_running=0, num_requests_waiting=0, num_blocks_used=0
+        )
+        self._fail_streams(reason)
+
+    def _fail_streams(self, reason: str) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(EngineDeadError(reason))
+
+    async def _send(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            await socket.send(encode(await self._outbox.get()))
+
+    async def _beat(self) -> None:
+        """Say hello until the engine answers, then show that we live and count its silence.
+
+        Beats are counted, not seconds: after this event loop stood still, what the engine sent
+        meanwhile is read before the next beat.
+        """
+        while True:
+            self._outbox.put_nowait(Hello() if self.info is None else Heartbeat())
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            self._num_silent_beats += self.info is not None
+            if self._num_silent_beats > _MAX_SILENT_BEATS:
+                self.mark_dead(f"silent for {SILENCE_LIMIT_S:.0f} s")
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            message = decode(await socket.recv())
+            self._num_silent_beats = 0
+            if isinstance(message, Step):
+                self._take_step(message)
+            elif isinstance(message, Heartbeat):
+                self.stats = message.stats or self.stats
+            elif isinstance(message, EngineInfo):
+                self._num_lives += self.info is None
+                self.info = message
+                self._has_info.set()
+            elif isinstance(message, Failure):
+                self.mark_dead(message.message)
+                return
+
+    def _take_step(self, step: Step) -> None:
+        self._num_steps += 1
+        if step.number != self._num_steps:
+            self.mark_dead(f"frame {step.number} came where {self._num_steps} was due")
+            return
+        self.stats = step.stats
+        for output in step.outputs:
+            # What was aborted while its tokens were on their way is simply not here any more.
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.push(output)
+                if output.finish_reason is not None:
+                    del self._streams[output.request_id]

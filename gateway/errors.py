@@ -1,0 +1,154 @@
+"""Every failure a caller can see: one table from exception to status, code and wire form.
+
+HTTP, an event stream and a WebSocket tell the same failure the same way:
+
+    HTTP        status   {"error": {"message", "type", "param", "code"}}
+    SSE         (200)    data: {"error": {…}}                 in the middle of a stream
+    WebSocket            {"type": "error", "status": …, "error": {…}, "stream_id": …}
+
+Not known here: who raises, and what an endpoint does with a stream that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from penstock.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+
+_LOG = logging.getLogger(__name__)
+
+
+class RequestRefusedError(InvalidRequestError):
+    """A request that this gateway does not serve, with the status and code that say why."""
+
+    def __init__(
+        self, message: str, *, code: str, param: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message, param=param)
+        self.code = code
+        self.status = status
+
+
+class GenerationFailedError(Exception):
+    """The engine gave up on one request; others go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failure as the caller sees it."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
+        return Response(
+            orjson.dumps(self.body()),
+            status_code=self.status,
+            headers=headers,
+            media_type="application/json",
+        )
+
+    def websocket_event(self, stream_id: str | None = None) -> dict[str, Any]:
+        event = {"type": "error", "status": self.status, **self.body()}
+        return event if stream_id is None else {**event, "stream_id": stream_id}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    exception: type[Exception]
+    status: int
+    type: str
+    code: str
+
+
+# The first row whose class matches counts, so a subclass stands above its base.
+_TABLE = (
+    _Rule(PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
+    _Rule(InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
+    _Rule(EngineDeadError, 503, "server_error", "engine_unavailable"),
+    _Rule(GenerationFailedError, 500, "server_error", "generation_failed"),
+)
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def failure_of(error: Exception) -> Failure:
+    """How to tell a caller of `error`. What is not in the table is a bug of ours: it goes to the
+    log under an id, and the caller is told the id alone."""
+    if isinstance(error, RequestRefusedError):
+        return refusal(error.status, code=error.code, message=str(error), param=error.param)
+    for rule in _TABLE:
+        if isinstance(error, rule.exception):
+            return Failure(
+                status=rule.status,
+                type=rule.type,
+                code=rule.code,
+                message=str(error),
+                param=getattr(error, "param", None),
+            )
+    incident = uuid.uuid4().hex[:12]
+    _LOG.error("internal error %s", incident, exc_info=error)
+    return Failure(
+        status=500,
+        type="server_error",
+        code="internal_error",
+        message=f"internal error; the server's log has it under {incident}",
+    )
+
+
+def refusal(status: int, *, code: str, message: str, param: str | None = None) -> Failure:
+    """A failure that is no exception, or carries its own status and code."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return Failure(status=status, type=kind, code=code, message=message, param=param)
+
+
+def handle_exception(_: Request, error: Exception) -> Response:
+    """Starlette's handler for everything that an endpoint raises."""
+    return failure_of(error).response()
+
+
+def handle_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405, in the API's shape."""
+    assert isinstance(error, HTTPException)
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = refusal(error.status_code, code=code, message=message).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+def handle_client_gone(_: Request, __: Exception) -> Response:
+    """The client left while it still sent its body; nobody receives this."""
+    return Response(status_code=499)
+
+
+EXCEPTION_HANDLERS = {
+    ClientDisconnect: handle_client_gone,
+    HTTPException: handle_http_exception,
+    InvalidRequestError: handle_exception,
+    EngineDeadError: handle_exception,
+    GenerationFailedError: handle_exception,
+    Exception: handle_exception,
+}

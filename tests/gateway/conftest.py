@@ -1,0 +1,159 @@
+"""A gateway on a real socket, in front of a fake engine on real ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+import uvicorn
+import websockets
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.text import Tokenizer
+from penstock.gateway.app import create_app
+from penstock.gateway.config import GatewayConfig
+
+from .fake_engine import FakeEngine
+
+ANSWER = "Hello, wörld! 😀 This is the fake engine speaking."
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' and not message.content %}"
+    "{{ raise_exception('empty user turn') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with everything of a model but its weights."""
+    path = tmp_path_factory.mktemp("model")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([ANSWER] * 3, trainer)
+    backend.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path: Path) -> Tokenizer:
+    return Tokenizer.from_directory(model_path)
+
+
+@dataclass
+class Served:
+    """A gateway that listens, and its engine."""
+
+    port: int
+    engine: FakeEngine
+    tokenizer: Tokenizer
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+
+    def prompt_of(self, index: int = -1) -> str:
+        """The prompt of a submitted request, as text."""
+        request = list(self.engine.submitted.values())[index]
+        return self.tokenizer.decode(request.prompt_token_ids)
+
+    def connect(self, **options: Any) -> websockets.connect:
+        return websockets.connect(f"ws://127.0.0.1:{self.port}/v1/responses", **options)
+
+    async def aborted(self, num: int = 1) -> None:
+        """Wait until the engine was told to stop that many requests."""
+        await until(lambda: len(self.engine.aborted) >= num)
+
+    async def submitted(self, num: int = 1) -> None:
+        await until(lambda: len(self.engine.submitted) >= num)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110  (the engine is a fake without events)
+            await asyncio.sleep(0.005)
+
+
+Serve = Callable[..., contextlib.AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
+    """Starts a gateway: `async with serve(step_s=…, **config) as served`."""
+
+    @contextlib.asynccontextmanager
+    async def start(*, step_s: float = 0.0, **settings: Any) -> AsyncIterator[Served]:
+        address = f"ipc://{tmp_path}/engine.sock"
+        config = GatewayConfig(
+            engine_address=address,
+            served_model_names=("tiny",),
+            model=ModelConfig(model=str(model_path)),
+            **settings,
+        )
+        script = tokenizer.encode(ANSWER)
+        async with FakeEngine(address, script, step_s=step_s) as engine, _listen(config) as port:
+            url = f"http://127.0.0.1:{port}"
+            key = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
+            async with (
+                httpx.AsyncClient(base_url=url, headers=key, timeout=10) as http,
+                openai.AsyncOpenAI(
+                    base_url=f"{url}/v1",
+                    api_key=config.api_keys[0] if config.api_keys else "none",
+                    max_retries=0,
+                ) as client,
+            ):
+                yield Served(port, engine, tokenizer, http, client)
+
+    return start
+
+
+@contextlib.asynccontextmanager
+async def _listen(config: GatewayConfig) -> AsyncIterator[int]:
+    app = create_app(config)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=config.max_websocket_message_bytes,
+            ws_per_message_deflate=False,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    task = asyncio.create_task(server._serve([listener]))
+    try:
+        async with asyncio.timeout(5):
+            await app.state.engine.wait_ready()
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    async with serve() as served:
+        yield served

@@ -1,0 +1,235 @@
+"""Bad input: each kind with its status, code and parameter, while another stream goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from penstock.gateway.generation import Generator
+
+from .conftest import Serve, Served
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+USER = [{"role": "user", "content": "hello"}]
+
+
+def chat(**values: Any) -> str:
+    return json.dumps({"model": "tiny", "messages": USER, **values})
+
+
+def says(**message: Any) -> str:
+    return chat(messages=[{"role": "user", "content": "x", **message}])
+
+
+CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
+    # not JSON, not UTF-8, not an object
+    (CHAT, "{", 400, "invalid_json", None),
+    (CHAT, "", 400, "invalid_json", None),
+    (CHAT, "[]", 400, "invalid_json", None),
+    (CHAT, b'{"messages": "\xff\xfe"}', 400, "invalid_json", None),
+    (CHAT, '{"messages": "\\ud800"}', 400, "invalid_json", None),
+    (CHAT, "[" * 100_000, 400, "invalid_json", None),
+    (CHAT, '{"temperature": NaN}', 400, "invalid_json", None),
+    (CHAT, '{"temperature": Infinity}', 400, "invalid_json", None),
+    # messages
+    (CHAT, "{}", 400, "missing_required_parameter", "messages"),
+    (CHAT, chat(messages=[]), 400, "invalid_value", "messages"),
+    (CHAT, chat(messages="hello"), 400, "invalid_type", "messages"),
+    (CHAT, chat(messages=["hello"]), 400, "invalid_type", "messages[0]"),
+    (CHAT, says(content=None), 400, "missing_required_parameter", "messages[0].content"),
+    (CHAT, says(content=7), 400, "invalid_type", "messages[0].content"),
+    (CHAT, says(role="boss"), 400, "invalid_value", "messages[0].role"),
+    (CHAT, says(role="tool"), 400, "unsupported_parameter", "messages[0].role"),
+    (CHAT, says(tool_calls=[{}]), 400, "unsupported_parameter", "messages[0].tool_calls"),
+    (CHAT, says(mood="x"), 400, "unknown_parameter", "messages[0].mood"),
+    (CHAT, says(content=""), 400, "invalid_value", "messages"),  # the template refuses it
+    (
+        CHAT,
+        says(content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
+        400,
+        "unsupported_parameter",
+        "messages[0].content",
+    ),
+    (CHAT, says(content="x" * 2000), 400, "context_length_exceeded", "messages"),
+    # the model
+    (CHAT, chat(model="other"), 404, "model_not_found", "model"),
+    (CHAT, chat(model=7), 400, "invalid_type", "model"),
+    # parameters
+    (CHAT, chat(temprature=1), 400, "unknown_parameter", "temprature"),
+    (CHAT, chat(temperature="hot"), 400, "invalid_type", "temperature"),
+    (CHAT, chat(temperature=-1), 400, "invalid_value", "temperature"),
+    (CHAT, chat(temperature=True), 400, "invalid_type", "temperature"),
+    (CHAT, chat(top_p=0), 400, "invalid_value", "top_p"),
+    (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens"),
+    (CHAT, chat(max_tokens=1.5), 400, "invalid_type", "max_tokens"),
+    (CHAT, chat(max_completion_tokens=-1), 400, "invalid_value", "max_completion_tokens"),
+    (CHAT, chat(min_tokens=9, max_tokens=3), 400, "invalid_value", "min_tokens"),
+    (CHAT, chat(logit_bias={"x": 1}), 400, "invalid_value", "logit_bias.x"),
+    (CHAT, chat(logit_bias={"999": 1}), 400, "invalid_value", "logit_bias"),
+    (CHAT, chat(stop=["x"] * 17), 400, "invalid_value", "stop"),
+    (CHAT, chat(stop=[""]), 400, "invalid_value", "stop[0]"),
+    (CHAT, chat(stop_token_ids=[-1]), 400, "invalid_value", "stop_token_ids[0]"),
+    (CHAT, chat(stop_token_ids=[400]), 400, "invalid_value", "stop_token_ids"),
+    (CHAT, chat(seed=1 << 70), 400, "invalid_type", "seed"),
+    (CHAT, chat(top_logprobs=2), 400, "invalid_value", "top_logprobs"),
+    (CHAT, chat(top_logprobs=21, logprobs=True), 400, "invalid_value", "top_logprobs"),
+    (CHAT, chat(stream="yes"), 400, "invalid_type", "stream"),
+    (CHAT, chat(n=2), 400, "unsupported_parameter", "n"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
+    (
+        CHAT,
+        chat(response_format={"type": "json_object"}),
+        400,
+        "unsupported_parameter",
+        "response_format",
+    ),
+    # completions
+    (COMPLETIONS, "{}", 400, "missing_required_parameter", "prompt"),
+    (COMPLETIONS, '{"prompt": ""}', 400, "invalid_value", "prompt"),
+    (COMPLETIONS, '{"prompt": []}', 400, "invalid_value", "prompt"),
+    (COMPLETIONS, '{"prompt": 7}', 400, "invalid_type", "prompt"),
+    (COMPLETIONS, '{"prompt": [-1]}', 400, "invalid_value", "prompt[0]"),
+    (COMPLETIONS, '{"prompt": ["a", 1]}', 400, "invalid_type", "prompt[1]"),
+    (COMPLETIONS, '{"prompt": [400]}', 400, "invalid_value", "prompt"),
+    (COMPLETIONS, json.dumps({"prompt": [1] * 1024}), 400, "context_length_exceeded", "prompt"),
+    (COMPLETIONS, '{"prompt": "a", "echo": true}', 400, "unsupported_parameter", "echo"),
+    (COMPLETIONS, '{"prompt": "a", "best_of": 2}', 400, "unsupported_parameter", "best_of"),
+    (COMPLETIONS, '{"prompt": "a", "suffix": "b"}', 400, "unsupported_parameter", "suffix"),
+    # responses
+    (RESPONSES, "{}", 400, "missing_required_parameter", "input"),
+    (RESPONSES, '{"input": "a", "background": true}', 400, "unsupported_parameter", "background"),
+    (RESPONSES, '{"input": "a", "prompt": {"id": "p"}}', 400, "unsupported_parameter", "prompt"),
+    (RESPONSES, '{"input": "", "max_output_tokens": 0}', 400, "invalid_value", "max_output_tokens"),
+    (RESPONSES, '{"input": "a", "include": ["x"]}', 400, "invalid_value", "include[0]"),
+    (
+        RESPONSES,
+        '{"input": [{"type": "function_call_output", "output": "1"}]}',
+        400,
+        "unsupported_parameter",
+        "input[0].type",
+    ),
+]  # fmt: skip
+
+
+async def test_each_case_while_a_stream_goes_on(serve: Serve) -> None:
+    async with serve(step_s=0.01) as served:
+        stream = await served.client.chat.completions.create(
+            model="tiny", messages=USER, stream=True, extra_body={"ignore_eos": True}
+        )  # fmt: skip
+        wrong = [text async for text in _failures(served)]
+        assert wrong == []
+        num_chunks = 0
+        async for _ in stream:
+            num_chunks += 1
+            if num_chunks == 50:
+                break
+        await stream.close()
+        assert num_chunks == 50
+
+
+async def _failures(served: Served) -> Any:
+    for path, body, status, code, param in CASES:
+        content = body.encode() if isinstance(body, str) else body
+        response = await served.http.post(path, content=content)
+        error = response.json().get("error", {})
+        seen = (response.status_code, error.get("code"), error.get("param"))
+        if seen != (status, code, param) or not error["message"]:
+            yield f"{path} {body[:80]!r}: {seen} instead of {(status, code, param)}"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_body_over_the_limit(serve: Serve, is_chunked: bool) -> None:
+    async def chunks() -> Any:
+        for _ in range(40):
+            yield b"x" * 50
+            await asyncio.sleep(0)
+
+    async with serve(max_body_bytes=1000) as served:
+        content = chunks() if is_chunked else b"x" * 1001
+        response = await served.http.post(CHAT, content=content)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "request_too_large"
+
+
+async def test_length_message_has_the_numbers(served: Served) -> None:
+    response = await served.http.post(CHAT, content=says(content="x" * 2000))
+    message = response.json()["error"]["message"]
+    num_tokens = len(served.tokenizer.encode("<user>" + "x" * 2000 + "\n<assistant>"))
+    assert str(num_tokens) in message
+    assert "1024" in message
+
+
+async def test_long_text_is_tokenised_off_the_loop(served: Served) -> None:
+    response = await served.http.post(CHAT, content=says(content="word " * 40_000))
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/nothing", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/health", 405),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/responses/resp_0", 404),
+        ("DELETE", "/v1/responses/resp_0", 404),
+    ],
+)
+async def test_wrong_places_answer_in_shape(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    response = await served.http.request(method, path)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert error["code"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n": 1, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
+        {"n": None, "stop": None, "logit_bias": None, "audio": None, "seed": None},
+        {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "store": True, "stop": []},
+        {"response_format": {"type": "text", "json_schema": None}, "top_logprobs": 0},
+        {"prompt_cache_key": "k", "parallel_tool_calls": False, "modalities": ["text"]},
+    ],
+)
+async def test_what_asks_nothing_is_accepted(served: Served, values: dict[str, Any]) -> None:
+    response = await served.http.post(CHAT, content=chat(**values))
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"reasoning": {"effort": None, "summary": None}, "text": {}, "include": []},
+        {"reasoning": {"effort": "none"}, "text": {"format": {"type": "text"}}, "tools": []},
+        {"text": {"verbosity": "medium"}, "truncation": "disabled", "background": False},
+        {"stream_options": {"include_obfuscation": False}, "metadata": {}, "user": "u"},
+    ],
+)  # fmt: skip
+async def test_what_asks_nothing_of_responses(served: Served, values: dict[str, Any]) -> None:
+    response = await served.http.post(RESPONSES, json={"input": "a", **values})
+    assert response.status_code == 200, response.text
+
+
+async def test_a_bug_of_ours_shows_no_stack(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(Generator, "plan", broken)
+    response = await served.http.post(CHAT, content=chat())
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (500, "internal_error")
+    assert "secret detail" not in response.text
+    [record] = [record for record in caplog.records if record.name.startswith("penstock")]
+    assert record.getMessage().rsplit(" ", 1)[1] in error["message"]
