@@ -19,6 +19,7 @@ from collections.abc import Coroutine
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.messages import (
@@ -40,6 +41,7 @@ from penstock.engine.request import Request, RequestOutput, TokenLogprobs
 
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
+_LAST_WORDS_S = 0.1
 _MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 
 
@@ -224,10 +226,16 @@ class EngineClient:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16))
         socket.setsockopt(zmq.LINGER, 200)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(self._address)
         tasks = [
             asyncio.create_task(self._guarded(work))
-            for work in (self._send(socket), self._receive(socket), self._beat())
+            for work in (
+                self._send(socket),
+                self._receive(socket),
+                self._beat(),
+                self._watch(monitor),
+            )
         ]
         try:
             reason = await self._death
@@ -240,10 +248,11 @@ class EngineClient:
             with contextlib.suppress(zmq.Again):  # aborts that are still queued
                 while not self._outbox.empty():
                     await socket.send(encode(self._outbox.get_nowait()), zmq.NOBLOCK)
+            socket.disable_monitor()
             socket.close()
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
-        # A bug in one of the three must end the life, not leave a half-dead link.
+        # A bug in one of them must end the life, not leave a half-dead link.
         try:
             await work
         except Exception as error:
@@ -266,6 +275,13 @@ class EngineClient:
     async def _send(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             await socket.send(encode(await self._outbox.get()))
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """A killed engine's socket closes at once: no need to wait until it has been silent."""
+        await recv_monitor_message(monitor)
+        # What it sent before is still to be read, a `Failure` with its reason above all.
+        await asyncio.sleep(_LAST_WORDS_S)
+        self.mark_dead("its connection closed")
 
     async def _beat(self) -> None:
         """Say hello until the engine answers, then show that we live and count its silence.

@@ -26,6 +26,7 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.parameters import Endpoint, honoured
 
 MAX_PROMPTS = 128  # of one completions request
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, and vLLM's
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
@@ -214,7 +215,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def output_limit(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens or _DEFAULT_COMPLETION_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:

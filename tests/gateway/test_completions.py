@@ -64,3 +64,11 @@ async def test_client_gone_aborts_every_choice(serve: Serve) -> None:
         await served.submitted(3)
         call.cancel()
         await served.aborted(3)
+
+
+async def test_without_max_tokens_a_completion_has_16(served: Served) -> None:
+    completion = await served.client.completions.create(model="tiny", prompt="Once")
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens <= 16
+    (request,) = served.engine.submitted.values()
+    assert request.sampling_params.max_tokens == 16

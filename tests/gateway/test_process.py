@@ -96,7 +96,7 @@ async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path
                 assert "server" not in response.headers
                 assert psutil.Process(process.pid).cmdline()[0] == "penstock-gateway"
                 assert engine.aborted == set()
-                body = {"prompt": "x", "ignore_eos": True, "stream": True}
+                body = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": 200}
                 async with (
                     websockets.connect(f"ws://127.0.0.1:{port}/v1/responses") as web,
                     http.stream("POST", "/v1/completions", json=body) as stream,
