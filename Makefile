@@ -37,9 +37,10 @@ format: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m penstock.load.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-# On a machine with a GPU, with its own python3 and torch; needs no install.
+# On a machine with a GPU, with its own python3 and torch: no install, and no plugin but pytest.
 gpu:
-	PYTHONPATH=.namespace python3 -m pytest -m gpu -p no:cacheprovider $(ARGS)
+	PYTHONPATH=.namespace python3 -m pytest -c /dev/null --rootdir . --import-mode importlib \
+	  -p no:cacheprovider -m gpu $$(grep -rl 'mark\.gpu' --include 'test_*.py' tests) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .namespace/*.egg-info
