@@ -48,8 +48,11 @@ clean:
 # Debian splits ensurepip from python3: without it, the environment gets its pip from outside.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or newer")'
+	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); \
-	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+	  $(PYTHON) -m venv --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install -q pip; } || { rm -rf $(VENV); \
+	  echo "cannot make a virtual environment: install python3-venv or pip"; exit 1; }
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing penstock into $(VENV) (a few minutes the first time) ..."

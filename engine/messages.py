@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 
+from penstock.engine.errors import EngineError
 from penstock.engine.request import (
     FinishReason,
     Request,
@@ -75,12 +76,15 @@ class EngineStats:
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    num_requests_swapped: int = 0
     num_blocks_used: int = 0
     num_blocks: int = 0
     num_preemptions_total: int = 0
     num_steps_total: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
+    prefix_cache_queries_total: int = 0  # tokens looked up, as vLLM counts
+    prefix_cache_hits_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,7 @@ def decode(frame: bytes) -> Message:
     try:
         tag, *values = msgpack.unpackb(frame, strict_map_key=False)
         message: Message = _DECODERS[tag](values)
-    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+    except (KeyError, TypeError, ValueError, EngineError, msgpack.UnpackException) as error:
         raise ValueError(f"not a penstock frame: {error!r}") from error
     return message
 

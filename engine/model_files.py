@@ -7,7 +7,7 @@ A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from huggingface_hub.errors import (
 )
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
-from penstock.engine.errors import ModelLoadError
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.request import SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
+_NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and the weights once more in another format
 
 
 def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
@@ -48,11 +50,17 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
 
 
 def _download(config: ModelConfig, *, weights: bool) -> Path:
-    patterns = [*_TEXT_FILES, *(_WEIGHT_FILES if weights else ())]
+    wants_weights = weights and config.load_format != "dummy"
+    patterns = [*_TEXT_FILES, *(_WEIGHT_FILES if wants_weights else ())]
     where = f"model {config.model!r}" + (f" at {config.revision!r}" if config.revision else "")
     try:
         return Path(
-            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=patterns,
+                ignore_patterns=list(_NOT_NEEDED),
+            )
         )
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error
@@ -63,12 +71,12 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
             f"{where} is neither a directory here nor a repository on the Hub "
             "(a private one needs HF_TOKEN)"
         ) from error
-    except (HFValidationError, ValueError) as error:
-        raise ModelLoadError(f"{where} is neither a directory nor a valid Hub id") from error
     except LocalEntryNotFoundError as error:
         raise ModelLoadError(
             f"{where} is not a directory here, not in the Hub cache, and the Hub cannot be reached"
         ) from error
+    except (HFValidationError, ValueError) as error:
+        raise ModelLoadError(f"{where} is neither a directory nor a valid Hub id") from error
     except Exception as error:  # whatever HTTP library the Hub client uses today
         raise ModelLoadError(f"{where} could not be downloaded: {_first_line(error)}") from error
 
@@ -119,15 +127,27 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
     config = read_json(path / "config.json")
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if mode == "auto" and generation_path.exists() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    return GenerationDefaults(
-        eos_token_ids=_token_ids(eos, path),
+    eos = generation.get("eos_token_id")
+    defaults = GenerationDefaults(
+        eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos, path),
         temperature=_number(generation, "temperature"),
         top_p=_number(generation, "top_p"),
         top_k=_integer(generation, "top_k"),
         min_p=_number(generation, "min_p"),
         repetition_penalty=_number(generation, "repetition_penalty"),
     )
+    _check_defaults(defaults, generation_path)
+    return defaults
+
+
+def _check_defaults(defaults: GenerationDefaults, path: Path) -> None:
+    """A default that no request could use is the model's fault, not each request's."""
+    values = asdict(defaults)
+    del values["eos_token_ids"]
+    try:
+        SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"{path}: {error}; --generation-config none ignores it") from error
 
 
 def _token_ids(value: object, path: Path) -> tuple[int, ...]:

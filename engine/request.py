@@ -61,7 +61,11 @@ class SamplingParams:
         _check(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
         _check(self.top_k >= -1, "top_k", "must be -1 (off), 0 (off) or positive")
         _check(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]")
-        _check(0.0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive")
+        _check(
+            0.01 <= self.repetition_penalty <= 100.0,
+            "repetition_penalty",
+            "must be between 0.01 and 100",
+        )
         _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be in [-2, 2]")
         _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be in [-2, 2]")
         _check(

@@ -56,6 +56,10 @@ class _Gateway:
     pending_since_s: float = 0.0
 
 
+class WireBrokenError(Exception):
+    """The wire's thread has ended by a bug of ours: the engine is deaf and must not live on."""
+
+
 Inbound = tuple[bytes, Submit | Abort | GatewayGone]
 
 
@@ -66,7 +70,7 @@ class Wire(threading.Thread):
         super().__init__(name="penstock-wire", daemon=True)
         self.stats = EngineStats()  # replaced by the step loop, read here
         self._info = info
-        self._inbox: queue.SimpleQueue[Inbound | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Inbound | WireBrokenError | None] = queue.SimpleQueue()
         self._outbox: deque[tuple[bytes, tuple[RequestOutput, ...]]] = deque()
         self._gateways: dict[bytes, _Gateway] = {}
         self._next_heartbeat_s = 0.0
@@ -91,6 +95,8 @@ class Wire(threading.Thread):
         try:
             item = self._inbox.get(block=timeout_s != 0.0, timeout=timeout_s or None)
             while item is not None:
+                if isinstance(item, WireBrokenError):
+                    raise item
                 yield item
                 item = self._inbox.get_nowait()
         except queue.Empty:
@@ -124,6 +130,16 @@ class Wire(threading.Thread):
     # -- the thread -------------------------------------------------------------------------
 
     def run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            _LOG.exception("the wire broke")
+            self._inbox.put(WireBrokenError(f"{type(error).__name__}: {error}"))
+        finally:
+            self._router.close()
+            self._wake_in.close()
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
@@ -233,8 +249,6 @@ class Wire(threading.Thread):
         if self._failure is not None:
             for identity in list(self._gateways):
                 self._post(identity, Failure(message=self._failure))
-        self._router.close()
-        self._wake_in.close()
 
 
 def _version_text(theirs: int) -> str:

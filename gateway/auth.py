@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.gateway.config import GatewayConfig
+from penstock.gateway.config import GatewayConfig, is_loopback
 from penstock.gateway.errors import Failure, refusal
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
-_LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -32,9 +31,10 @@ class Guard:
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
         self._app = app
         self._checks_host = config.is_loopback
-        self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
-        # A name trusted as an origin is no rebound name: a proxy here may pass it on as Host.
-        self._hosts = _LOOPBACK_HOSTS | {
+        self._allowed_origins = frozenset(config.allowed_origins)
+        # A name trusted as an origin is no rebound name: a proxy here may pass it on as Host. Nor
+        # is the name that the server was told to listen on.
+        self._hosts = {"localhost", config.host_name.lower()} | {
             name for origin in self._allowed_origins if (name := urlsplit(origin).hostname)
         }
         self._keys = [key.encode() for key in config.api_keys]
@@ -52,7 +52,8 @@ class Guard:
     def _check(self, scope: Scope) -> Failure | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
-        if self._checks_host and _name_of(host) not in self._hosts:
+        name = _name_of(host)
+        if self._checks_host and name not in self._hosts and not is_loopback(name):
             return refusal(
                 403,
                 code="host_not_allowed",
@@ -73,7 +74,7 @@ class Guard:
     def _lets_in(self, origin: str, host: str) -> bool:
         if not self._allowed_origins.isdisjoint((origin, "*")):
             return True
-        return bool(host) and urlsplit(origin).netloc == host
+        return bool(host) and origin.partition("://")[2] == host
 
     def _has_key(self, scope: Scope, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")

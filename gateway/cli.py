@@ -8,6 +8,7 @@ The command line wins over the environment, and that over the file.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tomllib
@@ -38,10 +39,10 @@ def parse_bytes(text: str) -> int:
     """
     digits = text.strip().lower().removesuffix("b").removesuffix("i")
     unit = digits[-1:] if digits[-1:] in _SIZES else ""
-    size = int(float(digits.removesuffix(unit)) * _SIZES[unit])
-    if size <= 0:
+    size = float(digits.removesuffix(unit)) * _SIZES[unit]
+    if not 1 <= size < math.inf:
         raise ValueError(f"{text!r} is not a size")
-    return size
+    return int(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     chat = commands.add_parser("chat", help="chat with a server in the terminal")
     chat.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    chat.add_argument("--api-key", default=os.environ.get("PENSTOCK_API_KEY"))
+    chat.add_argument("--api-key", help="default: the first in PENSTOCK_API_KEY")
     chat.add_argument("--model", help="default: the server's first")
     chat.set_defaults(run=_chat)
     return parser
@@ -160,7 +161,7 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
         given: what the command line said, `model` and `config` included.
 
     Raises:
-        ConfigError: a variable or a key that is none of ours, or has no sense.
+        ConfigError: a key of the file that is none of ours, or a value that has no sense.
     """
     file = _read_file(given.get("config") or environment.get("PENSTOCK_CONFIG"))
     known = {flag.key for flag in FLAGS} | {"model"}
@@ -181,7 +182,17 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
             settings[flag.key] = _read(flag, file[flag.key], f"{flag.name} in the config file")
         else:
             settings[flag.key] = flag.default
+    _check(settings)
     return settings
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    if not isinstance(settings["model"], str):
+        raise ConfigError(f"model in the config file must be a text, not {settings['model']!r}")
+    if not all(key.strip() for key in settings["api_key"]):
+        raise ConfigError("--api-key is empty: anybody would have it")
+    if not 0 <= settings["port"] < 1 << 16:
+        raise ConfigError(f"--port {settings['port']} is not between 0 and 65535")
 
 
 def _read_file(path: Path | str | None) -> dict[str, Any]:
@@ -199,13 +210,20 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
         if isinstance(flag.default, bool):
             return _read_bool(value)
         if flag.is_list:
-            return value if isinstance(value, list) else [v for v in value.split(",") if v]
+            return _read_list(value)
         result = flag.parse(str(value))
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{source} has no sense: {value!r}") from error
     if flag.choices and result not in flag.choices:
         raise ConfigError(f"{source} must be one of {', '.join(flag.choices)}, not {value!r}")
     return result
+
+
+def _read_list(value: Any) -> list[str]:
+    items = value if isinstance(value, list) else value.split(",")
+    if not all(isinstance(item, str) for item in items):
+        raise ValueError(value)
+    return [item.strip() for item in items]
 
 
 def _read_bool(value: Any) -> bool:
@@ -239,4 +257,5 @@ def _serve(parsed: argparse.Namespace) -> int:
 def _chat(parsed: argparse.Namespace) -> int:
     from penstock.clients.python import terminal_chat
 
-    return terminal_chat.run(parsed.base_url, api_key=parsed.api_key, model=parsed.model)
+    key = parsed.api_key or os.environ.get("PENSTOCK_API_KEY", "").split(",")[0].strip() or None
+    return terminal_chat.run(parsed.base_url, api_key=key, model=parsed.model)

@@ -10,8 +10,10 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,9 @@ class GatewayConfig:
 
     Attributes:
         engine_address: ZeroMQ endpoint that the engine binds.
-        host: where the listening socket is bound; on loopback the Host header is checked.
+        host: the address the listening socket is bound to; on loopback the Host header is
+            checked.
+        host_name: what the user called it.
         api_keys: any of them opens `/v1/*`; none leaves it open.
         allowed_origins: browser origins let in besides the server's own; `*` lets in all.
         served_model_names: ids of the model in the API; empty takes the model as the user
@@ -32,6 +36,7 @@ class GatewayConfig:
 
     engine_address: str
     host: str = "127.0.0.1"
+    host_name: str = "localhost"
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
@@ -52,7 +57,7 @@ class GatewayConfig:
         return cls(
             **values,
             api_keys=tuple(settings.get("api_key") or ()),
-            allowed_origins=tuple(settings.get("allowed_origins") or ()),
+            allowed_origins=tuple(_origin(text) for text in settings.get("allowed_origins") or ()),
             served_model_names=tuple(settings.get("served_model_name") or ()),
             model=ModelConfig(**settings["model"]),
         )
@@ -65,12 +70,33 @@ class GatewayConfig:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost" or is_loopback(self.host)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address reaches this machine alone; a name is no address."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers write it: `scheme://host[:port]`, lower case, no path.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text == "*":
+        return text
+    try:
+        parts = urlsplit(text.strip().lower())
+        is_valid = bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+    except ValueError:
+        is_valid = False
+    if not is_valid or not parts.scheme:
+        raise ConfigError(f"--allowed-origins: {text!r} is no origin such as https://example.org")
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 _PLAIN_FIELDS = tuple(

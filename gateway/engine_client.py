@@ -213,6 +213,8 @@ class EngineClient:
         while True:
             try:
                 reason = await self._live()
+            except Exception as error:  # a socket that cannot be made, say: tell, and try again
+                reason = f"{type(error).__name__}: {error}"
             finally:
                 self._bury(_SHUTDOWN)
             _LOG.error("the engine is gone: %s", reason)

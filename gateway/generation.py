@@ -140,7 +140,14 @@ class Generator:
                 f"in the model's context of {info.max_model_len} tokens",
                 param=param,
             )
-        params = self._sampling_params(request, min(request.output_limit or room, room))
+        if request.min_tokens > room:
+            raise PromptTooLongError(
+                f"min_tokens is {request.min_tokens}, but beside the prompt's "
+                f"{len(prompt_token_ids)} tokens the model's context of {info.max_model_len} "
+                f"tokens has room for {room}",
+                param="min_tokens",
+            )
+        params = self._sampling_params(request, request.output_limit or room, room)
         _check_vocabulary(prompt_token_ids, info.vocab_size, param=param)
         _check_vocabulary(params.logit_bias, info.vocab_size, param="logit_bias")
         _check_vocabulary(params.stop_token_ids, info.vocab_size, param="stop_token_ids")
@@ -152,11 +159,17 @@ class Generator:
                 sampling_params=params,
                 arrival_s=time.time(),
             ),
-            text=OutputText(self.model.tokenizer, params),
+            text=OutputText(
+                self.model.tokenizer,
+                params,
+                context=prompt_token_ids if request.continues_prompt else (),
+            ),
             meter=StreamMeter(self._metrics),
         )
 
-    def _sampling_params(self, request: SamplingRequest, max_tokens: int) -> SamplingParams:
+    def _sampling_params(self, request: SamplingRequest, wanted: int, room: int) -> SamplingParams:
+        if request.min_tokens > wanted:
+            raise InvalidRequestError("min_tokens exceeds the output limit", param="min_tokens")
         defaults = self.model.defaults
         seed = secrets.randbits(63) if request.seed is None else request.seed & _SEED_MASK
         return SamplingParams(
@@ -169,7 +182,7 @@ class Generator:
             frequency_penalty=request.frequency_penalty,
             logit_bias={int(token_id): bias for token_id, bias in request.logit_bias.items()},
             seed=seed,
-            max_tokens=max_tokens,
+            max_tokens=min(wanted, room),
             min_tokens=request.min_tokens,
             ignore_eos=request.ignore_eos,
             stop_token_ids=tuple(request.stop_token_ids),

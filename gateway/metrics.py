@@ -109,6 +109,7 @@ class _EngineCollector(Collector):
         gauges = {
             "num_requests_running": ("Requests being computed.", stats.num_requests_running),
             "num_requests_waiting": ("Requests in the queue.", stats.num_requests_waiting),
+            "num_requests_swapped": ("Requests swapped to the host.", stats.num_requests_swapped),
             "kv_cache_usage_perc": (
                 "Share of KV blocks in use; 1 is all of them.",
                 stats.num_blocks_used / max(stats.num_blocks, 1),
@@ -118,8 +119,21 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"penstock:{name}", text, labels=_LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
-        counter = CounterMetricFamily(
-            "penstock:num_preemptions", "Sequences preempted for lack of KV blocks.", labels=_LABELS
-        )
-        counter.add_metric(self._labels, stats.num_preemptions_total)
-        yield counter
+        counters = {
+            "num_preemptions": (
+                "Sequences preempted for lack of KV blocks.",
+                stats.num_preemptions_total,
+            ),
+            "prefix_cache_queries": (
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries_total,
+            ),
+            "prefix_cache_hits": (
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_cache_hits_total,
+            ),
+        }
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(f"penstock:{name}", text, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter

@@ -114,6 +114,9 @@ _ROWS: tuple[_Row, ...] = (
 )
 
 
+_NEEDED = frozenset({"messages", "prompt", "input"})  # an empty one is a mistake, not a default
+
+
 def _build(rows: Iterable[_Row]) -> dict[Endpoint, dict[str, Parameter]]:
     table: dict[Endpoint, dict[str, Parameter]] = {endpoint: {} for endpoint in Endpoint}
     for endpoints, use, names, defaults in rows:
@@ -140,7 +143,7 @@ def honoured(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestRefusedError(
                 f"unknown parameter: {name!r}", code="unknown_parameter", param=name
             )
-        if value is None:
+        if value is None or (value == [] and name not in _NEEDED):
             continue
         if parameter.use is Use.HONOURED:
             kept[name] = value
@@ -157,7 +160,7 @@ def honoured(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
 def _asks_nothing(value: Any, defaults: tuple[Any, ...]) -> bool:
     if isinstance(value, dict):  # of an object, only what is set can ask for something
         value = {name: item for name, item in value.items() if item is not None}
-    return value in ([], *defaults) or (value == {} and any(isinstance(d, dict) for d in defaults))
+    return value in defaults or (value == {} and any(isinstance(d, dict) for d in defaults))
 
 
 def _allowed(defaults: tuple[Any, ...]) -> str:

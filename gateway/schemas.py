@@ -8,7 +8,7 @@ request then does is the endpoints'.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import (
@@ -31,6 +31,10 @@ _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
 _MAX_ITEMS = 4096  # messages or input items
+_MAX_KEYS = 128  # of one object
+_MAX_METADATA = 16  # OpenAI's limit
+_MAX_INCLUDES = 32
+_PART_KEYS = frozenset({"type", "text", "annotations", "logprobs"})
 # OpenAI's fields of messages and items that ask for what is not built; others are unknown.
 _UNSUPPORTED_FIELDS = frozenset(
     {"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "logprobs"}
@@ -38,7 +42,21 @@ _UNSUPPORTED_FIELDS = frozenset(
 
 
 class _Model(BaseModel):
+    """Validation stops at a list's first fault and at an object with too many keys, so that a
+    body made of faults costs no more than a good one."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_keys(cls, value: Any) -> Any:
+        return _bounded(value, _MAX_KEYS)
+
+
+def _bounded(value: Any, max_keys: int) -> Any:
+    if isinstance(value, dict) and len(value) > max_keys:
+        raise PydanticCustomError("too_long", "at most {max} keys", {"max": max_keys})
+    return value
 
 
 def _text_of(content: Any) -> Any:
@@ -53,6 +71,11 @@ def _part_text(part: Any) -> str:
     if kind not in ("text", "input_text", "output_text"):
         raise PydanticCustomError(
             "unsupported_parameter", "content parts must be text, not {kind}", {"kind": repr(kind)}
+        )
+    unknown = sorted(set(part) - _PART_KEYS)
+    if unknown:
+        raise PydanticCustomError(
+            "unknown_parameter", "a text part has no {name}", {"name": repr(unknown[0])}
         )
     text = part.get("text")
     if not isinstance(text, str):
@@ -83,7 +106,7 @@ Role = Annotated[
     Literal["system", "developer", "user", "assistant"], BeforeValidator(_supported_role)
 ]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1)]
 
 
@@ -123,7 +146,13 @@ class StreamOptions(_Model):
 
 
 class SamplingRequest(_Model):
-    """What all three endpoints share. Absent values take the model's defaults, then OpenAI's."""
+    """What all three endpoints share. Absent values take the model's defaults, then OpenAI's.
+
+    Attributes:
+        continues_prompt: the output is the prompt's next words, not a text of its own.
+    """
+
+    continues_prompt: ClassVar[bool] = False
 
     model: str | None = None
     stream: bool = False
@@ -131,20 +160,20 @@ class SamplingRequest(_Model):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-        Field(max_length=_MAX_LOGIT_BIAS),
+        BeforeValidator(lambda value: _bounded(value, _MAX_LOGIT_BIAS)),
     ] = {}
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]],
+        Field(max_length=_MAX_STOPS, fail_fast=True),
         BeforeValidator(_listed),
-        Field(max_length=_MAX_STOPS),
     ] = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LOGIT_BIAS)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LOGIT_BIAS, fail_fast=True)] = []
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -167,7 +196,7 @@ class _TemplateRequest(SamplingRequest):
 
 
 class ChatRequest(_TemplateRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_ITEMS)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
@@ -194,11 +223,13 @@ class ChatRequest(_TemplateRequest):
 
 
 class CompletionRequest(SamplingRequest):
+    continues_prompt: ClassVar[bool] = True
+
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: MaxTokens | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -222,26 +253,31 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
 
+_Includable = Literal[
+    "message.output_text.logprobs",
+    # Of tools, images and hidden reasoning, of which there are none here.
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+]
+
+
 class ResponsesRequest(_TemplateRequest):
-    input: str | Annotated[list[Message], Field(min_length=1, max_length=_MAX_ITEMS)]
+    input: (
+        str | Annotated[list[Message], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
+    )
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    metadata: dict[str, str] = {}
+    metadata: Annotated[
+        dict[str, str], BeforeValidator(lambda value: _bounded(value, _MAX_METADATA))
+    ] = {}
     previous_response_id: str | None = None
     store: bool = True
-    include: list[
-        Literal[
-            "message.output_text.logprobs",
-            # Of tools, images and hidden reasoning, of which there are none here.
-            "file_search_call.results",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "message.input_image.image_url",
-            "computer_call_output.output.image_url",
-            "code_interpreter_call.outputs",
-            "reasoning.encrypted_content",
-        ]
-    ] = []
+    include: Annotated[list[_Includable], Field(max_length=_MAX_INCLUDES, fail_fast=True)] = []
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
@@ -318,7 +354,7 @@ def _refusal(detail: ErrorDetails) -> RequestRefusedError:
         return RequestRefusedError(message, code=code, param=param)
     if kind == "missing":
         code = "missing_required_parameter"
-    elif kind in ("unsupported_parameter", "invalid_type"):
+    elif kind in ("unknown_parameter", "unsupported_parameter", "invalid_type"):
         code = kind
     else:
         code = "invalid_type" if kind.endswith("_type") else "invalid_value"

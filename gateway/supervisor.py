@@ -2,7 +2,7 @@
 
 Standard library only, so that it is small and its memory too. It hands one listening socket to
 the gateway (a killed worker then loses no queued connection), passes settings through pipes (no
-secret shows in a process list) and reads one line from each child: ready, or why not. Children
+secret shows in their command lines) and reads one line from each child: ready, or why not. Children
 ask the kernel to be killed when it dies (`engine.process`).
 """
 
@@ -27,6 +27,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 
 _BACKLOG = 1024
+_MAX_TEMP_PATH_CHARS = 60
 _STOP_GRACE_S = 8.0  # after SIGTERM, before SIGKILL
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -65,13 +66,13 @@ class Supervisor:
         started_s = time.monotonic()
         with (
             self._listen() as listener,
-            tempfile.TemporaryDirectory(prefix="penstock-") as directory,
+            tempfile.TemporaryDirectory(prefix="penstock-", dir=_socket_root()) as directory,
             self._signals(),
         ):
             try:
                 address = f"ipc://{directory}/engine.sock"
                 self._start("engine", self._engine_values(address))
-                self._start("gateway", self._gateway_values(address), listener)
+                self._start("gateway", self._gateway_values(address, listener), listener)
                 self._await_ready()
                 if not self._num_stop_signals:
                     print(self._ready_line(listener, time.monotonic() - started_s), flush=True)
@@ -86,17 +87,23 @@ class Supervisor:
 
     def _listen(self) -> socket.socket:
         host, port = self._settings["host"], self._settings["port"]
+        problem: Exception = OSError("the name has no address")
         try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except (OSError, OverflowError, UnicodeError) as error:
+            found, problem = [], error
+        for family, kind, _, _, address in found:
             listener = socket.socket(family, kind)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
-        return listener
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(_BACKLOG)
+            except (OSError, OverflowError) as error:
+                listener.close()
+                problem = error
+            else:
+                return listener
+        raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from problem
 
     def _engine_values(self, address: str) -> dict[str, Any]:
         return {
@@ -106,9 +113,11 @@ class Supervisor:
             "log_format": _LOG_FORMAT,
         }
 
-    def _gateway_values(self, address: str) -> dict[str, Any]:
+    def _gateway_values(self, address: str, listener: socket.socket) -> dict[str, Any]:
         return {
             **self._settings,
+            "host": listener.getsockname()[0],
+            "host_name": self._settings["host"],
             "model": dataclasses.asdict(self._engine.model),
             "engine_address": address,
             "log_format": _LOG_FORMAT,
@@ -151,6 +160,10 @@ class Supervisor:
                 return
             for child in self._poll():
                 self._read_status(child)
+            for child in self._children.values():
+                # One that has not spoken yet is reported by the end of its pipe, with its reason.
+                if child.ready is not None and child.process.poll() is not None:
+                    raise StartupError(_ending(child))
 
     def _read_status(self, child: Child) -> None:
         data = os.read(child.status_fd, 65536)
@@ -183,7 +196,6 @@ class Supervisor:
         the gateway answers for it."""
         engine_is_dead = False
         while not self._num_stop_signals:
-            self._poll()
             if self._children["gateway"].process.poll() is not None:
                 print(f"penstock: error: {_ending(self._children['gateway'])}", file=sys.stderr)
                 return 1
@@ -191,6 +203,7 @@ class Supervisor:
                 engine_is_dead = True
                 text = f"{_ending(self._children['engine'])}; restart the server"
                 print(f"penstock: error: {text}", file=sys.stderr, flush=True)
+            self._poll()
         return 0
 
     def _poll(self) -> list[Child]:
@@ -246,6 +259,11 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+
+
+def _socket_root() -> str | None:
+    """Where the socket's folder is made: a Unix socket's path has 107 bytes at most."""
+    return "/tmp" if len(tempfile.gettempdir()) > _MAX_TEMP_PATH_CHARS else None  # noqa: S108
 
 
 def _ending(child: Child) -> str:

@@ -131,12 +131,8 @@ class Connection:
                 param="response_id",
             )
         for lane in self._lanes.values():
-            if lane.turn is not None and (
-                lane.turn.response_id == response_id
-                if response_id is not None
-                else lane.stream_id == stream_id
-            ):
-                lane.turn.cancel()
+            if lane.stream_id == stream_id if is_named else lane.runs(response_id):
+                lane.cancel()
                 return
         # A cancel may cross the end of its response: then there is nothing left to do.
         if response_id is not None and response_id not in self._sessions:
@@ -177,6 +173,7 @@ class Lane:
         self._responder = responder
         self._waiting: deque[_Message] = deque()
         self._is_running = False
+        self._is_cancelled = False  # while its turn was still being prepared
 
     @property
     def num_open(self) -> int:
@@ -187,6 +184,16 @@ class Lane:
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._run())
 
+    def runs(self, response_id: object) -> bool:
+        return self.turn is not None and self.turn.response_id == response_id
+
+    def cancel(self) -> None:
+        """Stop the response that runs or is about to; those queued behind it go on."""
+        if self.turn is not None:
+            self.turn.cancel()
+        else:
+            self._is_cancelled = self.num_open > 0
+
     async def _run(self) -> None:
         while self._waiting:
             self._is_running = True
@@ -194,7 +201,7 @@ class Lane:
                 await self._respond(self._waiting.popleft())
             finally:
                 self.turn = None
-                self._is_running = False
+                self._is_running = self._is_cancelled = False
 
     async def _respond(self, body: _Message) -> None:
         try:
@@ -205,6 +212,9 @@ class Lane:
             return
         async with contextlib.aclosing(self.turn.batches()) as batches:
             async for batch in batches:
+                if self._is_cancelled:
+                    self._is_cancelled = False
+                    self.turn.cancel()
                 for event in batch:
                     if self.stream_id is not None:
                         event["stream_id"] = self.stream_id

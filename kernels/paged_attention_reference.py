@@ -24,6 +24,9 @@ from torch import Tensor
 
 from penstock.kernels.paged_layout import PagedLayout
 
+_MAX_PADDED_SLOTS = 1 << 14  # a gather of so many is small, however much of it is padding
+_MAX_SCORES = 1 << 25  # 128 MiB in float32
+
 
 def paged_attention_reference(
     query: Tensor,
@@ -50,8 +53,8 @@ def paged_attention_reference(
     seq_lens = layout.seq_lens.tolist()
     decodes = [seq for seq, query_len in enumerate(query_lens) if query_len == 1]
     attend = _Attention(key_cache, value_cache, scale, window)
-    if decodes:
-        seqs = torch.tensor(decodes, device=query.device)
+    for group in _similar_lengths(decodes, seq_lens):
+        seqs = torch.tensor(group, device=query.device)
         rows = layout.query_start_loc[seqs].long()
         output[rows] = attend.decode(
             query[rows], layout.block_tables[seqs], layout.seq_lens[seqs].long()
@@ -63,6 +66,24 @@ def paged_attention_reference(
                 query[rows_of_seq], layout.block_tables[seq], seq_lens[seq]
             )
     return output
+
+
+def _similar_lengths(seqs: list[int], seq_lens: list[int]) -> list[list[int]]:
+    """Sequences in groups whose padded gather wastes little: less than the tokens it is for.
+
+    Padding all of a batch to its longest sequence would take memory that nobody has budgeted.
+    """
+    groups: list[list[int]] = []
+    num_tokens = 0  # of the newest group
+    for seq in sorted(seqs, key=seq_lens.__getitem__):
+        length = seq_lens[seq]
+        padded = length * (len(groups[-1]) + 1) if groups else 0
+        if not groups or padded > max(2 * (num_tokens + length), _MAX_PADDED_SLOTS):
+            groups.append([])
+            num_tokens = 0
+        groups[-1].append(seq)
+        num_tokens += length
+    return groups
 
 
 class _Attention:
@@ -111,17 +132,25 @@ class _Attention:
         first = 0 if self.window is None else max(0, num_before - self.window + 1)
         positions = torch.arange(first, seq_len, device=query.device)
         slots = self._slots(block_table[None], positions[None])  # [1, num_keys]
+        # each [1, num_kv_heads, num_keys, head_dim]
+        keys, values = _gather(self.keys, slots), _gather(self.values, slots)
         is_plain = num_before == 0 and (self.window is None or query_len <= self.window)
-        output = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],  # [1, num_heads, query_len, head_dim]
-            _gather(self.keys, slots),  # [1, num_kv_heads, num_keys, head_dim]
-            _gather(self.values, slots),
-            attn_mask=None if is_plain else self._mask(positions, query_len),
-            is_causal=is_plain,
-            scale=self.scale,
-            enable_gqa=True,
-        )
-        return output[0].transpose(0, 1)
+        output = torch.empty_like(query)
+        # With a mask SDPA may hold all scores at once, so a long context is taken in slices.
+        step = query_len if is_plain else max(1, _MAX_SCORES // (query.shape[1] * len(positions)))
+        for begin in range(0, query_len, step):
+            rows = slice(begin, min(begin + step, query_len))
+            mixed = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1)[None],  # [1, num_heads, rows, head_dim]
+                keys,
+                values,
+                attn_mask=None if is_plain else self._mask(positions, query_len)[rows],
+                is_causal=is_plain,
+                scale=self.scale,
+                enable_gqa=True,
+            )
+            output[rows] = mixed[0].transpose(0, 1)
+        return output
 
     def _slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
         """Slots of positions [num_seqs, n] through block_tables [num_seqs, max_blocks]."""

@@ -50,11 +50,18 @@ class KVShape:
 
         Nothing is read before it was written; on a CPU the system lends pages as they are.
         """
-        return torch.empty(
-            (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim),
-            dtype=self.dtype,
-            device=device,
-        )
+        try:
+            return torch.empty(
+                (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim),
+                dtype=self.dtype,
+                device=device,
+            )
+        except (RuntimeError, MemoryError) as error:
+            num_bytes = num_blocks * self.bytes_per_block
+            raise ConfigError(
+                f"{num_blocks} blocks of KV cache need {num_bytes:,} bytes, more than {device} "
+                "has free: lower --kv-cache-memory-bytes or --num-blocks"
+            ) from error
 
 
 def choose_num_blocks(

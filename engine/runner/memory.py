@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.kv_cache import KVShape
@@ -19,18 +20,36 @@ from penstock.kernels.paged_layout import PagedLayout
 
 _MAX_CPU_BYTES = 2 << 30
 _CPU_SHARE = 4  # a quarter of what is available
+# What the reference attention may take for scores and gathers beyond the profiled forward, which
+# has no context before it (see its own limits).
+_ATTENTION_BYTES = 1 << 30
+
+
+def check_fits(num_bytes: int, device: torch.device) -> None:
+    """Refuse a pool beyond what the machine has free: a CPU would lend it, and kill us later.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    free = free_cpu_bytes()
+    if device.type == "cpu" and num_bytes > free:
+        raise ConfigError(
+            f"the KV cache would take {num_bytes:,} bytes, but this machine has {free:,} bytes "
+            "free: lower --kv-cache-memory-bytes or --num-blocks"
+        )
 
 
 def available_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int:
     """Bytes for the KV pool on the device the model is on."""
     device = model.norm.weight.device
     if device.type != "cuda":
-        return min(_MAX_CPU_BYTES, _free_cpu_bytes() // _CPU_SHARE)
+        return min(_MAX_CPU_BYTES, free_cpu_bytes() // _CPU_SHARE)
     peak = _profile_peak_bytes(config, model, shape)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # Other programs' memory counts against the share: it is not there to be had.
-    return max(0, free - int(total * (1 - config.cache.gpu_memory_utilization)) - peak)
+    reserve = int(total * (1 - config.cache.gpu_memory_utilization)) + _ATTENTION_BYTES
+    return max(0, free - reserve - peak)
 
 
 @torch.inference_mode()
@@ -65,7 +84,7 @@ def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) ->
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _free_cpu_bytes() -> int:
+def free_cpu_bytes() -> int:
     """Free memory of the machine, or of the control group we run in if that has less."""
     free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     free.extend(

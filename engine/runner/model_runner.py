@@ -17,7 +17,7 @@ from penstock.engine.models.loader import load_model
 from penstock.engine.runner.device import select_device, settle_max_model_len
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks
-from penstock.engine.runner.memory import available_bytes
+from penstock.engine.runner.memory import available_bytes, check_fits
 from penstock.engine.sampling.sampler import sample
 from penstock.kernels.copy_blocks import copy_blocks
 
@@ -67,6 +67,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
         )
+        check_fits(num_blocks * shape.bytes_per_block, self._device)
         self._kv_pool = shape.allocate(num_blocks, self._device)
         self._batch = InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -44,6 +44,8 @@ class ChatTemplate:
         if isinstance(source, list):  # several named templates: the one called default
             named = {item["name"]: item["template"] for item in source}
             source = named.get("default")
+        if source is not None and not isinstance(source, str):
+            raise ModelLoadError(f"{file}: chat_template is neither a text nor a list of them")
         if (path / "chat_template.jinja").is_file():
             source = (path / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(source, _special_tokens(config))
@@ -67,6 +69,8 @@ class ChatTemplate:
         """
         variables = {
             **self._special_tokens,
+            "tools": None,  # templates ask whether it is none, and undefined is not
+            "documents": None,
             **(kwargs or {}),
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
@@ -119,9 +123,22 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt. The
+    # arguments are those that `transformers` gives it.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> None:

@@ -7,7 +7,7 @@ token may end inside one) and any tail that could be the start of a stop string.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.request import SamplingParams
@@ -43,13 +43,16 @@ class Detokenizer:
     tokenizer would turn a whole run into U+FFFD while its last character is incomplete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, context: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._num_shown = 0  # characters of the window's text that went out
         self._utf8 = _new_utf8_decoder()
         self._is_in_bytes = False
+        self._restart_window([token for token in context if token not in self._skipped][-_KEEP:])
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
@@ -105,10 +108,19 @@ def _new_utf8_decoder() -> codecs.IncrementalDecoder:
 
 
 class OutputText:
-    """The text of one sequence: a `Detokenizer` and, behind it, the search for stop strings."""
+    """The text of one sequence: a `Detokenizer` and, behind it, the search for stop strings.
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    Args:
+        context: ids that the output continues and that are shown already: a SentencePiece
+            tokenizer drops the space at the start of a text, but not in its middle.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, *, context: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, context=context
+        )
         self._stops = tuple(stop for stop in params.stop if stop)
         self._includes_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

@@ -38,6 +38,7 @@ from penstock.engine.request import (
 )
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.server import EngineServer
+from penstock.engine.wire import WireBrokenError
 
 from .policy.fake_device import FakeDevice, expected_output
 
@@ -135,7 +136,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self.server.run()
-        except RuntimeError as error:
+        except (RuntimeError, WireBrokenError) as error:
             self.error = error
 
     def wait_for_idle_blocks(self, *, timeout_s: float = 5.0) -> float:
@@ -280,6 +281,20 @@ def test_a_failing_device_tells_every_gateway(engine: Engine, connect: Connect) 
     assert answer == Failure(message="the engine failed: RuntimeError: the device caught fire")
     engine.thread.join(timeout=5)
     assert isinstance(engine.error, RuntimeError)
+
+
+def test_a_broken_wire_ends_the_engine(
+    engine: Engine, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would live on, deaf."""
+
+    def fail(_: object) -> None:
+        raise MemoryError("a bug")
+
+    monkeypatch.setattr(engine.server._wire, "_read_all", lambda: fail(None))
+    connect(says_hello=False).send(Hello())
+    engine.thread.join(timeout=5)
+    assert isinstance(engine.error, WireBrokenError)
 
 
 def test_every_message_survives_the_wire() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import websockets
 
+from penstock.engine.errors import ConfigError
+from penstock.gateway.config import GatewayConfig
+
 from .conftest import Serve, Served
 
 ASK = {"prompt": "x", "max_tokens": 1}
@@ -16,6 +19,7 @@ ASK = {"prompt": "x", "max_tokens": 1}
         ("localhost:1", True),
         ("127.0.0.1", True),
         ("[::1]:8000", True),
+        ("127.0.0.2:8000", True),
         ("evil.example", False),
         ("localhost.evil.example:8000", False),
         ("127.0.0.1.evil.example", False),
@@ -105,3 +109,31 @@ async def test_the_page_and_its_policy(served: Served) -> None:
     assert response.headers["x-content-type-options"] == "nosniff"
     with pytest.raises(websockets.InvalidStatus):
         await websockets.connect(f"ws://127.0.0.1:{served.port}/elsewhere")
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://", "null", "[", "http://a b"])
+async def test_an_origin_that_is_none_is_refused(served: Served, origin: str) -> None:
+    response = await served.http.post("/v1/completions", json=ASK, headers={"Origin": origin})
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "origin_not_allowed"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [("127.0.0.2", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_which_addresses_are_loopback(host: str, is_loopback: bool) -> None:
+    assert GatewayConfig(engine_address="", host=host).is_loopback is is_loopback
+
+
+def test_allowed_origins_are_read_as_browsers_write_them() -> None:
+    def read(text: str) -> tuple[str, ...]:
+        settings = {"engine_address": "", "model": {}, "allowed_origins": [text]}
+        return GatewayConfig.from_settings(settings).allowed_origins
+
+    assert read("HTTPS://Chat.Example/") == ("https://chat.example",)
+    assert read("http://localhost:3000") == ("http://localhost:3000",)
+    assert read("*") == ("*",)
+    for wrong in ("chat.example", "http://[", "https://chat.example/path", ""):
+        with pytest.raises(ConfigError, match="allowed-origins"):
+            read(wrong)

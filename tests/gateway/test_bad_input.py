@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.gateway import schemas
 from penstock.gateway.generation import Generator
 
 from .conftest import Serve, Served
@@ -54,6 +55,18 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
         "messages[0].content",
     ),
     (CHAT, says(content="x" * 2000), 400, "context_length_exceeded", "messages"),
+    (
+        CHAT,
+        says(content=[{"type": "text", "text": "a", "mood": 1}]),
+        400,
+        "unknown_parameter",
+        "messages[0].content",
+    ),
+    (CHAT, says(**{f"k{index}": 1 for index in range(1000)}), 400, "invalid_value", "messages[0]"),
+    (CHAT, chat(repetition_penalty=1e300), 400, "invalid_value", "repetition_penalty"),
+    (CHAT, chat(repetition_penalty=1e-320), 400, "invalid_value", "repetition_penalty"),
+    (CHAT, chat(min_tokens=100_000), 400, "context_length_exceeded", "min_tokens"),
+    (CHAT, chat(min_tokens=9, max_tokens=8), 400, "invalid_value", "min_tokens"),
     # the model
     (CHAT, chat(model="other"), 404, "model_not_found", "model"),
     (CHAT, chat(model=7), 400, "invalid_type", "model"),
@@ -233,3 +246,42 @@ async def test_a_bug_of_ours_shows_no_stack(
     assert "secret detail" not in response.text
     [record] = [record for record in caplog.records if record.name.startswith("penstock")]
     assert record.getMessage().rsplit(" ", 1)[1] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, {"input": "x", "include": [1] * 300_000}),
+        (RESPONSES, {"input": "x", "metadata": {f"k{index}": 1 for index in range(100_000)}}),
+        (RESPONSES, {"input": [1] * 300_000}),
+        (COMPLETIONS, {"prompt": [-1] * 300_000}),
+        (COMPLETIONS, {"prompt": [[]] * 300_000}),
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["a"] * 300_000}),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {f"k{n}": "a" for n in range(100_000)}}),
+        (CHAT, {"messages": [[]] * 300_000}),
+        (CHAT, {"messages": USER, "stop": [1] * 300_000}),
+        (CHAT, {"messages": USER, "stream_options": {f"k{n}": 1 for n in range(100_000)}}),
+    ],
+)
+async def test_a_body_made_of_faults_is_refused_at_the_first(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Otherwise one body would keep the event loop from all streams for seconds."""
+    counts: list[int] = []
+
+    def spy(details: Any) -> Any:
+        counts.append(len(details))
+        return choose(details)
+
+    choose = schemas._most_telling
+    monkeypatch.setattr(schemas, "_most_telling", spy)
+    response = await served.http.post(path, json=body)
+    assert response.status_code == 400
+    assert counts
+    assert max(counts) <= 8
+
+
+@pytest.mark.parametrize("name", ["temperature", "logit_bias", "stop", "seed", "stream_options"])
+async def test_an_empty_list_asks_nothing(served: Served, name: str) -> None:
+    response = await served.http.post(CHAT, json={"messages": USER, name: []})
+    assert response.status_code == 200

@@ -213,3 +213,16 @@ async def test_key_by_subprotocol(serve: Serve) -> None:
         with pytest.raises(openai.AuthenticationError):
             await wrong.models.list()
         await wrong.close()
+
+
+async def test_a_cancel_on_the_heels_of_its_response_is_not_lost(serve: Serve) -> None:
+    """By its lane, before the response has an id that the client could know."""
+    async with serve(step_s=0.01) as served, served.connect() as socket:
+        create = {"type": "response.create", "stream_id": "a", "ignore_eos": True}
+        await send(socket, **create, input="x" * 100)
+        await send(socket, type="penstock.cancel", stream_id="a")
+        last = (await until_end(socket))[-1]
+        assert last["type"] == "response.incomplete"
+        assert last["response"]["status"] == "cancelled"
+        await send(socket, type="response.create", stream_id="a", input="again")
+        assert (await until_end(socket))[-1]["type"] == "response.completed"

@@ -7,9 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.paged_attention import paged_attention
+from penstock.kernels.paged_attention_reference import _similar_lengths
 from penstock.kernels.paged_layout import PagedLayout
 from penstock.kernels.store_kv import store_kv
 
@@ -158,3 +161,15 @@ def test_wrong_shapes_are_our_own_bugs():
     case.query = case.query[:-1]
     with pytest.raises(AssertionError, match="one slot for each token"):
         case.paged(None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 50_000), max_size=40))
+def test_a_batch_is_padded_in_groups_of_similar_length(lengths: list[int]) -> None:
+    """One long sequence must not blow up the gathers of many short ones."""
+    seqs = list(range(len(lengths)))
+    groups = _similar_lengths(seqs, lengths)
+    assert sorted(seq for group in groups for seq in group) == seqs
+    for group in groups:
+        padded = len(group) * max(lengths[seq] for seq in group)
+        assert padded <= max(2 * sum(lengths[seq] for seq in group), 1 << 14)

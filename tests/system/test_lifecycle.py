@@ -120,6 +120,31 @@ async def test_when_the_engine_is_killed_streams_and_health_say_so(tmp_path: Pat
         assert served.stop() == 0
 
 
+def test_an_engine_that_dies_before_the_gateway_is_ready_ends_the_command(tmp_path: Path) -> None:
+    process = launch([], tmp_path / "log")
+    parent = psutil.Process(process.pid)
+    wait_until(lambda: len(parent.children()) == 2)
+    engine, gateway = sorted(parent.children(), key=lambda child: child.pid)
+    gateway.suspend()  # it will not be ready
+    # A pipe end fewer: the engine has said that it is ready.
+    wait_until(lambda: _num_pipes(engine) == 0, timeout_s=60)
+    engine.kill()
+    try:
+        wait_until(lambda: "the engine died (SIGKILL)" in (tmp_path / "log").read_text())
+    finally:
+        gateway.resume()
+    assert process.wait(timeout=20) == 1
+    wait_gone([engine, gateway])
+    process.communicate()
+
+
+def _num_pipes(process: psutil.Process) -> int:
+    """Pipes it holds beside its standard streams."""
+    descriptors = Path(f"/proc/{process.pid}/fd")
+    numbers = [link for link in descriptors.iterdir() if int(link.name) > 2]
+    return sum(str(link.readlink()).startswith("pipe:") for link in numbers)
+
+
 def test_when_the_gateway_is_killed_the_command_ends(tmp_path: Path) -> None:
     with serve(log=tmp_path / "log") as served:
         served.child("penstock-gateway").kill()
@@ -178,6 +203,19 @@ def test_a_context_that_cannot_fit_is_said_with_the_numbers() -> None:
     line = fail("--kv-cache-memory-bytes", "1M")
     assert "2048 tokens" in line
     assert "--max-model-len" in line
+
+
+@pytest.mark.parametrize(
+    "flags", [("--kv-cache-memory-bytes", "100T"), ("--num-blocks", "9999999")]
+)
+def test_a_cache_beyond_the_machine_is_said_with_the_numbers(flags: tuple[str, ...]) -> None:
+    assert "bytes free" in fail(*flags)
+
+
+def test_a_model_with_senseless_defaults_is_said(tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model()
+    (path / "generation_config.json").write_text('{"top_p": 0}')
+    assert "top_p must be in (0, 1]" in fail(str(path))
 
 
 def test_a_port_in_use_is_said() -> None:

@@ -137,3 +137,13 @@ def test_a_long_stream_is_linear(bytes_tokenizer: Tokenizer) -> None:
     for _ in range(5_000):
         output.push([rng.randrange(2, 330)])
     assert len(output._detokenizer._window) <= 16
+
+
+def test_a_continuation_keeps_the_space_before_its_first_word(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("hello", add_special_tokens=False)
+    whole = tokenizer.encode("hello he said", add_special_tokens=False)
+    assert whole[: len(prompt)] == prompt
+    params = SamplingParams(max_tokens=100)
+    output = OutputText(tokenizer, params, context=prompt)
+    text = "".join(output.push([token]).text for token in whole[len(prompt) :])
+    assert text + output.finish().text == " he said"
