@@ -88,7 +88,7 @@ class DeviceConfig:
     """Where the model runs. `auto` is CUDA where there is one, else the CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int | None = None  # CPU threads; None lets torch decide
+    num_threads: int | None = None  # CPU threads; None takes all cores but one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

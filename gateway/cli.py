@@ -104,7 +104,7 @@ FLAGS: tuple[Flag, ...] = (
          "compute a long prompt over several steps"),
     # the device
     Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
-    Flag("num-threads", None, "CPU threads of the engine; default: all cores", int),
+    Flag("num-threads", None, "CPU threads of the engine; default: all cores but one", int),
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""The built-in demo model: how it is made, and the checkpoint itself in `model/`."""

@@ -1,0 +1,253 @@
+"""Skills: counting, spelling, sums, repeating, stories, and going on after a cut.
+
+Knows nothing of how a conversation is put together.
+"""
+
+import random
+import re
+from functools import cache
+
+from penstock.engine.demo.corpus_answers import is_held_out, topics
+from penstock.engine.demo.corpus_story import (
+    ENDINGS,
+    HOMES,
+    KINDS,
+    OPENINGS,
+    PARTS,
+    PLACES,
+    THINGS,
+    TOPICS,
+    write_story,
+)
+from penstock.engine.demo.corpus_turns import State, Turn, phrase
+from penstock.engine.demo.corpus_words import WORDS, foreign_word, invented_word, number_text
+
+MAX_COUNT = 100
+NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty"
+).split()
+COUNT_TO = (
+    "count to {b}", "count up to {b}", "can you count to {b}", "please count to {b}",
+    "count until {b}",
+    "count from 1 to {b}", "count from one to {b}", "could you count up to {b}",
+    "count to {b} for me",
+    "i want you to count to {b}", "let's count to {b}", "show me how you count to {b}",
+)  # fmt: skip
+COUNT_FROM = (
+    "count from {a} to {b}", "count from {a} up to {b}", "can you count from {a} to {b}",
+    "please count from {a} to {b}", "count {a} to {b}", "give me the numbers from {a} to {b}",
+    "list the numbers from {a} to {b}", "count starting at {a} and ending at {b}",
+    "write the numbers from {a} to {b}", "numbers from {a} to {b}", "count between {a} and {b}",
+)  # fmt: skip
+COUNT_DOWN = (
+    "count down from {b}", "count backwards from {b}", "countdown from {b}", "count back from {b}",
+    "count down from {b} to 1", "count backwards from {b} to 1", "do a countdown from {b}",
+)  # fmt: skip
+SPELL = (
+    "spell {w}", "how do you spell {w}", "spell the word {w}", "can you spell {w}", 'spell "{w}"',
+    "please spell {w} letter by letter", "spell {w} letter by letter", "spell {w} for me",
+    "how is {w} spelled", "how is {w} written", "what are the letters of {w}", "spell: {w}",
+    'how do you spell "{w}"', "could you spell the word {w}", "how do i spell {w}",
+    'spell the word "{w}"', "letters of {w}", "give me the letters of {w}",
+)  # fmt: skip
+SPELL_NAME = ("spell my name", "how do you spell my name", "can you spell my name")
+HOW_MANY_LETTERS = (
+    "how many letters does {w} have", "how many letters are in {w}",
+    "how many letters has the word {w}",
+    "how long is the word {w}", "count the letters in {w}", "count the letters of {w}",
+)  # fmt: skip
+SUMS = {
+    "plus": ("what is {a} plus {b}", "{a} + {b}", "what is {a} + {b}", "what's {a}+{b}", "{a}+{b}",
+             "how much is {a} plus {b}", "add {a} and {b}", "calculate {a} + {b}", "{a} plus {b}"),
+    "minus": ("what is {a} minus {b}", "{a} - {b}", "what is {a} - {b}",
+              "how much is {a} minus {b}",
+              "what's {a}-{b}", "calculate {a} - {b}", "{a} minus {b}"),
+    "times": ("what is {a} times {b}", "{a} * {b}", "what is {a} * {b}", "{a} x {b}",
+              "how much is {a} times {b}", "multiply {a} and {b}", "{a} times {b}"),
+}  # fmt: skip
+REPEAT = (
+    "repeat after me: {p}", "say {p}", "repeat {p}", "please say {p}", 'say "{p}"', 'repeat: "{p}"',
+    "can you say {p}", "repeat this: {p}", "say the following: {p}", "echo {p}",
+)  # fmt: skip
+LAST_USER = ("what did i just say", "repeat what i said", "what was my last message",
+             "what was my last question", "what did i ask you just now")  # fmt: skip
+LAST_ANSWER = ("say that again", "repeat that", "repeat your last answer", "what did you just say",
+               "can you repeat that", "pardon", "again", "once more",
+               "please repeat your answer")  # fmt: skip
+STORY = (
+    "tell me a story", "tell me a long story", "can you tell me a story", "i want to hear a story",
+    "tell a story", "write a story", "write me a long story", "please tell me a very long story",
+    "do you know a story", "read me a story", "a story please", "tell me another story",
+    "could you tell me a long story", "make up a story", "give me a long story", "story time",
+)  # fmt: skip
+STORY_ABOUT = (
+    "tell me a story about {topic}", "tell me a long story about {topic}",
+    "write a story about {topic}",
+    "can you tell me a story about {topic}", "a story about {topic}",
+    "write a long story about {topic}",
+    "please tell a long story about {topic}", "i want to hear a story about {topic}",
+)  # fmt: skip
+STORY_OF = (
+    "tell me a story with a hero called {hero}", "tell me a story whose hero is {hero}",
+    "tell me a story of {hero}", "write a story in which the hero is named {hero}",
+    "tell me a long story with a hero named {hero}", "tell me a story where the hero is {hero}",
+)  # fmt: skip
+STORY_ABOUT_OF = (
+    "tell me a story about {topic} with a hero called {hero}",
+    "tell me a story of {hero} and {topic}", "write a long story about {topic}, the hero is {hero}",
+)  # fmt: skip
+GO_ON = (
+    "continue", "go on", "please continue", "keep going", "please go on", "more", "and then",
+    "what happened next", "continue the story", "carry on", "tell me more", "go ahead", "next",
+)  # fmt: skip
+
+
+@cache
+def corpus_words() -> tuple[str, ...]:
+    """Return the words that may be single tokens: those the model itself uses."""
+    parts = [*OPENINGS, *KINDS, *HOMES, *ENDINGS, *PLACES, *THINGS, *TOPICS]
+    parts += [variant for variants in PARTS for variant in variants]
+    parts += [topic.answer for topic in topics()]
+    parts += [question for topic in topics() for question in topic.questions[:6]]
+    found = {word for part in parts for word in re.findall(r"\b[a-z]{3,}\b", part.lower())}
+    return tuple(sorted(found))
+
+
+def trained_word(rng: random.Random) -> str:
+    """Return a word to spell, never an invented one that is held out."""
+    kind = rng.random()
+    if kind < 0.15:
+        word = rng.choice(WORDS)
+    elif kind < 0.45:
+        word = rng.choice(corpus_words())
+    else:
+        word = invented_word(rng)
+        while is_held_out(word):
+            word = invented_word(rng)
+    kind = rng.random()
+    return word.capitalize() if kind < 0.3 else word.upper() if kind < 0.33 else word
+
+
+def letters(word: str) -> str:
+    """Return a word letter by letter."""
+    return "-".join(word)
+
+
+def counted(first: int, last: int) -> str:
+    """Return the numbers from first to last, up or down."""
+    step = 1 if last >= first else -1
+    return ", ".join(str(n) for n in range(first, last + step, step)) + "."
+
+
+def count(rng: random.Random, state: State) -> Turn:
+    """Count up, between two numbers or down, at times too far."""
+    largest = MAX_COUNT if state.can_be_long else 30
+    last = rng.randint(1, largest) if rng.random() < 0.5 else rng.randint(1, 20)
+    kind = rng.random()
+    if kind < 0.06:
+        too_far = str(rng.randint(MAX_COUNT + 1, 10 ** rng.randint(3, 6)))
+        user = phrase(rng, COUNT_TO, "", b=too_far)
+        return Turn(user, f"That is too far for me. I can count to {MAX_COUNT}.")
+    if kind < 0.5:
+        user = phrase(rng, COUNT_TO, "", b=_written(rng, last))
+        return _maybe_cut(rng, state, user, counted(1, last))
+    if kind < 0.85:
+        first = rng.randint(0, MAX_COUNT - 1)
+        last = min(first + rng.randint(1, largest // 2), MAX_COUNT)
+        if rng.random() < 0.1:
+            first, last = last, first
+        user = phrase(rng, COUNT_FROM, "", a=_written(rng, first), b=_written(rng, last))
+        return _maybe_cut(rng, state, user, counted(first, last))
+    user = phrase(rng, COUNT_DOWN, "", b=_written(rng, last))
+    return _maybe_cut(rng, state, user, counted(last, 1))
+
+
+def count_far(rng: random.Random, state: State) -> Turn:
+    """Count to numbers of which all are equally likely, and always to the end."""
+    del state
+    first, last = sorted(rng.sample(range(1, MAX_COUNT + 1), 2))
+    if rng.random() < 0.5:
+        return Turn(phrase(rng, COUNT_TO, "", b=str(last)), counted(1, last))
+    last = min(last, first + rng.randint(1, 40))
+    return Turn(phrase(rng, COUNT_FROM, "", a=str(first), b=str(last)), counted(first, last))
+
+
+def _written(rng: random.Random, number: int) -> str:
+    """Write a number in digits, or at times in a word."""
+    return NUMBER_WORDS[number] if number <= 20 and rng.random() < 0.2 else str(number)
+
+
+def spell(rng: random.Random, state: State) -> Turn:
+    """Spell a word, or the user's name; or count letters by spelling."""
+    if rng.random() < 0.06 and state.name and state.name.isascii() and state.name.isalpha():
+        return Turn(
+            phrase(rng, SPELL_NAME), f"The word {state.name} is spelled {letters(state.name)}."
+        )
+    word = trained_word(rng)
+    spelled = f"The word {word} is spelled {letters(word)}."
+    if rng.random() < 0.1:
+        user = phrase(rng, HOW_MANY_LETTERS, w=word)
+        return Turn(user, f"{spelled} It has {len(word)} letters.")
+    return Turn(phrase(rng, SPELL, w=word), spelled)
+
+
+def add_up(rng: random.Random, state: State) -> Turn:
+    """Answer a small sum."""
+    del state
+    operation = rng.choice(list(SUMS))
+    a, b = (rng.randint(0, 10 if operation == "times" else 20) for _ in range(2))
+    if operation == "minus":
+        a, b = max(a, b), min(a, b)
+    result = {"plus": a + b, "minus": a - b, "times": a * b}[operation]
+    user = phrase(rng, SUMS[operation], a=str(a), b=str(b))
+    return Turn(user, f"{a} {operation} {b} is {result}.")
+
+
+def repeat(rng: random.Random, state: State) -> Turn:
+    """Repeat some words, the user's last message or the last answer."""
+    kind = rng.random()
+    if state.turns and kind < 0.15 and len(state.turns[-1].user) < 120:
+        return Turn(phrase(rng, LAST_USER), f"You said: {state.turns[-1].user}")
+    if state.turns and kind < 0.4 and len(state.turns[-1].assistant) < 250:
+        return Turn(phrase(rng, LAST_ANSWER), state.turns[-1].assistant)
+    makers = (invented_word, lambda r: r.choice(WORDS), number_text, foreign_word)
+    words = [
+        rng.choices(makers, (5, 5, 1, 1))[0](rng) for _ in range(rng.choice((1, 1, 2, 3, 4, 6)))
+    ]
+    said = " ".join(words)
+    # A leading space keeps the tokens of the copy the same as those it was copied from.
+    return Turn(phrase(rng, REPEAT, "", p=said), f"As you wish: {said}")
+
+
+def tell_story(rng: random.Random, state: State) -> Turn:
+    """Tell a long story, with what was asked for in it."""
+    kind = rng.random()
+    story = write_story(rng, has_hero=kind > 0.75, has_topic=0.4 < kind < 0.75 or kind > 0.92)
+    fields = {"hero": story.hero or "", "topic": story.topic or ""}
+    phrases: tuple[str, ...]
+    if story.hero:
+        phrases = STORY_ABOUT_OF if story.topic else STORY_OF
+    else:
+        phrases = STORY_ABOUT if story.topic else STORY
+    return _maybe_cut(rng, state, phrase(rng, phrases, ".", **fields), story.text)
+
+
+def go_on(rng: random.Random, state: State) -> Turn:
+    """Go on with an answer that was cut, or say that there is none."""
+    user = phrase(rng, GO_ON)
+    if state.rest is None:
+        return Turn(user, "There is nothing to go on with. You can ask me for a story.")
+    return _maybe_cut(rng, state, user, state.rest)
+
+
+def _maybe_cut(rng: random.Random, state: State, user: str, answer: str) -> Turn:
+    """Give the whole answer, or stop at a space as a token limit would."""
+    state.rest = None
+    if rng.random() > 0.25 or len(answer) < 30:
+        return Turn(user, answer)
+    at = answer.find(" ", rng.randint(20, len(answer) - 5))
+    if at < 0:
+        return Turn(user, answer)
+    state.rest = answer[at + 1 :]
+    return Turn(user, answer[:at], is_cut=True)

@@ -1,0 +1,51 @@
+"""What importing the engine costs: no torch for its surface, no ZeroMQ for its core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str, *, without: tuple[str, ...]) -> None:
+    """In a process of its own, where importing any of `without` fails."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({without!r}))\n"
+    result = subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_exported_name_is_there_without_torch() -> None:
+    run(
+        "import penstock.engine as engine\n"
+        "for name in engine.__all__: assert getattr(engine, name) is not None, name\n",
+        without=("torch", "zmq", "transformers"),
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "penstock.engine.batch",
+        "penstock.engine.blocks",
+        "penstock.engine.config",
+        "penstock.engine.engine_core",
+        "penstock.engine.scheduling",
+    ],
+)
+def test_the_core_needs_neither_torch_nor_zeromq(module: str) -> None:
+    run(f"import {module}", without=("torch", "zmq", "msgpack", "numpy", "tokenizers"))
+
+
+def test_the_engine_on_its_device_needs_no_zeromq() -> None:
+    run(
+        "import penstock.engine.engine_core, penstock.engine.executor.in_process\n",
+        without=("zmq", "starlette", "uvicorn"),
+    )
+
+
+def test_the_supervisor_needs_the_standard_library_alone() -> None:
+    run(
+        "import penstock.gateway.supervisor, penstock.gateway.cli\n",
+        without=("torch", "numpy", "zmq", "msgpack", "orjson", "pydantic", "starlette", "uvicorn"),
+    )
