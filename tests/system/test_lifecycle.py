@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -124,25 +125,29 @@ def test_an_engine_that_dies_before_the_gateway_is_ready_ends_the_command(tmp_pa
     process = launch([], tmp_path / "log")
     parent = psutil.Process(process.pid)
     wait_until(lambda: len(parent.children()) == 2)
-    engine, gateway = sorted(parent.children(), key=lambda child: child.pid)
+    family = parent.children()
+    engine, gateway = sorted(family, key=lambda child: child.pid)
     gateway.suspend()  # it will not be ready
-    # A pipe end fewer: the engine has said that it is ready.
-    wait_until(lambda: _num_pipes(engine) == 0, timeout_s=60)
-    engine.kill()
     try:
+        # It closes the pipe to the supervisor when it has said that it is ready.
+        wait_until(lambda: _num_pipes(engine) == 0, timeout_s=60)
+        engine.kill()
         wait_until(lambda: "the engine died (SIGKILL)" in (tmp_path / "log").read_text())
     finally:
         gateway.resume()
-    assert process.wait(timeout=20) == 1
-    wait_gone([engine, gateway])
-    process.communicate()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    assert process.returncode == 1
+    wait_gone(family)
 
 
 def _num_pipes(process: psutil.Process) -> int:
     """Pipes it holds beside its standard streams."""
-    descriptors = Path(f"/proc/{process.pid}/fd")
-    numbers = [link for link in descriptors.iterdir() if int(link.name) > 2]
-    return sum(str(link.readlink()).startswith("pipe:") for link in numbers)
+    num_pipes = 0
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            num_pipes += int(link.name) > 2 and str(link.readlink()).startswith("pipe:")
+    return num_pipes
 
 
 def test_when_the_gateway_is_killed_the_command_ends(tmp_path: Path) -> None:
