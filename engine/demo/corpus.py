@@ -15,6 +15,7 @@ from penstock.engine.demo.corpus_skills import (
     add_up,
     count,
     count_far,
+    count_near,
     go_on,
     repeat,
     spell,
@@ -80,6 +81,21 @@ SECOND_ROUND = Mixture(
         tell_several: 8.0,
         count_far: 18.0,
         tell_story: 1.0,
+    },
+    uses_all_phrases=True,
+    has_asides=True,
+)
+# And after the second: small numbers in whole sentences, small talk, names again.
+THIRD_ROUND = Mixture(
+    {
+        **WEIGHTS,
+        tell: 18.0,
+        ask: 26.0,
+        count_near: 10.0,
+        count_far: 4.0,
+        small_talk: 12.0,
+        unknown: 12.0,
+        tell_several: 5.0,
     },
     uses_all_phrases=True,
     has_asides=True,

@@ -173,6 +173,18 @@ def count_far(rng: random.Random, state: State) -> Turn:
     return Turn(phrase(rng, COUNT_FROM, "", a=str(first), b=str(last)), counted(first, last))
 
 
+def count_near(rng: random.Random, state: State) -> Turn:
+    """Count to small numbers, asked for in whole sentences too."""
+    del state
+    mark = rng.choice((".", "", "?"))
+    last = rng.randint(2, 30)
+    if rng.random() < 0.4:
+        return Turn(phrase(rng, COUNT_TO, mark, b=_written(rng, last)), counted(1, last))
+    first = 1 if rng.random() < 0.5 else rng.randint(1, last - 1)
+    fields = {"a": _written(rng, first), "b": _written(rng, last)}
+    return Turn(phrase(rng, COUNT_FROM, mark, **fields), counted(first, last))
+
+
 def _written(rng: random.Random, number: int) -> str:
     """Write a number in digits, or at times in a word."""
     return NUMBER_WORDS[number] if number <= 20 and rng.random() < 0.2 else str(number)

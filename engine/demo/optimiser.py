@@ -14,7 +14,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 MOMENTUM = 0.95
 WARM_UP_STEPS = 40
-SECOND_SCALE = 0.35
+LATER_SCALE = 0.35
 FALL_BEGINS = 0.6  # of all steps
 
 
@@ -60,7 +60,7 @@ class Optimiser:
     """Both optimisers, driven by one schedule: warm up, stay, then fall to zero in a line."""
 
     def __init__(
-        self, network: nn.Module, *, num_steps: int, second_round: int, num_second_steps: int
+        self, network: nn.Module, *, num_steps: int, later_rounds: tuple[tuple[int, int], ...]
     ) -> None:
         parameters = dict(network.named_parameters())
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and "embed" not in name]
@@ -68,8 +68,7 @@ class Optimiser:
         self._muon = Muon(matrices, rate=0.02)
         self._adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
         self._num_steps = num_steps
-        self._second_round = second_round
-        self._num_second_steps = num_second_steps
+        self._later_rounds = later_rounds  # each from after its first number to its second
 
     def state(self) -> dict[str, Any]:
         """Return what is needed to go on later."""
@@ -85,9 +84,9 @@ class Optimiser:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
         fall_begins = FALL_BEGINS * self._num_steps
         left = (self._num_steps - step) / (self._num_steps - fall_begins)
-        if step > self._second_round:
-            # A second round, short and low, with its own fall to zero.
-            return SECOND_SCALE * (1 - (step - self._second_round) / self._num_second_steps)
+        for begin, end in reversed(self._later_rounds):
+            if step > begin:  # short and low, with a fall to zero of its own
+                return LATER_SCALE * (1 - (step - begin) / (end - begin))
         return min(warm, max(0.0, left))
 
     def step(self, step: int) -> None:

@@ -20,6 +20,7 @@ from penstock.engine.demo.corpus import (
     LAST,
     LATE,
     SECOND_ROUND,
+    THIRD_ROUND,
     Encoder,
     Mixture,
     converse,
@@ -38,6 +39,7 @@ TOKENIZER_CONVERSATIONS = 2500
 LATE_STEP = 1151  # from here on the late mixture
 LAST_STEP = 1851  # and from here on the last
 FIRST_ROUND_STEPS = 2350
+SECOND_ROUND_STEPS = 2670  # the first round's included
 FALL_STEPS = 2400  # where the fall of the first round would have ended
 SAVE_EVERY_STEPS = 200
 SAVE_STATE_EVERY_STEPS = 50
@@ -99,6 +101,8 @@ def restore_state(path: Path, rng: random.Random, network: Network, optimiser: O
 
 def mixture_at(step: int) -> Mixture:
     """Return what is talked about at a step."""
+    if step >= SECOND_ROUND_STEPS:
+        return THIRD_ROUND
     if step > FIRST_ROUND_STEPS:
         return SECOND_ROUND
     return LAST if step >= LAST_STEP else LATE if step >= LATE_STEP else EARLY
@@ -120,8 +124,10 @@ def train(out: Path, *, seed: int, num_steps: int, state_path: Path | None = Non
     optimiser = Optimiser(
         network,
         num_steps=FALL_STEPS,
-        second_round=FIRST_ROUND_STEPS,
-        num_second_steps=num_steps - FIRST_ROUND_STEPS,
+        later_rounds=(
+            (FIRST_ROUND_STEPS, SECOND_ROUND_STEPS),
+            (SECOND_ROUND_STEPS - 1, num_steps),
+        ),
     )
     began = time.monotonic()
     first_step = restore_state(state_path, rng, network, optimiser) if state_path else 0
@@ -148,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2670)
+    parser.add_argument("--steps", type=int, default=2850)
     parser.add_argument("--state", type=Path, help="file to go on from when interrupted")
     arguments = parser.parse_args()
     train(

@@ -48,8 +48,8 @@ def _default_num_threads() -> int:
     """All cores but one, which is the gateway's and its clients'.
 
     torch's threads spin at every barrier of a step: where one of them shares its core with another
-    process, all wait for it. On two cores two threads decode the demo model for 32 streams ten
-    times slower than one.
+    process, all wait for it. On two idle cores a second thread gains a small model little;
+    beside one busy process it costs most of the speed.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
