@@ -7,6 +7,8 @@ request then does is the endpoints'.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -31,6 +33,7 @@ _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
 _MAX_ITEMS = 4096  # messages or input items
+_MAX_DIAGNOSED_BYTES = 64 << 10
 _MAX_KEYS = 128  # of one object
 _MAX_METADATA = 16  # OpenAI's limit
 _MAX_INCLUDES = 32
@@ -313,10 +316,28 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
+        param = _parameter_that_is_no_number(data)
+        if param is not None:
+            raise RequestRefusedError(
+                f"{param}: NaN and Infinity are no JSON numbers", code="invalid_value", param=param
+            ) from error
         raise RequestRefusedError(f"not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise RequestRefusedError("the body must be a JSON object", code="invalid_json")
     return body
+
+
+def _parameter_that_is_no_number(data: bytes | str) -> str | None:
+    """The parameter whose value is NaN or Infinity, if that is what is wrong with a small body:
+    Python's own JSON writes them."""
+    if len(data) > _MAX_DIAGNOSED_BYTES:
+        return None
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    values = body.items() if isinstance(body, dict) else ()
+    return next((k for k, v in values if isinstance(v, float) and not math.isfinite(v)), None)
 
 
 def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:

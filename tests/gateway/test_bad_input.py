@@ -33,8 +33,10 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, b'{"messages": "\xff\xfe"}', 400, "invalid_json", None),
     (CHAT, '{"messages": "\\ud800"}', 400, "invalid_json", None),
     (CHAT, "[" * 100_000, 400, "invalid_json", None),
-    (CHAT, '{"temperature": NaN}', 400, "invalid_json", None),
-    (CHAT, '{"temperature": Infinity}', 400, "invalid_json", None),
+    (CHAT, '{"temperature": NaN}', 400, "invalid_value", "temperature"),
+    (CHAT, '{"seed": 1, "top_p": -Infinity}', 400, "invalid_value", "top_p"),
+    (CHAT, '{"logit_bias": {"1": NaN}}', 400, "invalid_json", None),
+    (CHAT, '{"temperature": NaN', 400, "invalid_json", None),
     # messages
     (CHAT, "{}", 400, "missing_required_parameter", "messages"),
     (CHAT, chat(messages=[]), 400, "invalid_value", "messages"),
