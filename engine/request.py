@@ -195,11 +195,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "finish_reason",
         "index",
         "num_computed_tokens",
         "num_in_flight_tokens",
-        "num_preemptions",
         "num_prompt_tokens",
         "request",
         "seq_id",
@@ -215,9 +213,7 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0  # being sampled by a step whose result is not here yet
-        self.num_preemptions = 0
         self.status = SequenceStatus.WAITING
-        self.finish_reason: FinishReason | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -231,10 +227,6 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.request.sampling_params
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
 
     def move_to(self, status: SequenceStatus) -> None:
         assert status in _LEGAL_MOVES[self.status], f"{self.status} -> {status} is not legal"

@@ -28,8 +28,6 @@ from penstock.engine.request import FinishReason, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.wire import GatewayGone, Inbound, Wire
 
-_LOG = logging.getLogger("penstock.engine")
-
 
 class EngineServer:
     """Runs a core's steps while there is work, and waits without spinning while there is none."""

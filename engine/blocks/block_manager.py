@@ -31,19 +31,17 @@ class BlockManager:
     def num_used_blocks(self) -> int:
         return self._pool.num_blocks - self._pool.num_free
 
-    def num_missing_blocks(self, seq_id: int, num_tokens: int) -> int:
-        """Blocks still to be allocated before the sequence has room for `num_tokens` tokens."""
-        table = self._tables.get(seq_id) or BlockTable(self.block_size)
-        return table.num_missing_blocks(num_tokens)
-
-    def grow(self, seq_id: int, num_tokens: int) -> tuple[int, ...] | None:
+    def grow(self, seq_id: int, num_tokens: int, *, num_spared: int = 0) -> tuple[int, ...] | None:
         """Make room for `num_tokens` tokens in all; the new blocks, or None if too few are free.
 
         None changes nothing.
+
+        Args:
+            num_spared: blocks that must stay free.
         """
         table = self._tables.get(seq_id) or BlockTable(self.block_size)
         num_missing = table.num_missing_blocks(num_tokens)
-        if num_missing > self._pool.num_free:
+        if num_missing + num_spared > self._pool.num_free:
             return None
         new = self._pool.allocate(num_missing)
         table.block_ids.extend(new)

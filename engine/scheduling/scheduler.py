@@ -119,7 +119,7 @@ class Scheduler:
         """Drop a request; its blocks are free when this returns. Unknown ids are no error."""
         seq_id = self._seq_ids.get(request_id)
         if seq_id is not None:
-            self._finish(self._live[seq_id], FinishReason.ABORT)
+            self._finish(self._live[seq_id])
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -211,11 +211,8 @@ class Scheduler:
 
     def _allocate_whole(self, sequence: Sequence) -> tuple[int, ...] | None:
         """Blocks for all known tokens at once: a prompt admitted never waits in its middle."""
-        num_missing = self.blocks.num_missing_blocks(sequence.seq_id, sequence.num_tokens)
-        reserve = self._watermark_blocks if self._running else 0
-        if num_missing + reserve > self.blocks.num_free_blocks:
-            return None
-        return self.blocks.grow(sequence.seq_id, sequence.num_tokens)
+        num_spared = self._watermark_blocks if self._running else 0
+        return self.blocks.grow(sequence.seq_id, sequence.num_tokens, num_spared=num_spared)
 
     def _advance(self, sequence: Sequence, num_new: int) -> None:
         sequence.num_computed_tokens += num_new
@@ -239,7 +236,7 @@ class Scheduler:
                 break  # what was sampled beyond the end is dropped
         self.counters.generation_tokens += num_kept
         if reason is not None:
-            self._finish(sequence, reason)
+            self._finish(sequence)
         return RequestOutput(
             request_id=sequence.request.request_id,
             token_ids=token_ids[:num_kept],
@@ -250,7 +247,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence) -> RequestOutput:
         """End a sequence whose next token the model could not give."""
-        self._finish(sequence, FinishReason.ERROR)
+        self._finish(sequence)
         return RequestOutput(
             request_id=sequence.request.request_id,
             finish_reason=FinishReason.ERROR,
@@ -262,17 +259,15 @@ class Scheduler:
         self._leave_device(sequence)
         sequence.move_to(SequenceStatus.PREEMPTED)
         sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
         self.counters.num_preemptions += 1
         self._waiting.push(sequence)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self._leave_device(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.move_to(SequenceStatus.FINISHED)
-        sequence.finish_reason = reason
         del self._live[sequence.seq_id]
         del self._seq_ids[sequence.request.request_id]
 

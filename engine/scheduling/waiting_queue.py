@@ -7,7 +7,6 @@ the front.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 
 from penstock.engine.request import Sequence
 
@@ -36,6 +35,3 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting.values())

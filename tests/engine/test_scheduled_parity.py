@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -59,15 +59,22 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
     return tokens
 
 
-def engine(path: Path, schedule: SchedulerConfig, num_blocks: int) -> EngineCore:
-    core, _ = build_core(
+def engine(
+    path: Path,
+    schedule: SchedulerConfig,
+    num_blocks: int,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> EngineCore:
+    core, info = build_core(
         EngineConfig(
             model=ModelConfig(model=str(path), dtype="float32"),
             cache=CacheConfig(num_blocks=num_blocks),
             scheduler=schedule,
-            device=DeviceConfig(device="cpu"),
+            device=DeviceConfig(device=device),
         )
     )
+    assert info.device.startswith(device)
     return core
 
 
@@ -121,14 +128,16 @@ def excuse(model: Any, prompt: list[int], got: list[int], expected: list[int]) -
     return float(top[0] - top[1])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_tokens_equal_transformers(
-    name: str, schedule: str, expected_tokens: Callable[[str], Any]
+def check_greedy_parity(
+    name: str,
+    schedule: str,
+    expected_tokens: Callable[[str], Any],
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> None:
+    """Assert that the engine's greedy tokens are the reference's, near ties apart."""
     path, model, expected = expected_tokens(name)
-    config, num_blocks = SCHEDULES[schedule]
-    core = engine(path, config, num_blocks)
+    core = engine(path, *SCHEDULES[schedule], device=device)
     tokens = run(core, requests(SamplingParams(temperature=0.0, max_tokens=NUM_NEW)))
     num_excused = 0
     for index, prompt in enumerate(prompts()):
@@ -139,6 +148,14 @@ def test_greedy_tokens_equal_transformers(
             num_excused += 1
     assert num_excused <= sum(map(len, expected)) / 10_000
     assert (core.scheduler.counters.num_preemptions > 0) == (schedule == "small pool")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_equal_transformers(
+    name: str, schedule: str, expected_tokens: Callable[[str], Any]
+) -> None:
+    check_greedy_parity(name, schedule, expected_tokens)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "whole"])

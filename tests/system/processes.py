@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
@@ -86,3 +87,10 @@ def wait_until(condition, *, timeout_s: float = 10.0) -> None:  # type: ignore[n
     while not condition():
         assert time.monotonic() < deadline_s, "it never came true"
         time.sleep(0.02)
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    """The value of `penstock:name`."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    line = next(line for line in lines if line.startswith(f"penstock:{name}{{"))
+    return float(line.rpartition(" ")[2])

@@ -12,7 +12,7 @@ import openai
 import pytest
 import websockets
 
-from .processes import PENSTOCK, Served
+from .processes import PENSTOCK, Served, metric
 
 _QUESTION = [{"role": "user", "content": "What is paged attention?"}]
 
@@ -140,22 +140,16 @@ async def test_a_client_that_leaves_frees_its_blocks(demo_server: Served) -> Non
     }
 
     async with httpx.AsyncClient(base_url=demo_server.base_url, timeout=60) as client:
-
-        async def metric(name: str) -> float:
-            text = (await client.get("/metrics")).text
-            line = next(line for line in text.splitlines() if line.startswith(f"penstock:{name}{{"))
-            return float(line.rpartition(" ")[2])
-
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             await anext(response.aiter_lines())
-            assert await metric("num_requests_running") == 1
-            assert await metric("kv_cache_usage_perc") > 0
+            assert await metric(client, "num_requests_running") == 1
+            assert await metric(client, "kv_cache_usage_perc") > 0
         for _ in range(50):
-            if await metric("num_requests_running") == 0:
+            if await metric(client, "num_requests_running") == 0:
                 break
             await asyncio.sleep(0.1)
-        assert await metric("num_requests_running") == 0
-        assert await metric("kv_cache_usage_perc") == 0
+        assert await metric(client, "num_requests_running") == 0
+        assert await metric(client, "kv_cache_usage_perc") == 0
 
 
 def test_the_terminal_chat_answers_what_is_piped_in(demo_server: Served) -> None:

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine.model_files import DEMO_MODEL_PATH
 
-from .processes import Served
+from .processes import Served, metric
 
 NUM_STREAMS = 64
 NEAR_TIE = 1e-4
-_IN_USE = ("penstock:num_requests_running", "penstock:kv_cache_usage_perc")
+_IN_USE = ("num_requests_running", "kv_cache_usage_perc")
 _TOPICS = ["a lighthouse", "a fox", "the sea", "a clock", "two friends", "a dragon", "snow", "Mira"]
 
 
@@ -78,11 +78,6 @@ async def test_64_streams_equal_the_same_request_alone(demo_server: Served) -> N
     assert num_excused <= num_tokens / 10_000
 
 
-async def _metric(client: httpx.AsyncClient, name: str) -> float:
-    lines = (await client.get("/metrics")).text.splitlines()
-    return float(next(line for line in lines if line.startswith(name)).rpartition(" ")[2])
-
-
 def _is_excused(index: int, got: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
     """Whether the reference's top two logits nearly tie where the streams first differ."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
@@ -118,5 +113,5 @@ async def test_aborted_streams_leave_others_alone(demo_server: Served, num_reque
         results = await asyncio.gather(*jobs)
         assert [text for text, _, _ in results[::2]] == [text for text, _, _ in expected]
         async with asyncio.timeout(10):
-            while any([await _metric(client, name) for name in _IN_USE]):  # noqa: ASYNC110
+            while any([await metric(client, name) for name in _IN_USE]):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
