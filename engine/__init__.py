@@ -1,7 +1,7 @@
 """penstock's engine: continuous batching over a paged KV cache.
 
 This is the torch-free public surface. What needs a third-party package is loaded when it is first
-asked for, so the supervisor can read settings without importing any.
+asked for, so the supervisor can read settings without importing any; `LLM` alone loads torch.
 """
 
 from __future__ import annotations
@@ -18,31 +18,50 @@ from penstock.engine.errors import (
     ModelLoadError,
     PromptTooLongError,
 )
-from penstock.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from penstock.engine.request import (
+    BeamSearch,
+    FinishReason,
+    Request,
+    RequestOutput,
+    Retention,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
+    from penstock.engine.llm import LLM
+    from penstock.engine.llm_outputs import CompletionOutput, PromptOutput
     from penstock.engine.text import ChatTemplate, OutputText, Tokenizer
 
 __all__ = [
+    "BeamSearch",
     "ChatTemplate",
+    "CompletionOutput",
     "ConfigError",
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
     "FinishReason",
     "InvalidRequestError",
+    "LLM",
     "ModelLoadError",
     "OutputText",
+    "PromptOutput",
     "PromptTooLongError",
     "Request",
     "RequestOutput",
+    "Retention",
     "SamplingParams",
+    "TokenLogprobs",
     "Tokenizer",
 ]
 
 _LAZY = {
     "ChatTemplate": "penstock.engine.text",
+    "CompletionOutput": "penstock.engine.llm_outputs",
+    "LLM": "penstock.engine.llm",
     "OutputText": "penstock.engine.text",
+    "PromptOutput": "penstock.engine.llm_outputs",
     "Tokenizer": "penstock.engine.text",
 }
 

@@ -22,6 +22,9 @@ class SequenceEntry:
         num_prompt_tokens: how many of them are prompt.
         num_computed_tokens: how many already have KV in the blocks of this step's table.
         index: the branch of its request; part of the sampling draw.
+        num_logprobs: None, or the likeliest tokens to report beside each sampled one (a beam
+            search wants more than a user may ask for).
+        num_prompt_logprobs: the same for each prompt token this entry computes.
     """
 
     token_ids: tuple[int, ...]
@@ -29,6 +32,8 @@ class SequenceEntry:
     num_computed_tokens: int
     index: int
     params: SamplingParams
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +57,25 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMoves:
-    """Block copies ordered before anything the step writes: pairs (source, destination).
+    """Copies of whole blocks, ordered before anything the step computes: pairs (source,
+    destination), destinations distinct.
 
-    All sources are read before any destination is written; destinations are distinct.
+    The three kinds run in this order, and of each kind all sources are read before any destination
+    is written: what is swapped out is saved before its block gets a new content, and what is
+    swapped in can be copied.
+
+    Attributes:
+        swap_outs: device block → host block.
+        swap_ins: host block → device block.
+        copies: device block → device block.
     """
 
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_outs or self.swap_ins or self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +107,20 @@ class BatchResult:
         logprobs: the same keys for the sequences that asked for them, one entry per token.
         failed_seq_ids: sequences that were to get a token, but whose logits are no distribution
             (NaN, or everything masked); they have none in `token_ids`.
+        prompt_logprobs: sequence id → (position, entries): of the prompt tokens at `position` and
+            following, for the sequences that asked and computed what predicts them in this step.
+        compute_s: seconds the step took without its swaps.
+        swap_out_s, swap_in_s: seconds that swaps took; where they run beside the compute, those
+            that ended since the last result.
     """
 
     step: int
     token_ids: Mapping[int, tuple[int, ...]]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     failed_seq_ids: tuple[int, ...] = ()
+    prompt_logprobs: Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]] = field(
+        default_factory=dict
+    )
+    compute_s: float = 0.0
+    swap_out_s: float = 0.0
+    swap_in_s: float = 0.0

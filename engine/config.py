@@ -12,6 +12,8 @@ from typing import Literal
 from penstock.engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
 DEMO_MODEL = "demo"
 
@@ -45,12 +47,19 @@ class CacheConfig:
         kv_cache_memory_bytes: bytes for the device pool; None takes a share of what is free.
         gpu_memory_utilization: the share of a GPU's memory this engine may use in all.
         num_blocks: overrides the size in blocks.
+        enable_prefix_caching: share KV between requests whose tokens begin alike.
+        swap_space: GiB of host memory for the second tier; None takes a moderate share of what is
+            free, 0 turns it off.
+        num_host_blocks: overrides its size in blocks.
     """
 
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    swap_space: float | None = None
+    num_host_blocks: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "--block-size must be at least 1")
@@ -58,6 +67,14 @@ class CacheConfig:
             0.0 < self.gpu_memory_utilization <= 1.0, "--gpu-memory-utilization must be in (0, 1]"
         )
         _check(self.num_blocks is None or self.num_blocks >= 1, "--num-blocks must be at least 1")
+        _check(
+            self.swap_space is None or 0.0 <= self.swap_space < 1e6,
+            "--swap-space must be a number of GiB, 0 or more",
+        )
+        _check(
+            self.num_host_blocks is None or self.num_host_blocks >= 0,
+            "--num-host-blocks must not be negative",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +87,25 @@ class SchedulerConfig:
         enable_chunked_prefill: a prompt may be computed over several steps. Off, a prompt is
             computed in one step, so `max_num_batched_tokens` must cover the context.
         max_steps_in_flight: batches handed to the device before the first result is awaited.
+        scheduling_policy: `fcfs` is by arrival; `priority` by the requests' priority first.
+        priority_aging_s: under `priority`, seconds of waiting that move a request up by one.
+        preemption: what becomes of a victim's KV when blocks run out: `swap` moves it to host
+            memory, `recompute` drops it, `auto` takes what costs less by its own measurements.
     """
 
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     max_steps_in_flight: int = 1
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_aging_s: float = 30.0
+    preemption: PreemptionMode = "auto"
 
     def __post_init__(self) -> None:
         _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
         _check(self.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be at least 1")
         _check(self.max_steps_in_flight >= 1, "max_steps_in_flight must be at least 1")
+        _check(0.0 < self.priority_aging_s < float("inf"), "--priority-aging-s must be more than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ with the device at once; with one, a step is plan, compute, update in turn.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from penstock.engine.batch import Batch
 from penstock.engine.executor.executor import Executor, Handle
@@ -33,9 +34,15 @@ class EngineCore:
         """Take in a request; `InvalidRequestError` if it can never be served."""
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request. Its blocks are free at once; unknown ids are no error."""
-        self.scheduler.abort(request_id)
+    def abort(self, request_id: str, *, index: int | None = None) -> None:
+        """Drop a request, or one of its samples. Blocks are free at once; unknown ids are no
+        error."""
+        self.scheduler.abort(request_id, index=index)
+
+    def drop_prefix(self, token_ids: Sequence[int], *, cache_salt: str = "") -> int:
+        """Forget the cached KV of these tokens, as far as nobody else uses it; the number of
+        blocks forgotten."""
+        return self.scheduler.blocks.drop_prefix(token_ids, cache_salt=cache_salt)
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work()
@@ -44,7 +51,7 @@ class EngineCore:
         """Keep the device busy and return what the oldest step in flight brought."""
         while len(self._in_flight) < self._max_steps_in_flight:
             batch = self.scheduler.schedule()
-            if not batch.scheduled and not batch.left_seq_ids:
+            if not (batch.scheduled or batch.left_seq_ids or batch.moves):
                 break  # every sequence awaits a step in flight
             self._in_flight.append((batch, self._executor.submit(batch)))
         if not self._in_flight:

@@ -6,6 +6,7 @@ A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from penstock.engine.request import SamplingParams
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
+_NUM_SAMPLES = 64  # of a file's bytes, in its fingerprint
+_SAMPLE_BYTES = 4096
 _NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and the weights once more in another format
 
 
@@ -165,3 +168,23 @@ def _number(values: dict[str, Any], name: str) -> float | None:
 def _integer(values: dict[str, Any], name: str) -> int | None:
     value = values.get(name)
     return value if isinstance(value, int) else None
+
+
+def weights_fingerprint(path: Path) -> bytes:
+    """What tells one model's KV from another's: 32 bytes, the same on every machine.
+
+    SHA-256 over `config.json` and, of each safetensors file in order of name, its name, its size,
+    its header, and samples of its bytes evenly spaced from start to end. A fine-tune of nearly all
+    its model's weights shows; one of a few small tensors of a large file need not.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as data:
+            header_bytes = int.from_bytes(data.read(8), "little")
+            digest.update(data.read(min(header_bytes, size)))
+            for number in range(_NUM_SAMPLES):
+                data.seek(number * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+                digest.update(data.read(_SAMPLE_BYTES))
+    return digest.digest()

@@ -22,10 +22,11 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.messages import Abort, EngineInfo, EngineStats, Submit
+from penstock.engine.messages import Abort, DropPrefix, EngineInfo, Submit
 from penstock.engine.process import Status, run_child
 from penstock.engine.request import FinishReason, Request, RequestOutput
 from penstock.engine.startup import build_core
+from penstock.engine.stats import snapshot
 from penstock.engine.wire import GatewayGone, Inbound, Wire
 
 
@@ -34,6 +35,7 @@ class EngineServer:
 
     def __init__(self, core: EngineCore, info: EngineInfo, address: str) -> None:
         self._core = core
+        self._bytes_per_block = info.bytes_per_block
         self._wire = Wire(address, info)
         self._owners: dict[str, bytes] = {}  # request id → gateway's identity
         self._is_stopping = False
@@ -72,6 +74,11 @@ class EngineServer:
             for request_id in message.request_ids:
                 if self._owners.get(request_id) == identity:
                     self._abort(request_id)
+            for request_id, index in message.branches:
+                if self._owners.get(request_id) == identity:
+                    self._abort(request_id, index=index)
+        elif isinstance(message, DropPrefix):
+            self._core.drop_prefix(message.token_ids, cache_salt=message.cache_salt)
         elif isinstance(message, GatewayGone):
             for request_id in [key for key, owner in self._owners.items() if owner == identity]:
                 self._abort(request_id)
@@ -84,23 +91,27 @@ class EngineServer:
             refusal = RequestOutput(
                 request_id=request.request_id,
                 finish_reason=FinishReason.ERROR,
+                is_last=True,
                 error=str(error),
+                is_refused=True,
+                param=error.param,
             )
             self._wire.send(identity, (refusal,))
             self._wire.flush()
         else:
             self._owners[request.request_id] = identity
 
-    def _abort(self, request_id: str) -> None:
-        del self._owners[request_id]
-        self._core.abort(request_id)
+    def _abort(self, request_id: str, *, index: int | None = None) -> None:
+        self._core.abort(request_id, index=index)
+        if not self._core.scheduler.has_request(request_id):
+            del self._owners[request_id]
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """Hand an iteration's outputs to the wire, one frame per gateway."""
         frames: defaultdict[bytes, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
             frames[self._owners[output.request_id]].append(output)
-            if output.finish_reason is not None:
+            if output.is_last:
                 del self._owners[output.request_id]
         self._publish_stats()
         for identity, frame in frames.items():
@@ -108,18 +119,7 @@ class EngineServer:
         self._wire.flush()
 
     def _publish_stats(self) -> None:
-        scheduler = self._core.scheduler
-        counters, blocks = scheduler.counters, scheduler.blocks
-        self._wire.stats = EngineStats(
-            num_requests_running=scheduler.num_running,
-            num_requests_waiting=scheduler.num_waiting,
-            num_blocks_used=blocks.num_used_blocks,
-            num_blocks=blocks.num_blocks,
-            num_preemptions_total=counters.num_preemptions,
-            num_steps_total=counters.num_steps,
-            prompt_tokens_total=counters.prompt_tokens,
-            generation_tokens_total=counters.generation_tokens,
-        )
+        self._wire.stats = snapshot(self._core.scheduler, bytes_per_block=self._bytes_per_block)
 
 
 def parse_config(values: Mapping[str, Any]) -> EngineConfig:

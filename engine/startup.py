@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.executor.in_process import InProcessExecutor
 from penstock.engine.messages import EngineInfo
-from penstock.engine.model_files import read_generation_defaults, resolve_model
-from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.model_files import (
+    read_generation_defaults,
+    resolve_model,
+    weights_fingerprint,
+)
+from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 
 
@@ -26,9 +31,17 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     device = runner.info
     scheduler = Scheduler(
         config.scheduler,
-        BlockManager(num_blocks=device.num_blocks, block_size=device.block_size),
+        BlockManager(
+            num_blocks=device.num_blocks,
+            block_size=device.block_size,
+            num_host_blocks=device.num_host_blocks,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            cache_root=_cache_root(config, path, device),
+            is_length_bound=device.needs_prompt_lens,
+        ),
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
+        block_move_s=device.block_move_s,
     )
     core = EngineCore(
         scheduler,
@@ -42,9 +55,23 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         vocab_size=device.vocab_size,
         num_blocks=device.num_blocks,
         block_size=device.block_size,
+        num_host_blocks=device.num_host_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        scheduling_policy=config.scheduler.scheduling_policy,
         dtype=device.dtype,
         device=device.device,
         eos_token_ids=eos_token_ids,
         pid=os.getpid(),
+        bytes_per_block=device.bytes_per_block,
     )
     return core, info
+
+
+def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
+    """What every KV block here depends on besides its tokens; the same in every process."""
+    weights = (
+        f"dummy {config.model.seed}".encode()
+        if config.model.load_format == "dummy"
+        else weights_fingerprint(path)
+    )
+    return weights + f" {device.dtype} {device.block_size}".encode()

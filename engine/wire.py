@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from penstock.engine.codec import decode, encode
 from penstock.engine.messages import (
     HEARTBEAT_INTERVAL_S,
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Abort,
+    DropPrefix,
     EngineInfo,
     EngineStats,
     Failure,
@@ -33,8 +35,6 @@ from penstock.engine.messages import (
     Message,
     Step,
     Submit,
-    decode,
-    encode,
 )
 from penstock.engine.request import RequestOutput
 
@@ -60,7 +60,7 @@ class WireBrokenError(Exception):
     """The wire's thread has ended by a bug of ours: the engine is deaf and must not live on."""
 
 
-Inbound = tuple[bytes, Submit | Abort | GatewayGone]
+Inbound = tuple[bytes, Submit | Abort | DropPrefix | GatewayGone]
 
 
 class Wire(threading.Thread):
@@ -182,7 +182,7 @@ class Wire(threading.Thread):
             # Declared dead, or from before this engine started: it must say hello again.
             self._post_unknown(identity)
             return
-        elif isinstance(message, Submit | Abort):
+        elif isinstance(message, Submit | Abort | DropPrefix):
             self._inbox.put((identity, message))
         gateway.last_heard_s = time.monotonic()
 

@@ -20,7 +20,7 @@ from penstock.gateway.endpoints.responses import Responses
 from penstock.gateway.endpoints.status import Status
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
-from penstock.gateway.generation import Generator
+from penstock.gateway.generator import Generator
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.model import load_model
 from penstock.gateway.page import ChatPage
@@ -58,7 +58,7 @@ def create_app(config: GatewayConfig) -> Starlette:
 
     app = Starlette(
         routes=[
-            Mount("/v1", routes=_api_routes(config, generator, models=Models(engine, model))),
+            Mount("/v1", routes=_api_routes(config, generator, engine=engine)),
             *_status_routes(Status(engine, metrics)),
             Mount("/", app=ChatPage()),
         ],
@@ -70,9 +70,14 @@ def create_app(config: GatewayConfig) -> Starlette:
     return app
 
 
-def _api_routes(config: GatewayConfig, generator: Generator, *, models: Models) -> list[BaseRoute]:
+def _api_routes(
+    config: GatewayConfig, generator: Generator, *, engine: EngineClient
+) -> list[BaseRoute]:
+    models = Models(engine, generator.model)
     sessions = SessionStore(config.session_store_bytes)
-    responder = Responder(generator, sessions)
+    responder = Responder(
+        generator, sessions, engine=engine, retention_s=config.session_retention_s
+    )
     max_bytes, ping_s = config.max_body_bytes, config.sse_ping_s
     chat = ChatCompletions(generator, max_body_bytes=max_bytes, ping_s=ping_s)
     completions = Completions(generator, max_body_bytes=max_bytes, ping_s=ping_s)

@@ -1,4 +1,4 @@
-"""The command line: `penstock serve` and `penstock chat`.
+"""The command line: `penstock serve`, `penstock chat` and `penstock bench`.
 
 Every flag of `serve` is also an environment variable (`--max-model-len` is
 `PENSTOCK_MAX_MODEL_LEN`) and a key of a TOML file given by `--config` (`max-model-len = 4096`).
@@ -27,6 +27,7 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError
+from penstock.load.benches import add_benches
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -79,6 +80,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("trust-request-chat-template", False, "let requests bring their own chat template"),
     Flag("max-body-bytes", 4 << 20, "largest request body", parse_bytes),
     Flag("session-store-bytes", 256 << 20, "memory for stored responses", parse_bytes),
+    Flag("session-retention-s", 600.0, "seconds for which the KV of a stored response is preferred "
+         "to other cached KV; 0: not at all", float),
     Flag("log-level", "info", "least severe messages logged",
          choices=("debug", "info", "warning", "error")),
     # the model
@@ -96,12 +99,24 @@ FLAGS: tuple[Flag, ...] = (
     Flag("gpu-memory-utilization", _CACHE.gpu_memory_utilization,
          "share of a GPU's memory to use in all", float),
     Flag("num-blocks", None, "KV blocks, instead of a size in bytes", int),
+    Flag("enable-prefix-caching", _CACHE.enable_prefix_caching,
+         "share KV between requests whose tokens begin alike"),
+    Flag("swap-space", None, "GiB of host memory for KV that the device has no room for, 0: none; "
+         "default: a moderate share of what is free", float),
+    Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", int),
     # scheduling
     Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", int),
     Flag("max-num-batched-tokens", _SCHEDULER.max_num_batched_tokens,
          "tokens computed in one step", int),
     Flag("enable-chunked-prefill", _SCHEDULER.enable_chunked_prefill,
          "compute a long prompt over several steps"),
+    Flag("preemption", _SCHEDULER.preemption, "what becomes of a sequence's KV when blocks run "
+         "out; auto: what costs less", choices=("auto", "swap", "recompute")),
+    Flag("scheduling-policy", _SCHEDULER.scheduling_policy,
+         "fcfs: by arrival; priority: by the requests' priority first",
+         choices=("fcfs", "priority")),
+    Flag("priority-aging-s", _SCHEDULER.priority_aging_s,
+         "seconds of waiting that move a request up by one priority", float),
     # the device
     Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
     Flag("num-threads", None, "CPU threads of the engine; default: all cores but one", int),
@@ -139,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--api-key", help="default: the first in PENSTOCK_API_KEY")
     chat.add_argument("--model", help="default: the server's first")
     chat.set_defaults(run=_chat)
+    text = "measure parts of penstock on this machine"
+    add_benches(commands.add_parser("bench", help=text, description=f"{text.capitalize()}."))
     return parser
 
 
@@ -193,6 +210,8 @@ def _check(settings: Mapping[str, Any]) -> None:
         raise ConfigError("--api-key is empty: anybody would have it")
     if not 0 <= settings["port"] < 1 << 16:
         raise ConfigError(f"--port {settings['port']} is not between 0 and 65535")
+    if not 0 <= settings["session_retention_s"] < math.inf:
+        raise ConfigError("--session-retention-s must be a number of seconds, 0 or more")
 
 
 def _read_file(path: Path | str | None) -> dict[str, Any]:

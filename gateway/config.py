@@ -30,6 +30,8 @@ class GatewayConfig:
         served_model_names: ids of the model in the API; empty takes the model as the user
             named it.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
+        session_retention_s: how long the KV of a stored response is hinted to be worth keeping;
+            0 gives no hint.
         sse_ping_s: silence on an event stream after which a comment is sent.
         shutdown_grace_s: how long streams may go on after SIGTERM.
     """
@@ -44,6 +46,7 @@ class GatewayConfig:
     max_body_bytes: int = 4 << 20
     max_websocket_message_bytes: int = 1 << 20
     session_store_bytes: int = 256 << 20
+    session_retention_s: float = 600.0
     sse_ping_s: float = 15.0
     shutdown_grace_s: float = 5.0
     log_level: str = "info"

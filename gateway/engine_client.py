@@ -5,7 +5,7 @@ A connection to the engine is one *life*: a DEALER socket under a fresh identity
 somebody calls `mark_dead`; every stream then gets `EngineDeadError`, and the next life begins by
 saying hello again, so a restarted engine is found without anyone's help.
 
-Not known here: text, APIs, clients. A stream is merged token ids, however slowly it is read.
+Not known here: text, APIs, clients.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.engine.codec import decode, encode
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.messages import (
     HEARTBEAT_INTERVAL_S,
     SILENCE_LIMIT_S,
     Abort,
+    DropPrefix,
     EngineInfo,
     EngineStats,
     Failure,
@@ -34,81 +36,20 @@ from penstock.engine.messages import (
     Message,
     Step,
     Submit,
-    decode,
-    encode,
 )
-from penstock.engine.request import Request, RequestOutput, TokenLogprobs
+from penstock.engine.request import Request
+from penstock.gateway.engine_stream import EngineStream
 
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _LAST_WORDS_S = 0.1
 _MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
-
-
-class EngineStream:
-    """One request's outputs. What was not read yet is merged, so a slow reader costs a few
-    integers per token and gets several tokens at once."""
-
-    __slots__ = (
-        "_error",
-        "_is_done",
-        "_last",
-        "_logprobs",
-        "_num_cached_tokens",
-        "_token_ids",
-        "_wakeup",
-        "request_id",
-    )
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._num_cached_tokens = 0
-        self._last: RequestOutput | None = None  # of the outputs not read yet
-        self._error: EngineDeadError | None = None
-        self._is_done = False
-        self._wakeup = asyncio.Event()
-
-    async def next(self) -> RequestOutput:
-        """Everything that came since the last call; waits while there is nothing.
-
-        Raises:
-            EngineDeadError: the engine died before the last output.
-        """
-        await self._wakeup.wait()
-        self._wakeup.clear()
-        last = self._last
-        if last is None:
-            assert self._error is not None
-            raise self._error
-        if self._error is not None:
-            self._wakeup.set()  # first what arrived, then the error
-        if len(last.token_ids) != len(self._token_ids):
-            last = dataclasses.replace(
-                last,
-                token_ids=tuple(self._token_ids),
-                logprobs=tuple(self._logprobs),
-                num_cached_tokens=self._num_cached_tokens,
-            )
-        self._last, self._token_ids, self._logprobs = None, [], []
-        return last
-
-    def push(self, output: RequestOutput) -> None:
-        if self._is_done:
-            return
-        self._is_done = output.finish_reason is not None
-        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
-        self._token_ids.extend(output.token_ids)
-        self._logprobs.extend(output.logprobs)
-        self._last = output
-        self._wakeup.set()
-
-    def fail(self, error: EngineDeadError) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._error = error
-            self._wakeup.set()
+# What of the stats is over when an engine dies: all but its counters and the sizes of its pools.
+_GAUGES = tuple(
+    field.name
+    for field in dataclasses.fields(EngineStats)
+    if not field.name.endswith("_total") and field.name not in ("num_blocks", "num_host_blocks")
+)
 
 
 class EngineClient:
@@ -202,6 +143,19 @@ class EngineClient:
         if self._streams.pop(request_id, None) is not None:
             self._outbox.put_nowait(Abort(request_ids=(request_id,)))
 
+    def abort_branch(self, request_id: str, index: int) -> None:
+        """Stop one branch of a request that goes on; what is on its way of it still comes."""
+        if request_id in self._streams:
+            self._outbox.put_nowait(Abort(branches=((request_id, index),)))
+
+    def drop_prefix(self, token_ids: Sequence[int], cache_salt: str) -> None:
+        """Have the engine forget the cached KV of these tokens, as far as nobody else uses it.
+
+        Without an engine there is nothing to forget.
+        """
+        if self.info is not None:
+            self._outbox.put_nowait(DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt))
+
     def mark_dead(self, reason: str) -> None:
         """Somebody knows that the engine is gone: fail its streams now."""
         if self._death is not None and not self._death.done():
@@ -264,9 +218,7 @@ class EngineClient:
     def _bury(self, reason: str) -> None:
         self.info = None
         self._has_info.clear()
-        self.stats = dataclasses.replace(
-            self.stats, num_requests_running=0, num_requests_waiting=0, num_blocks_used=0
-        )
+        self.stats = dataclasses.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
         self._fail_streams(reason)
 
     def _fail_streams(self, reason: str) -> None:
@@ -325,5 +277,5 @@ class EngineClient:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.push(output)
-                if output.finish_reason is not None:
+                if output.is_last:
                     del self._streams[output.request_id]

@@ -1,15 +1,17 @@
-"""Log-probabilities in the APIs' two shapes: a list of objects, or the older parallel lists."""
+"""Log-probabilities in the APIs' three shapes: a list of objects, the older parallel lists, and
+vLLM's list of dictionaries for a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
+from penstock.engine.text.output_text import Detokenizer
 
 _LEAST = -9999.0  # JSON has no -inf
+Lists = dict[str, list[Any]]
 
 
 def token_objects(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
@@ -31,30 +33,89 @@ def _token_object(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[s
     }
 
 
-@dataclass(slots=True)
+def prompt_dictionaries(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """As vLLM has them: null for the first token, then token id → object, the token's own first.
+
+    Args:
+        entries: of the prompt's tokens from the second on.
+        num_top: alternatives wanted; there may be more in the entries.
+    """
+
+    def entry_object(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        return {"logprob": max(logprob, _LEAST), "rank": rank, "decoded_token": text}
+
+    dictionaries: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        objects = {str(entry.token_id): entry_object(entry.token_id, entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(entry.top[:num_top], start=1):
+            objects.setdefault(str(token_id), entry_object(token_id, logprob, rank))
+        dictionaries.append(objects)
+    return dictionaries
+
+
 class TokenLists:
-    """As completions has them: parallel lists, with each token's offset in the choice's text."""
+    """As completions has them: parallel lists, with each token's offset in the choice's text.
 
-    tokenizer: Tokenizer
-    next_offset: int = 0
+    Args:
+        num_top: alternatives wanted; there may be more in the entries.
+        context: ids that come before, whose text does not count.
+    """
 
-    def take(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        num_top: int,
+        skip_special_tokens: bool,
+        context: Sequence[int] = (),
+        next_offset: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._next_offset = next_offset
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, context=context
+        )
+
+    def take(self, entries: Sequence[TokenLogprobs]) -> Lists:
         """The lists of the next tokens."""
-        text = self.tokenizer.token_text
-        lists: dict[str, list[Any]] = {
+        text = self._tokenizer.token_text
+        return {
             "tokens": [text(entry.token_id) for entry in entries],
             "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
-            # The sampled token is always among them, as OpenAI has it.
+            # The token itself is always among them, as OpenAI has it.
             "top_logprobs": [
                 {
                     text(token_id): max(logprob, _LEAST)
-                    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob))
+                    for token_id, logprob in (
+                        *entry.top[: self._num_top],
+                        (entry.token_id, entry.logprob),
+                    )
                 }
                 for entry in entries
             ],
-            "text_offset": [],
+            "text_offset": [self._offset(entry.token_id) for entry in entries],
         }
-        for token in lists["tokens"]:
-            lists["text_offset"].append(self.next_offset)
-            self.next_offset += len(token)
-        return lists
+
+    def take_prompt(self, first_token_id: int, entries: Sequence[TokenLogprobs]) -> Lists:
+        """The lists of a prompt, of whose first token nothing is known."""
+        first: Lists = {
+            "tokens": [self._tokenizer.token_text(first_token_id)],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [self._offset(first_token_id)],
+        }
+        return joined(first, self.take(entries))
+
+    def _offset(self, token_id: int) -> int:
+        """Where the token's text begins: also inside a character that it does not complete."""
+        offset = self._next_offset
+        self._next_offset += len(self._detokenizer.push(token_id))
+        return offset
+
+
+def joined(first: Lists, second: Lists) -> Lists:
+    return {name: [*first[name], *second[name]] for name in first}

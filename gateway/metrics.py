@@ -1,19 +1,17 @@
 """Prometheus metrics under vLLM's names with the prefix `penstock:`, in a registry of our own.
 
-What the engine knows (running, waiting, KV use) is read from its last frame when scraped; what a
-stream lived through is observed once per frame, by the stream's own `StreamMeter`.
+What a stream lived through is observed once per frame, by the stream's own `StreamMeter`. What the
+engine knows of itself is `engine_metrics`' to tell.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from penstock.gateway.engine_client import EngineClient
+from penstock.gateway.engine_metrics import EngineCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
@@ -32,7 +30,7 @@ class Metrics:
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._model_name = model_name
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine, model_name))
+        self._registry.register(EngineCollector(engine, model_name))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = self._counter(
             "generation_tokens", "Tokens generated and delivered."
@@ -72,68 +70,31 @@ class Metrics:
 
 
 class StreamMeter:
-    """One request's observations: a clock read and at most one histogram per frame."""
+    """One request's observations: a clock read and at most one histogram per output."""
 
-    __slots__ = ("_arrival_s", "_last_s", "_metrics")
+    __slots__ = ("_arrival_s", "_has_prompt", "_last_s", "_metrics")
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrival_s = time.perf_counter()
-        self._last_s: float | None = None
+        self._has_prompt = False
+        self._last_s: dict[int, float] = {}  # by branch
 
-    def tokens(self, num_tokens: int, *, num_prompt_tokens: int) -> None:
-        """A frame brought tokens; the prompt is counted with the first."""
-        now = time.perf_counter()
-        if self._last_s is None:
-            self._metrics.time_to_first_token.observe(now - self._arrival_s)
+    def output(self, index: int, *, num_tokens: int, num_prompt_tokens: int) -> None:
+        """A branch's next tokens came; the prompt is counted with the first output."""
+        if not self._has_prompt:
+            self._has_prompt = True
             self._metrics.prompt_tokens.inc(num_prompt_tokens)
-        else:
-            self._metrics.inter_token_latency.observe((now - self._last_s) / num_tokens)
+        if num_tokens == 0:
+            return
+        now = time.perf_counter()
+        if not self._last_s:
+            self._metrics.time_to_first_token.observe(now - self._arrival_s)
+        elif index in self._last_s:
+            self._metrics.inter_token_latency.observe((now - self._last_s[index]) / num_tokens)
         self._metrics.generation_tokens.inc(num_tokens)
-        self._last_s = now
+        self._last_s[index] = now
 
     def finished(self, reason: str) -> None:
         self._metrics.count_finished(reason)
         self._metrics.e2e_request_latency.observe(time.perf_counter() - self._arrival_s)
-
-
-class _EngineCollector(Collector):
-    """The engine's own numbers, as of its last frame."""
-
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self._engine = engine
-        self._labels = [model_name]
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        gauges = {
-            "num_requests_running": ("Requests being computed.", stats.num_requests_running),
-            "num_requests_waiting": ("Requests in the queue.", stats.num_requests_waiting),
-            "num_requests_swapped": ("Requests swapped to the host.", stats.num_requests_swapped),
-            "kv_cache_usage_perc": (
-                "Share of KV blocks in use; 1 is all of them.",
-                stats.num_blocks_used / max(stats.num_blocks, 1),
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"penstock:{name}", text, labels=_LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        counters = {
-            "num_preemptions": (
-                "Sequences preempted for lack of KV blocks.",
-                stats.num_preemptions_total,
-            ),
-            "prefix_cache_queries": (
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_cache_queries_total,
-            ),
-            "prefix_cache_hits": (
-                "Prompt tokens found in the prefix cache.",
-                stats.prefix_cache_hits_total,
-            ),
-        }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"penstock:{name}", text, labels=_LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter

@@ -1,4 +1,4 @@
-"""One table: what becomes of every parameter of the three generating endpoints.
+"""One table: what becomes of every parameter of the generating endpoints.
 
     honoured   read by the endpoint's schema
     neutral    OpenAI's (or vLLM's), cannot change the text: accepted and left alone
@@ -23,6 +23,7 @@ class Endpoint(enum.Enum):
     CHAT = "chat.completions"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
+    RESPONSES_SOCKET = "responses over WebSocket"
 
 
 class Use(enum.Enum):
@@ -39,9 +40,10 @@ class Parameter:
     defaults: tuple[Any, ...] = ()
 
 
-_CHAT, _COMPLETIONS, _RESPONSES = (Endpoint.CHAT,), (Endpoint.COMPLETIONS,), (Endpoint.RESPONSES,)
+_CHAT, _COMPLETIONS = (Endpoint.CHAT,), (Endpoint.COMPLETIONS,)
 _BOTH = (Endpoint.CHAT, Endpoint.COMPLETIONS)
-_MESSAGES = (Endpoint.CHAT, Endpoint.RESPONSES)
+_RESPONSES = (Endpoint.RESPONSES, Endpoint.RESPONSES_SOCKET)
+_MESSAGES = (*_CHAT, *_RESPONSES)
 _ALL = tuple(Endpoint)
 _TEXT_FORMATS = ({"type": "text"},)
 
@@ -56,11 +58,13 @@ _ROWS: tuple[_Row, ...] = (
     (_RESPONSES, Use.HONOURED, "previous_response_id store include top_logprobs", ()),
     (_ALL, Use.NEUTRAL, "user", ()),
     (_MESSAGES, Use.NEUTRAL, "service_tier safety_identifier parallel_tool_calls", ()),
-    (_MESSAGES, Use.NEUTRAL, "prompt_cache_key prompt_cache_options prompt_cache_retention", ()),
+    (_RESPONSES, Use.HONOURED, "prompt_cache_options", ()),
+    (_MESSAGES, Use.NEUTRAL, "prompt_cache_key prompt_cache_retention", ()),
+    (_CHAT, Use.NEUTRAL, "prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store prediction", ()),
     (_RESPONSES, Use.NEUTRAL, "stream_options max_tool_calls", ()),
-    (_BOTH, Use.REFUSED, "n", (1,)),
-    (_COMPLETIONS, Use.REFUSED, "best_of", (1,)),
+    (_BOTH, Use.HONOURED, "n", ()),
+    (_COMPLETIONS, Use.HONOURED, "best_of echo", ()),
     (_COMPLETIONS, Use.REFUSED, "suffix", ("",)),
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
     (_MESSAGES, Use.REFUSED, "tools moderation", ()),
@@ -86,7 +90,8 @@ _ROWS: tuple[_Row, ...] = (
     (_RESPONSES, Use.REFUSED, "conversation prompt context_management", ()),
     (_RESPONSES, Use.REFUSED, "access_programs", ({"cyber": "standard"},)),
     (_RESPONSES, Use.REFUSED, "image", ({"context_compression": "auto"},)),
-    (_RESPONSES, Use.REFUSED, "generate", (True,)),  # of the WebSocket mode
+    ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # of the WebSocket mode
+    ((Endpoint.RESPONSES_SOCKET,), Use.HONOURED, "generate", ()),
     # OpenAI's in one endpoint, everybody's here
     (_BOTH, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
     (_RESPONSES, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
@@ -97,20 +102,21 @@ _ROWS: tuple[_Row, ...] = (
     (_CHAT, Use.HONOURED, "add_generation_prompt add_special_tokens", ()),
     (_COMPLETIONS, Use.HONOURED, "add_special_tokens", ()),
     (_ALL, Use.NEUTRAL, "request_id", ()),
-    (_ALL, Use.REFUSED, "priority", (0,)),
-    (_BOTH, Use.REFUSED, "echo use_beam_search return_token_ids", (False,)),
-    (_BOTH, Use.REFUSED, "return_tokens_as_token_ids", (False,)),
-    (_BOTH, Use.REFUSED, "length_penalty", (1, 1.0)),
+    (_ALL, Use.HONOURED, "priority cache_salt", ()),
+    (_BOTH, Use.HONOURED, "use_beam_search length_penalty early_stopping prompt_logprobs", ()),
+    (_BOTH, Use.REFUSED, "return_token_ids return_tokens_as_token_ids", (False,)),
     (_BOTH, Use.REFUSED, "spaces_between_special_tokens", (True,)),
-    (_BOTH, Use.REFUSED, "truncate_prompt_tokens prompt_logprobs allowed_token_ids", ()),
+    (_BOTH, Use.REFUSED, "truncate_prompt_tokens allowed_token_ids", ()),
     (_BOTH, Use.REFUSED, "bad_words guided_json guided_regex guided_choice guided_grammar", ()),
     (_BOTH, Use.REFUSED, "structured_outputs logits_processors kv_transfer_params", ()),
     (_BOTH, Use.REFUSED, "prompt_embeds logprob_token_ids", ()),
-    (_ALL, Use.REFUSED, "cache_salt vllm_xargs", ()),
+    (_ALL, Use.REFUSED, "vllm_xargs", ()),
     (_CHAT, Use.REFUSED, "continue_final_message", (False,)),
     (_CHAT, Use.REFUSED, "include_reasoning", (True,)),
     (_CHAT, Use.REFUSED, "documents mm_processor_kwargs", ()),
     (_COMPLETIONS, Use.REFUSED, "response_format", _TEXT_FORMATS),
+    # our own
+    (_RESPONSES, Use.HONOURED, "penstock", ()),
 )
 
 

@@ -5,8 +5,9 @@
     output_text.done · content_part.done · output_item.done
     completed | incomplete | failed
 
-Numbered from 0 without gaps; exactly one terminal event. Not known here: where tokens come from,
-and how events travel.
+Numbered from 0 without gaps; exactly one terminal event. A response that only prepares its prompt
+has no item. `penstock.*` events stand between the others, without a number. Not known here: where
+tokens come from, and how events travel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.request import FinishReason, SamplingParams
+from penstock.engine.request import FinishReason, Notice, SamplingParams
 from penstock.gateway.errors import Failure
 from penstock.gateway.generation import Usage
 from penstock.gateway.schemas import ResponsesRequest
@@ -48,6 +49,7 @@ class ResponseEvents:
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._is_started = False
+        self._generates = request.generates
         self._echo = {
             "id": response_id,
             "object": "response",
@@ -77,9 +79,14 @@ class ResponseEvents:
     def started(self) -> list[Event]:
         self._is_started = True
         response = self._response("in_progress", output=[])
-        return [
+        events = [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
+        ]
+        if not self._generates:
+            return events
+        return [
+            *events,
             self._event(
                 "response.output_item.added",
                 output_index=0,
@@ -99,9 +106,17 @@ class ResponseEvents:
         self._logprobs.extend(logprobs)
         return self._text_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
+    def notice(self, notice: Notice) -> Event:
+        """What happened to the response meanwhile: no event of OpenAI's, so without a number."""
+        return {"type": f"penstock.{notice.value}", "response_id": self.response_id}
+
     def ended(self, reason: FinishReason, usage: Usage) -> list[Event]:
         """The events after the last delta; the last one is terminal."""
+        if not self._generates and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP  # all that was asked for is done
         status, terminal, why = _ENDINGS[reason]
+        if not self._generates:
+            return [self._event(terminal, response=self._response(status, output=[], usage=usage))]
         part = _part(self.text, self._logprobs)
         item = self._item("completed" if status == "completed" else "incomplete", content=[part])
         details = None if why is None else {"reason": why}
@@ -124,9 +139,10 @@ class ResponseEvents:
     def failed(self, failure: Failure, usage: Usage) -> list[Event]:
         """The terminal event of a response that broke off, with what there is of it."""
         events = [] if self._is_started else self.started()
-        error = {"code": "server_error", "message": failure.message}
+        code = "server_error" if failure.status >= 500 else "invalid_prompt"
+        error = {"code": code, "message": failure.message}
         part = _part(self.text, self._logprobs)
-        output = [self._item("incomplete", content=[part])]
+        output = [self._item("incomplete", content=[part])] if self._generates else []
         response = self._response("failed", output=output, usage=usage, error=error)
         return [*events, self._event("response.failed", response=response)]
 

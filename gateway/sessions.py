@@ -23,26 +23,33 @@ class StoredResponse:
 
     Attributes:
         items: what the caller put in, as the chat template knows it.
-        output_token_ids: of the answer, end token included (4 bytes each).
+        output_text: None for a turn whose prompt was only prepared.
+        prompt_token_ids: the whole conversation up to the answer (4 bytes each).
+        output_token_ids: of the answer, end token included.
+        cache_salt: under which their KV may be cached.
         body: the finished Response object as JSON, for reading it back.
     """
 
     response_id: str
     parent_id: str | None
     items: tuple[Mapping[str, str], ...]
-    output_text: str
+    output_text: str | None
+    prompt_token_ids: array[int]
     output_token_ids: array[int]
+    cache_salt: str
     body: bytes
 
     @property
     def num_bytes(self) -> int:
-        texts = [self.output_text, *(value for item in self.items for value in item.values())]
-        return (
-            _ENTRY_BYTES
-            + sum(sys.getsizeof(text) for text in texts)
-            + sys.getsizeof(self.output_token_ids)
-            + sys.getsizeof(self.body)
+        texts = [value for item in self.items for value in item.values()]
+        values = (
+            self.output_text,
+            self.prompt_token_ids,
+            self.output_token_ids,
+            self.cache_salt,
+            self.body,
         )
+        return _ENTRY_BYTES + sum(sys.getsizeof(value) for value in (*texts, *values))
 
 
 class SessionStore:
@@ -103,7 +110,8 @@ class SessionStore:
         for turn in reversed(turns):
             self._responses.move_to_end(turn.response_id)  # in use: the last to be dropped
             messages += turn.items
-            messages.append({"role": "assistant", "content": turn.output_text})
+            if turn.output_text is not None:
+                messages.append({"role": "assistant", "content": turn.output_text})
         return messages
 
     def _find(self, response_id: str, *, code: str, param: str) -> StoredResponse:

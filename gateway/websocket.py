@@ -1,8 +1,9 @@
 """The Responses WebSocket mode: many responses on one socket, one JSON event a message.
 
     client → response.create {…, stream_id?} · penstock.cancel {response_id | stream_id} ·
-             response.steer (refused)
-    server → the events of `response_events`, with `stream_id` where one was given · error
+             penstock.drop_prefix {response_id} · response.steer (refused)
+    server → the events of `response_events`, with `stream_id` where one was given ·
+             penstock.prefix_dropped · error
 
 Responses of one lane (`stream_id`) run in order, those of different lanes side by side. One task
 always receives, so a cancel is read while tokens are sent. Nothing is queued for a slow reader:
@@ -24,7 +25,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from penstock.gateway.auth import KEY_SUBPROTOCOL
 from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.responder import Responder, Turn
-from penstock.gateway.schemas import ResponsesRequest, parse_json, parse_request
+from penstock.gateway.schemas import SocketRequest, parse_json, parse_request
 from penstock.gateway.sessions import SessionStore
 
 MAX_IN_FLIGHT = 16
@@ -72,6 +73,7 @@ class Connection:
             "response.create": self._create,
             "response.steer": self._steer,
             "penstock.cancel": self._cancel,
+            "penstock.drop_prefix": self._drop_prefix,
         }
 
     async def run(self) -> None:
@@ -125,11 +127,7 @@ class Connection:
         response_id = message.get("response_id")
         is_named = response_id is None and stream_id is not None
         if not is_named and not isinstance(response_id, str):
-            raise RequestRefusedError(
-                "penstock.cancel needs a response_id or a stream_id",
-                code="missing_required_parameter",
-                param="response_id",
-            )
+            raise _missing_id("penstock.cancel needs a response_id or a stream_id")
         for lane in self._lanes.values():
             if lane.stream_id == stream_id if is_named else lane.runs(response_id):
                 lane.cancel()
@@ -142,6 +140,14 @@ class Connection:
                 param="response_id",
                 status=404,
             )
+
+    async def _drop_prefix(self, message: _Message, stream_id: str | None) -> None:
+        response_id = message.get("response_id")
+        if not isinstance(response_id, str):
+            raise _missing_id("penstock.drop_prefix needs a response_id")
+        self._responder.drop_prefix(response_id)
+        event = {"type": "penstock.prefix_dropped", "response_id": response_id}
+        await self.send(_on_lane(event, stream_id))
 
     async def _steer(self, message: _Message, stream_id: str | None) -> None:
         event = {
@@ -157,7 +163,7 @@ class Connection:
                 "previous_response_id": message.get("previous_response_id"),
             },
         }
-        await self.send(event if stream_id is None else {**event, "stream_id": stream_id})
+        await self.send(_on_lane(event, stream_id))
 
 
 class Lane:
@@ -206,7 +212,7 @@ class Lane:
     async def _respond(self, body: _Message) -> None:
         try:
             # Only now: it may continue the response that ran before it in this lane.
-            self.turn = await self._responder.prepare(parse_request(ResponsesRequest, body))
+            self.turn = await self._responder.prepare(parse_request(SocketRequest, body))
         except Exception as error:
             await self._connection.send(failure_of(error).websocket_event(self.stream_id))
             return
@@ -216,9 +222,7 @@ class Lane:
                     self._is_cancelled = False
                     self.turn.cancel()
                 for event in batch:
-                    if self.stream_id is not None:
-                        event["stream_id"] = self.stream_id
-                    await self._connection.send(event)
+                    await self._connection.send(_on_lane(event, self.stream_id))
 
 
 def _stream_id(message: _Message) -> str | None:
@@ -232,6 +236,14 @@ def _stream_id(message: _Message) -> str | None:
             param="stream_id",
         )
     return stream_id
+
+
+def _on_lane(event: dict[str, Any], stream_id: str | None) -> dict[str, Any]:
+    return event if stream_id is None else {**event, "stream_id": stream_id}
+
+
+def _missing_id(message: str) -> RequestRefusedError:
+    return RequestRefusedError(message, code="missing_required_parameter", param="response_id")
 
 
 def _limit(message: str) -> RequestRefusedError:

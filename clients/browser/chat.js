@@ -96,6 +96,9 @@ function ask(/** @type {string} */ text) {
     turn.append(/** @type {CustomEvent<string>} */ (event).detail);
     turn.showLiveRate(answer);
   });
+  answer.addEventListener("pause", (event) => {
+    turn.showPause(/** @type {CustomEvent<boolean>} */ (event).detail);
+  });
   void answer.done.then((outcome) => {
     if (conversation === chat) settle({ turn, answer, outcome, question: text });
   });

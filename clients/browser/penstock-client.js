@@ -63,7 +63,8 @@ export function backoffDelayMs(/** @type {number} */ attempt, random = Math.rand
 }
 
 /**
- * One answer on its way. Events: `started`, `delta` (detail: the new text), `end` (detail: Outcome).
+ * One answer on its way. Events: `started`, `delta` (detail: the new text), `pause` (detail: whether
+ * the server has parked it for lack of memory, or goes on), `end` (detail: Outcome).
  */
 export class Answer extends EventTarget {
   /** @type {string | null} */ responseId = null;
@@ -106,6 +107,10 @@ export class Answer extends EventTarget {
         break;
       case "response.output_text.delta":
         this.#addDelta(event.delta);
+        break;
+      case "penstock.preempted":
+      case "penstock.resumed":
+        this.dispatchEvent(new CustomEvent("pause", { detail: event.type === "penstock.preempted" }));
         break;
       case "response.completed":
       case "response.incomplete":
@@ -208,6 +213,7 @@ export class PenstockClient extends EventTarget {
       model,
       input,
       stream_id: lane,
+      penstock: { events: ["preempted", "resumed"] },
       ...(previousResponseId && { previous_response_id: previousResponseId }),
     });
     return answer;

@@ -57,6 +57,11 @@ export class TurnView {
     if (rate) this.#stats.replaceChildren(...figures([["≈ ", rate, " tokens/s"]]));
   }
 
+  /** Says why nothing comes for a while, or that it goes on. */
+  showPause(/** @type {boolean} */ isPaused) {
+    this.#stats.textContent = isPaused ? "Paused: the server is short of memory and will go on." : "";
+  }
+
   /** Ends the answer: the rest of its text, then its figures. */
   finish(/** @type {Answer} */ answer, /** @type {Usage | null} */ usage) {
     this.#flush();

@@ -137,7 +137,13 @@ class ResponsesSocket:
         Raises `ConnectionLostError` when the connection ends before that.
         """
         self._response_id, self._is_cancelling = None, False
-        request = {"type": "response.create", "model": model, "input": text, "stream_id": LANE}
+        request: dict[str, Any] = {
+            "type": "response.create",
+            "model": model,
+            "input": text,
+            "stream_id": LANE,
+            "penstock": {"events": ["preempted", "resumed"]},
+        }
         if previous_response_id:
             request["previous_response_id"] = previous_response_id
         try:

@@ -34,6 +34,8 @@ HELP = """\
 /help   this
 Ctrl-C stops the answer under way; at the prompt it leaves."""
 
+PAUSED = " [paused: the server is short of memory]"
+
 # A model must not steer the terminal: control characters other than newline and tab are dropped.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -207,6 +209,9 @@ class TerminalChat:
                     timing.note_piece()
                     has_text = True
                     print(CONTROL.sub("", event["delta"]), end="", flush=True)
+                elif event["type"] in ("penstock.preempted", "penstock.resumed"):
+                    self._show_pause(event["type"] == "penstock.preempted")
+                    has_text = has_text or self._is_styled
         finally:
             if has_text:
                 print(flush=True)
@@ -248,6 +253,12 @@ class TerminalChat:
         """Prints a remark of ours, dim; nothing where the output is a file or a pipe."""
         if self._is_styled:
             print(f"\033[2m{message}\033[0m", flush=True)
+
+    def _show_pause(self, is_paused: bool) -> None:
+        """Says why nothing comes for a while, at the place where the text will go on."""
+        if self._is_styled:
+            erasure = "\b" * len(PAUSED) + "\033[K"
+            print(f"\033[2m{PAUSED}\033[0m" if is_paused else erasure, end="", flush=True)
 
     def _hang_up(self) -> None:
         if self._socket is not None:

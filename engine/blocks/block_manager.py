@@ -1,65 +1,325 @@
-"""Which blocks each sequence holds: the one door between scheduling and KV memory.
+"""Which blocks each sequence holds, in which tier: the one door between scheduling and KV memory.
+
+    admit     a sequence enters the device: what is cached is shared, what is swapped comes back
+    grow      room for its next tokens; a borrowed tail is copied before it is written
+    commit    what is computed becomes findable
+    fork      another sequence goes on from here, sharing every block
+    swap_out  to the host tier, to come back with the same bytes
+    release   to the cache, as far as anybody could look for it
 
 Only plans: what is written to a block, and when, is the device's business. A block given up here
-may be handed out at once, because the device runs batches in order, so every step that touches
-the block is ordered before its next writer.
+may be handed out at once, because the device runs batches in order and a batch's moves before its
+compute, so every reader of the old content is ordered before the next writer.
 """
 
 from __future__ import annotations
 
-from penstock.engine.blocks.block_pool import BlockPool
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+
+from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks.block_table import BlockTable
+from penstock.engine.blocks.prefix_cache import CachedBlock
+from penstock.engine.blocks.prefixes import Prefixes, Tail
+from penstock.engine.blocks.tiers import BlockCounters, Tiers
+from penstock.engine.request import Retention, Sequence
 
 
 class BlockManager:
-    """Allocates blocks as sequences grow, and takes them back."""
+    """Everybody's tables over the two tiers.
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    Args:
+        num_host_blocks: the second tier; 0 for none.
+        cache_root: what all KV here depends on besides tokens (weights, types, block size).
+        is_length_bound: KV depends on the prompt's length too (dynamic NTK rope), so only
+            prompts of equal length share.
+        clock: seconds, for retention.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        cache_root: bytes = b"",
+        is_length_bound: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.block_size = block_size
-        self._pool = BlockPool(num_blocks)
+        self.tiers = Tiers(num_blocks=num_blocks, num_host_blocks=num_host_blocks, clock=clock)
+        self._prefixes = Prefixes(
+            self.tiers,
+            block_size,
+            is_on=enable_prefix_caching,
+            cache_root=cache_root,
+            is_length_bound=is_length_bound,
+            clock=clock,
+        )
         self._tables: dict[int, BlockTable] = {}
+        self._num_swapped = 0
+
+    @property
+    def counters(self) -> BlockCounters:
+        return self.tiers.counters
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self.tiers.device.num_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        return self._pool.num_blocks - self._pool.num_free
+        return self.tiers.device.num_held
 
-    def grow(self, seq_id: int, num_tokens: int, *, num_spared: int = 0) -> tuple[int, ...] | None:
-        """Make room for `num_tokens` tokens in all; the new blocks, or None if too few are free.
+    @property
+    def num_swapped_sequences(self) -> int:
+        return self._num_swapped
 
-        None changes nothing.
+    def is_swapped(self, sequence: Sequence) -> bool:
+        table = self._tables.get(sequence.seq_id)
+        return table is not None and table.is_swapped
+
+    def block_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        """The sequence's blocks in the tier it is in."""
+        table = self._tables.get(sequence.seq_id)
+        return () if table is None else tuple(table.block_ids)
+
+    def take_moves(self) -> BlockMoves:
+        """The moves planned since the last call; the next step must begin with them."""
+        return self.tiers.take_moves()
+
+    def num_slots(self, sequence: Sequence) -> int:
+        """Token slots of the sequence's blocks."""
+        return self._tables[sequence.seq_id].capacity_tokens
+
+    # -- entering the device ----------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, *, num_spared: int = 0) -> int | None:
+        """Blocks on the device for all of a sequence's known tokens, and how many of the tokens
+        have their KV there already (never all). None, changing nothing, if too few are free.
 
         Args:
             num_spared: blocks that must stay free.
         """
-        table = self._tables.get(seq_id) or BlockTable(self.block_size)
-        num_missing = table.num_missing_blocks(num_tokens)
-        if num_missing + num_spared > self._pool.num_free:
+        table = self._tables.get(sequence.seq_id)
+        if table is None:
+            table = self._tables[sequence.seq_id] = BlockTable(
+                self.block_size, root=self._prefixes.root_of(sequence)
+            )
+        if table.is_swapped:
+            return self._swap_in(table, sequence, num_spared)
+        found, tail = self._prefixes.find(table, sequence)
+        if tail is not None and not self._fits(sequence, found, num_spared, tail=tail[0]):
+            tail = None
+        if not self._fits(sequence, found, num_spared):
             return None
-        new = self._pool.allocate(num_missing)
+        return self._enter(table, sequence, found, tail)
+
+    def _fits(
+        self,
+        sequence: Sequence,
+        found: Ordered[CachedBlock],
+        num_spared: int,
+        *,
+        tail: CachedBlock | None = None,
+    ) -> bool:
+        """Whether what has to be allocated is there beside what is going to be held."""
+        device = self.tiers.device
+        held = [block.device_id for block in found if block.device_id is not None]
+        num_new = -(-len(sequence.token_ids) // self.block_size) - len(held)
+        if tail is not None and tail.device_id is not None:
+            held.append(tail.device_id)
+        num_revived = sum(device.ref_counts[block_id] == 0 for block_id in held)
+        return num_new + num_revived + num_spared <= device.num_available
+
+    def _enter(
+        self,
+        table: BlockTable,
+        sequence: Sequence,
+        found: Ordered[CachedBlock],
+        tail: Tail | None,
+    ) -> int:
+        """Hold what is found, allocate the rest; how many tokens need not be computed."""
+        # First hold all that is to be read, then allocate, which may evict the others.
+        for block in found:
+            self.tiers.hold(block)
+        if tail is not None:
+            self.tiers.hold(tail[0])
+        num_on_device = sum(block.device_id is not None for block in found)
+        num_total = -(-len(sequence.token_ids) // self.block_size)
+        new = iter(self.tiers.device.allocate(num_total - num_on_device))
+        num_cached, num_from_host = len(found) * self.block_size, 0
+        for block in found:
+            if block.device_id is None:
+                self.tiers.bring(block, next(new))
+                num_from_host += self.block_size
+            assert block.device_id is not None
+            table.block_ids.append(block.device_id)
+        if tail is not None:
+            block, num_shared = tail
+            num_cached += num_shared
+            num_from_host += num_shared if block.device_id is None else 0
+            table.block_ids.append(next(new))
+            self.tiers.copy(block, table.block_ids[-1])
         table.block_ids.extend(new)
-        self._tables[seq_id] = table
+        sequence.num_committed_blocks = len(found)
+        self._prefixes.count_hits(sequence, num_cached, num_from_host)
+        return num_cached
+
+    # -- on the device ----------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
+        """Room to compute up to `num_tokens` tokens in all; the blocks appended, or None, changing
+        nothing, if too few are free.
+
+        A borrowed tail becomes the sequence's own; it can only be borrowed while the device does
+        not know the sequence, which is then told its whole table.
+        """
+        table = self._tables[sequence.seq_id]
+        device = self.tiers.device
+        num_missing = table.num_missing_blocks(num_tokens)
+        is_copying = table.is_tail_borrowed and self.tiers.plan.num_holders(table.block_ids[-1]) > 1
+        if num_missing + is_copying > device.num_available:
+            return None
+        if is_copying:
+            assert not sequence.is_on_device, "a borrowed tail on the device"
+            source = table.block_ids[-1]
+            (table.block_ids[-1],) = device.allocate(1)
+            self.tiers.plan.copy(source, table.block_ids[-1])
+            device.release(source)
+        table.is_tail_borrowed = False
+        if num_missing == 0:
+            return ()
+        new = device.allocate(num_missing)
+        table.block_ids.extend(new)
         return tuple(new)
 
-    def release(self, seq_id: int) -> None:
-        """Give back all blocks of a sequence; one that holds none is no error."""
-        table = self._tables.pop(seq_id, None)
-        if table is not None:
-            self._pool.release(table.block_ids)
+    def commit(self, sequence: Sequence, *, is_fresh: bool = True) -> None:
+        """Make the full blocks findable whose tokens are known and computed.
 
-    def block_ids(self, seq_id: int) -> tuple[int, ...]:
-        table = self._tables.get(seq_id)
-        return () if table is None else tuple(table.block_ids)
+        Args:
+            is_fresh: the coming step computes them; else an earlier one has.
+        """
+        self._prefixes.commit(self._tables[sequence.seq_id], sequence, is_fresh=is_fresh)
+
+    def fork(self, parent: Sequence, child: Sequence, *, num_tokens: int) -> None:
+        """Let a new sequence go on after the parent's first `num_tokens` tokens, whose KV is
+        there (in whichever tier): every block is shared, none is copied yet."""
+        source = self._tables[parent.seq_id]
+        num_blocks = -(-num_tokens // self.block_size)
+        table = BlockTable(
+            self.block_size,
+            root=source.root,
+            block_ids=source.block_ids[:num_blocks],
+            keys=source.keys[: num_tokens // self.block_size],
+            is_swapped=source.is_swapped,
+            is_tail_borrowed=num_tokens % self.block_size != 0,
+        )
+        pool = self.tiers.host if table.is_swapped else self.tiers.device
+        for block_id in table.block_ids:
+            pool.hold(block_id)
+        self._num_swapped += table.is_swapped
+        self._tables[child.seq_id] = table
+        child.num_committed_blocks = min(parent.num_committed_blocks, num_tokens // self.block_size)
+
+    # -- leaving the device -----------------------------------------------------------------
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Move a sequence's computed blocks to the host tier; False, changing nothing, if it has
+        none or there is no room. Blocks that others share stay with them."""
+        table = self._tables[sequence.seq_id]
+        num_used = -(-sequence.num_computed_tokens // self.block_size)
+        host_ids = self.tiers.save(table.block_ids[:num_used]) if num_used else None
+        if host_ids is None:
+            return False
+        self._release_device(table)
+        table.block_ids = host_ids
+        table.is_swapped = True
+        self._num_swapped += 1
+        return True
+
+    def num_blocks_to_save(self, sequence: Sequence) -> int:
+        """Blocks that swapping a sequence out would move."""
+        num_used = -(-sequence.num_computed_tokens // self.block_size)
+        return sum(
+            (block := self.tiers.full_content(block_id)) is None or block.host_id is None
+            for block_id in self._tables[sequence.seq_id].block_ids[:num_used]
+        )
+
+    def release(
+        self, sequence: Sequence, *, retention: Retention | None = None, is_spoilt: bool = False
+    ) -> None:
+        """Give back all blocks of a sequence; one that holds none is no error.
+
+        Args:
+            retention: how long they are worth keeping in the cache.
+            is_spoilt: their content is no good (NaN): nobody may find it.
+        """
+        table = self._tables.pop(sequence.seq_id, None)
+        if table is None:
+            return
+        if table.is_swapped:
+            self._num_swapped -= 1
+            self._prefixes.tag(table, retention)
+            for host_id in reversed(table.block_ids):
+                self.tiers.host.release(host_id)
+            return
+        if is_spoilt:
+            self._prefixes.spoil(table)
+        else:
+            self._prefixes.keep(table, sequence, retention)
+        self._release_device(table)
+
+    def drop_prefix(self, token_ids: Ordered[int], *, cache_salt: str = "") -> int:
+        """Forget what is cached of these tokens, from their end back to where somebody else's
+        tokens branch off or a sequence holds the block; the number of blocks forgotten."""
+        return self._prefixes.drop(token_ids, cache_salt=cache_salt)
+
+    def _swap_in(self, table: BlockTable, sequence: Sequence, num_spared: int) -> int | None:
+        """Bring a swapped sequence back: the bytes that left, or the same content if it is on
+        the device by now."""
+        device, host = self.tiers.device, self.tiers.host
+        contents = [host.contents[host_id] for host_id in table.block_ids]
+        if table.is_tail_borrowed:
+            contents[-1] = None  # to be written: a copy of its own, whoever else has it
+        found = [block for block in contents if block is not None and block.device_id is not None]
+        if not self._fits(sequence, found, num_spared):
+            return None
+        for block in found:
+            self.tiers.hold(block)
+        num_total = -(-len(sequence.token_ids) // self.block_size)
+        new = iter(device.allocate(num_total - len(found)))
+        block_ids = []
+        for host_id, content in zip(table.block_ids, contents, strict=True):
+            if content is None:
+                block_ids.append(next(new))
+                self.tiers.plan.swap_in(host_id, block_ids[-1])
+                host.release(host_id)
+            elif content.device_id is not None:
+                block_ids.append(content.device_id)
+                host.release(host_id)
+            else:
+                block_ids.append(next(new))
+                self.tiers.bring(content, block_ids[-1])
+        table.block_ids = [*block_ids, *new]
+        table.is_swapped = table.is_tail_borrowed = False
+        self._num_swapped -= 1
+        return sequence.num_computed_tokens
+
+    def _release_device(self, table: BlockTable) -> None:
+        # The last block first: a chain is evicted from its end.
+        for device_id in reversed(table.block_ids):
+            self.tiers.plan.cancel(device_id)
+            self.tiers.device.release(device_id)
+        table.block_ids = []
 
     def check_integrity(self) -> None:
-        """Prove that every block is free or referenced exactly once per holder."""
-        self._pool.check_integrity(
-            block_id for table in self._tables.values() for block_id in table.block_ids
+        """Prove that every block is held, cached or empty, exactly as the tables say."""
+        tables = self._tables.values()
+        self.tiers.check_integrity(
+            [b for table in tables if not table.is_swapped for b in table.block_ids],
+            [b for table in tables if table.is_swapped for b in table.block_ids],
         )
+        assert self._num_swapped == sum(table.is_swapped for table in tables)

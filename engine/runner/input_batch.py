@@ -24,6 +24,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.sampling.prompt_logprobs import PromptSpan
 from penstock.engine.sampling.rows import SamplingRow
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -31,7 +32,17 @@ from penstock.kernels.paged_layout import PagedLayout
 class DeviceSequence:
     """What the device remembers of one sequence. Its block table is a row of `InputBatch`."""
 
-    __slots__ = ("index", "num_blocks", "num_computed", "num_prompt", "params", "row", "token_ids")
+    __slots__ = (
+        "index",
+        "num_blocks",
+        "num_computed",
+        "num_logprobs",
+        "num_prompt",
+        "num_prompt_logprobs",
+        "params",
+        "row",
+        "token_ids",
+    )
 
     def __init__(self, entry: SequenceEntry, row: int) -> None:
         self.row = row
@@ -41,6 +52,8 @@ class DeviceSequence:
         self.num_blocks = 0
         self.index = entry.index
         self.params = entry.params
+        self.num_logprobs = entry.num_logprobs
+        self.num_prompt_logprobs = entry.num_prompt_logprobs
 
     def sampling_row(self) -> SamplingRow:
         return SamplingRow(
@@ -48,6 +61,23 @@ class DeviceSequence:
             token_ids=self.token_ids,
             num_prompt_tokens=self.num_prompt,
             index=self.index,
+            num_logprobs=self.num_logprobs,
+        )
+
+    def prompt_span(self, seq_id: int, start: int, first_row: int) -> PromptSpan | None:
+        """The prompt tokens that follow those just computed, of which the first is at position
+        `start` and in row `first_row` of the step; None if there are none or nobody asks."""
+        if self.num_prompt_logprobs is None:
+            return None
+        token_ids = self.token_ids[start + 1 : min(self.num_computed + 1, self.num_prompt)]
+        if not token_ids:
+            return None
+        return PromptSpan(
+            seq_id=seq_id,
+            position=start + 1,
+            token_ids=token_ids,
+            first_row=first_row,
+            num_top=self.num_prompt_logprobs,
         )
 
 
@@ -59,12 +89,14 @@ class StepInputs:
         input_ids: int64 [num_tokens]
         sampled_seq_ids: sequences whose last known token is computed in this step, in order.
         sampled_tokens: int64 [num_sampled], the place of those tokens among num_tokens.
+        prompt_spans: the prompt tokens whose log-probabilities somebody wants.
     """
 
     input_ids: Tensor
     context: ForwardContext
     sampled_seq_ids: tuple[int, ...]
     sampled_tokens: Tensor
+    prompt_spans: tuple[PromptSpan, ...]
 
 
 class InputBatch:
@@ -103,11 +135,13 @@ class InputBatch:
         ends = np.cumsum(query_lens)
         input_ids: list[int] = []
         sampled: list[int] = []
-        for row, (sequence, num_new) in enumerate(zip(sequences, query_lens, strict=True)):
-            start, stop = sequence.num_computed, sequence.num_computed + int(num_new)
+        spans: list[PromptSpan | None] = []
+        for row, (item, sequence) in enumerate(zip(batch.scheduled, sequences, strict=True)):
+            start, stop = sequence.num_computed, sequence.num_computed + item.num_new_tokens
             assert start < stop <= len(sequence.token_ids), f"row {row}: no tokens {start}…{stop}"
-            input_ids.extend(sequence.token_ids[start:stop])
             sequence.num_computed = stop
+            spans.append(sequence.prompt_span(item.seq_id, start, len(input_ids)))
+            input_ids.extend(sequence.token_ids[start:stop])
             if stop == len(sequence.token_ids):
                 sampled.append(row)
         seq_lens = np.array([sequence.num_computed for sequence in sequences], dtype=np.int64)
@@ -123,6 +157,7 @@ class InputBatch:
             ),
             sampled_seq_ids=tuple(batch.scheduled[row].seq_id for row in sampled),
             sampled_tokens=self._tensor(ends[sampled] - 1),
+            prompt_spans=tuple(span for span in spans if span is not None),
         )
 
     def sampling_rows(self, seq_ids: Sequence[int]) -> list[SamplingRow]:

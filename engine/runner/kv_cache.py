@@ -1,7 +1,7 @@
-"""The device's KV pool: how large it is, and its allocation.
+"""The sizes of the device's KV pool and of the host tier beside it, and the pool's allocation.
 
 Not known here: who owns which block (policy decides), how it is read (see `kernels`), how much
-memory there is (see `memory`).
+memory there is (see `memory`), how blocks move between the tiers (see `kv_swap`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.config import CacheConfig
+from penstock.engine.config import CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.models.decoder_config import DecoderConfig
+
+_GIB = 1 << 30
+_HOST_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB}
+_HOST_SHARE = 4  # a quarter of what is free
+_MAX_HOST_POOLS = 4  # device pools' worth: a small pool has little to bring out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +106,45 @@ def _too_small(shape: KVShape, needed: int, num_blocks: int, max_model_len: int)
         f"({needed} blocks), but the pool has {num_blocks * block:,} bytes ({num_blocks} blocks): "
         f"{advice}raise --kv-cache-memory-bytes to at least {needed * block}"
     )
+
+
+def uses_host_tier(config: EngineConfig) -> bool:
+    """Whether host blocks are wanted, and anything would be put into them."""
+    cache = config.cache
+    size = cache.swap_space if cache.num_host_blocks is None else cache.num_host_blocks
+    return size != 0 and (cache.enable_prefix_caching or config.scheduler.preemption != "recompute")
+
+
+def choose_num_host_blocks(
+    config: EngineConfig,
+    shape: KVShape,
+    *,
+    num_blocks: int,
+    free_bytes: int,
+    device: torch.device,
+) -> int:
+    """Blocks of the host tier: as many as are asked for, or a moderate number; 0 for none.
+
+    Args:
+        num_blocks: of the device's pool.
+        free_bytes: host memory that can be had.
+
+    Raises:
+        ConfigError: more is asked for than is free.
+    """
+    if not uses_host_tier(config):
+        return 0
+    cache = config.cache
+    if cache.num_host_blocks is not None:
+        num_bytes, flag = cache.num_host_blocks * shape.bytes_per_block, "--num-host-blocks"
+    elif cache.swap_space is not None:
+        num_bytes, flag = int(cache.swap_space * _GIB), "--swap-space"
+    else:
+        share = min(_HOST_BYTES[device.type], free_bytes // _HOST_SHARE)
+        return min(share // shape.bytes_per_block, _MAX_HOST_POOLS * num_blocks)
+    if num_bytes > free_bytes:
+        raise ConfigError(
+            f"the host tier of the KV cache would take {num_bytes:,} bytes, but this machine has "
+            f"{free_bytes:,} bytes free beside the device's pool: lower {flag}"
+        )
+    return num_bytes // shape.bytes_per_block

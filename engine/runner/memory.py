@@ -1,4 +1,4 @@
-"""How much memory the KV pool may take where nobody said: what is free, less what is needed.
+"""Memory for KV: how much may be taken where nobody said, and the taking of it.
 
 On a CPU a modest share, since other programs live there too. On a GPU everything within
 `gpu_memory_utilization` that weights and the largest forward pass leave, which is measured.
@@ -10,12 +10,19 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.runner.kv_cache import (
+    KVShape,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    uses_host_tier,
+)
+from penstock.engine.runner.kv_swap import CUDA_STAGING, HostTier, NoHostTier
 from penstock.kernels.paged_layout import PagedLayout
 
 _MAX_CPU_BYTES = 2 << 30
@@ -25,18 +32,39 @@ _CPU_SHARE = 4  # a quarter of what is available
 _ATTENTION_BYTES = 1 << 30
 
 
-def check_fits(num_bytes: int, device: torch.device) -> None:
-    """Refuse a pool beyond what the machine has free: a CPU would lend it, and kill us later.
+def allocate_pool(
+    config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
+) -> Tensor:
+    """The device's pool, as `KVShape.allocate` gives it.
 
     Raises:
-        ConfigError: with the numbers.
+        ConfigError: it would not hold max_model_len tokens, or the machine does not hold it.
+    """
+    device = model.norm.weight.device
+    num_blocks = choose_num_blocks(
+        config.cache,
+        shape,
+        available_bytes=lambda: available_bytes(config, model, shape),
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+    _check_fits(num_blocks * shape.bytes_per_block, device)
+    return shape.allocate(num_blocks, device)
+
+
+def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> HostTier | NoHostTier:
+    """The tier beside the device's pool.
+
+    Raises:
+        ConfigError: more is asked for than the machine has.
     """
     free = free_cpu_bytes()
-    if device.type == "cpu" and num_bytes > free:
-        raise ConfigError(
-            f"the KV cache would take {num_bytes:,} bytes, but this machine has {free:,} bytes "
-            "free: lower --kv-cache-memory-bytes or --num-blocks"
-        )
+    if pool.device.type == "cpu":
+        free = max(0, free - pool.nbytes)  # lent already, though not used yet
+    num_blocks = choose_num_host_blocks(
+        config, shape, num_blocks=pool.shape[2], free_bytes=free, device=pool.device
+    )
+    return HostTier(pool, num_blocks) if num_blocks else NoHostTier(pool)
 
 
 def available_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int:
@@ -49,7 +77,8 @@ def available_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int
     free, total = torch.cuda.mem_get_info(device)
     # Other programs' memory counts against the share: it is not there to be had.
     reserve = int(total * (1 - config.cache.gpu_memory_utilization)) + _ATTENTION_BYTES
-    return max(0, free - reserve - peak)
+    staging = CUDA_STAGING.num_bytes if uses_host_tier(config) else 0
+    return max(0, free - reserve - staging - peak)
 
 
 @torch.inference_mode()
@@ -82,6 +111,20 @@ def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) ->
     logits = model.logits(hidden[:rows]).double()
     logits.softmax(-1).cumsum(-1)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _check_fits(num_bytes: int, device: torch.device) -> None:
+    """Refuse a pool beyond what the machine has free: a CPU would lend it, and kill us later.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    free = free_cpu_bytes()
+    if device.type == "cpu" and num_bytes > free:
+        raise ConfigError(
+            f"the KV cache would take {num_bytes:,} bytes, but this machine has {free:,} bytes "
+            "free: lower --kv-cache-memory-bytes or --num-blocks"
+        )
 
 
 def free_cpu_bytes() -> int:

@@ -6,7 +6,7 @@ further from here it lives; one that needs a line in `execute` has to earn it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,10 +16,11 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.device import select_device, settle_max_model_len
 from penstock.engine.runner.input_batch import InputBatch
-from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks
-from penstock.engine.runner.memory import available_bytes, check_fits
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
+from penstock.engine.runner.timing import Stopwatch
+from penstock.engine.sampling.prompt_logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import sample
-from penstock.kernels.copy_blocks import copy_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +30,19 @@ class RunnerInfo:
     Attributes:
         max_model_len: tokens of a sequence at most, prompt and output.
         num_blocks, block_size: the KV pool.
+        num_host_blocks: the host tier; 0 if there is none.
+        block_move_s: seconds to move one block between the tiers, measured at start.
+        needs_prompt_lens: KV depends on the prompt's length (dynamic NTK), not on tokens alone.
     """
 
     max_model_len: int
     vocab_size: int
     num_blocks: int
     block_size: int
+    num_host_blocks: int
+    bytes_per_block: int
+    block_move_s: float
+    needs_prompt_lens: bool
     dtype: str
     device: str
 
@@ -60,15 +68,9 @@ class ModelRunner:
         decoder, dtype = self._model.config, self._model.dtype
         max_model_len = settle_max_model_len(config.model, decoder)
         shape = KVShape.of(decoder, config.cache.block_size, dtype)
-        num_blocks = choose_num_blocks(
-            config.cache,
-            shape,
-            available_bytes=lambda: available_bytes(config, self._model, shape),
-            max_model_len=max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
-        check_fits(num_blocks * shape.bytes_per_block, self._device)
-        self._kv_pool = shape.allocate(num_blocks, self._device)
+        self._kv_pool = allocate_pool(config, self._model, shape, max_model_len)
+        self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
+        num_blocks = self._kv_pool.shape[2]
         self._batch = InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_blocks=min(num_blocks, shape.num_blocks_for(max_model_len)),
@@ -80,6 +82,10 @@ class ModelRunner:
             vocab_size=decoder.vocab_size,
             num_blocks=num_blocks,
             block_size=shape.block_size,
+            num_host_blocks=self._host_tier.num_blocks,
+            bytes_per_block=shape.bytes_per_block,
+            block_move_s=self._host_tier.block_move_s,
+            needs_prompt_lens=self._model.needs_prompt_lens,
             dtype=str(dtype).removeprefix("torch."),
             device=str(self._device),
         )
@@ -88,15 +94,21 @@ class ModelRunner:
     def execute(self, batch: Batch) -> BatchResult:
         """Run one step. Sequences whose last known token it computes get one more token."""
         self._batch.update(batch)
-        copy_blocks(self._kv_pool, batch.moves.copies)
+        self._host_tier.execute(batch.moves)
+        stopwatch = Stopwatch(self._device)
+        result = self._compute(batch)
+        compute_s = stopwatch.stop()
+        swap_out_s, swap_in_s = self._host_tier.take_seconds()
+        return replace(result, compute_s=compute_s, swap_out_s=swap_out_s, swap_in_s=swap_in_s)
+
+    def _compute(self, batch: Batch) -> BatchResult:
+        """The forward pass, and the tokens and log-probabilities that follow from it."""
         if not batch.scheduled:
             return BatchResult(step=batch.step, token_ids={})
         inputs = self._batch.prepare(
             batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
         )
         hidden = self._model(inputs.input_ids, inputs.context)
-        if not inputs.sampled_seq_ids:
-            return BatchResult(step=batch.step, token_ids={})
         logits = self._model.logits(hidden[inputs.sampled_tokens])
         rows = self._batch.sampling_rows(inputs.sampled_seq_ids)
         sampled = dict(
@@ -114,4 +126,5 @@ class ModelRunner:
                 if item.logprobs is not None
             },
             failed_seq_ids=tuple(seq_id for seq_id in sampled if seq_id not in valid),
+            prompt_logprobs=prompt_logprobs(inputs.prompt_spans, hidden, self._model.logits),
         )

@@ -15,12 +15,14 @@ class SamplingRow:
     Attributes:
         token_ids: prompt and output so far.
         index: the branch of its request; part of the draw.
+        num_logprobs: None, or the likeliest tokens to report beside the sampled one.
     """
 
     params: SamplingParams
     token_ids: Sequence[int]
     num_prompt_tokens: int
     index: int
+    num_logprobs: int | None = None
 
     @property
     def num_output_tokens(self) -> int:

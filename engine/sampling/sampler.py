@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.sampling.draw import draw_uniforms
-from penstock.engine.sampling.logprobs import describe, raw_logprobs
+from penstock.engine.sampling.logprobs import describe_sampled, raw_logprobs
 from penstock.engine.sampling.penalties import (
     add_logit_bias,
     apply_output_penalties,
@@ -39,20 +39,15 @@ def sample(
         eos_token_ids: masked together with a row's stop tokens until its `min_tokens`.
     """
     logits = logits.float()
-    logprobs = raw_logprobs(logits, rows)
+    raw = raw_logprobs(logits, rows)
     logits = add_logit_bias(logits, rows)
     logits = apply_repetition_penalty(logits, rows)
     logits = apply_output_penalties(logits, rows)
     logits = mask_early_stops(logits, rows, eos_token_ids)
     token_ids, is_valid = _choose(logits, rows)
+    logprobs = describe_sampled(raw, token_ids)
     return [
-        Sampled(
-            token_id=token_id,
-            is_valid=valid,
-            logprobs=describe(logprobs[row], token_id, rows[row].params.logprobs or 0)
-            if row in logprobs
-            else None,
-        )
+        Sampled(token_id=token_id, is_valid=valid, logprobs=logprobs.get(row))
         for row, (token_id, valid) in enumerate(
             zip(token_ids.tolist(), is_valid.tolist(), strict=True)
         )

@@ -1,23 +1,67 @@
-"""Who gives up its blocks when none are free.
+"""When blocks run out: who gives up its own, and whether they are swapped out or dropped.
 
-The victim's KV is dropped and computed again when it returns (recompute). It keeps its tokens,
-so the stream only pauses.
+A victim keeps its tokens, so its stream only pauses. Swapped, its KV comes back from the host tier
+with the same bytes; dropped, it is computed again. `auto` takes what costs less by what has been
+measured here: blocks to move ÷ the link's rate, against tokens to compute ÷ the prefill rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.config import PreemptionMode
 from penstock.engine.request import Sequence
+from penstock.engine.scheduling.waiting_queue import ServiceOrder
+
+_WEIGHT = 0.2  # of a new measurement in the running mean
+_PREFILL_FACTOR = 4  # tokens per sequence from which on a step counts as prefill
 
 
-def choose_victim(running: Iterable[Sequence]) -> Sequence:
-    """Lowest priority (the highest value), then latest arrival, then latest submission."""
-    return max(
-        running,
-        key=lambda sequence: (
-            sequence.request.priority,
-            sequence.request.arrival_s,
-            sequence.seq_id,
-        ),
-    )
+def choose_victim(running: Iterable[Sequence], order: ServiceOrder) -> Sequence:
+    """Whoever would be served last: lowest priority, then latest arrival, then latest
+    submission."""
+    return max(running, key=order.rank)
+
+
+class PreemptionCosts:
+    """Seconds that parking a victim will cost, either way.
+
+    Args:
+        block_move_s: seconds to move a block between the tiers, as measured at start.
+    """
+
+    def __init__(self, mode: PreemptionMode, *, block_move_s: float = 0.0) -> None:
+        self._mode = mode
+        self._block_move_s = block_move_s
+        self._token_s: float | None = None  # of prefill; unknown before the first
+
+    def prefers_swap(self, *, num_tokens: int, num_blocks: int, num_to_save: int) -> bool:
+        """Whether a victim should be swapped out.
+
+        Args:
+            num_tokens: computed so far, to be computed again if dropped.
+            num_blocks: to be brought back if swapped.
+            num_to_save: of those, blocks the host tier does not have yet.
+        """
+        if self._mode != "auto":
+            return self._mode == "swap"
+        if self._token_s is None:
+            return True
+        return (num_blocks + num_to_save) * self._block_move_s <= num_tokens * self._token_s
+
+    def observe(self, batch: Batch, result: BatchResult) -> None:
+        """Learn from a step that was measured."""
+        num_moves = len(batch.moves.swap_outs) + len(batch.moves.swap_ins)
+        if num_moves:
+            seconds = (result.swap_out_s + result.swap_in_s) / num_moves
+            if seconds > 0:
+                self._block_move_s = _mean(self._block_move_s or None, seconds)
+        if result.compute_s > 0 and batch.scheduled:
+            num_tokens = batch.num_tokens
+            if num_tokens >= _PREFILL_FACTOR * len(batch.scheduled):
+                self._token_s = _mean(self._token_s, result.compute_s / num_tokens)
+
+
+def _mean(known: float | None, new: float) -> float:
+    return new if known is None else known + _WEIGHT * (new - known)

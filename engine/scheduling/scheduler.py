@@ -1,55 +1,51 @@
 """Iteration-level scheduling: who computes how many tokens in the next step.
 
 One counter, no phases: each step a sequence's `num_computed_tokens` chases `num_tokens`, within a
-budget of tokens and sequences. Chunked prefill, decode and the return of a preempted sequence are
-all the same move. Running sequences come first, so decode never starves; what is left of the
-budget goes to those that wait, in the order of `waiting_queue`.
+budget of tokens and sequences. Chunked prefill, prefix hits, decode and the return of a preempted
+sequence are all the same move. Running sequences come first, so decode never starves; what is left
+of the budget goes to those that wait, in the order of `waiting_queue`.
 
 Source: Orca (Yu et al., OSDI 2022) for iteration-level scheduling; Sarathi-Serve (Agrawal et al.,
 OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
 
-Knows nothing of tensors, text, sockets or time.
+Knows nothing of tensors, text or sockets.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 
 from penstock.engine.batch import Batch, BatchResult, ScheduledSequence, SequenceEntry
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import (
-    FinishReason,
+    Notice,
     Request,
     RequestOutput,
     Sequence,
     SequenceStatus,
-    TokenLogprobs,
 )
-from penstock.engine.scheduling.preemption import choose_victim
+from penstock.engine.scheduling.branches import Branches, LiveRequest
+from penstock.engine.scheduling.counters import SchedulerCounters
+from penstock.engine.scheduling.intake import Intake
+from penstock.engine.scheduling.preemption import PreemptionCosts
+from penstock.engine.scheduling.request_limits import RequestLimits
+from penstock.engine.scheduling.roster import Roster
 from penstock.engine.scheduling.stopping import StopRule
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since start; they only grow."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
+from penstock.engine.scheduling.waiting_queue import ServiceOrder, WaitingQueue
 
 
 class Scheduler:
-    """Holds every live sequence and plans one batch at a time.
+    """Holds every live request and plans one batch at a time.
 
     Args:
-        blocks: the device's KV blocks.
+        blocks: the KV blocks of both tiers.
         eos_token_ids: ids that end a text.
         max_model_len: tokens of prompt and output at most; the pool must hold as many.
+        block_move_s: seconds to move a block between the tiers, as measured at start.
+        clock: seconds, by the clock of requests' `arrival_s`.
     """
 
     def __init__(
@@ -59,36 +55,57 @@ class Scheduler:
         *,
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
+        block_move_s: float = 0.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        _check_settings(config, blocks, max_model_len)
         self.blocks = blocks
         self.counters = SchedulerCounters()
         self._config = config
-        self._max_model_len = max_model_len
+        self._limits = RequestLimits(
+            config=config,
+            max_model_len=max_model_len,
+            num_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+        )
         self._stop_rule = StopRule(eos_token_ids=eos_token_ids, max_model_len=max_model_len)
-        # Kept free at admission, so that those who run can grow for a while before the newcomer
-        # would have to leave again.
-        self._watermark_blocks = max(1, blocks.num_blocks // 100)
-        self._waiting = WaitingQueue()
-        self._running: dict[int, Sequence] = {}  # by seq_id, in order of admission
-        self._live: dict[int, Sequence] = {}  # by seq_id: waiting, running and preempted
-        self._seq_ids: dict[str, int] = {}  # by request_id
-        self._left: list[int] = []  # ids the device may forget
-        self._next_seq_id = itertools.count()
+        self._costs = PreemptionCosts(config.preemption, block_move_s=block_move_s)
+        order = ServiceOrder(config.scheduling_policy, aging_s=config.priority_aging_s, clock=clock)
+        self._roster = Roster(
+            blocks,
+            WaitingQueue(order),
+            self._costs,
+            self.counters,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self._branches = Branches(self._roster, self._stop_rule)
+        self._requests: dict[str, LiveRequest] = {}
+        self._intake = Intake(
+            self._requests, self._roster, self._branches, self._stop_rule, self.counters
+        )
+        self._notices: list[RequestOutput] = []
 
     # -- requests ---------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._roster.waiting)
+
+    def slots(self) -> tuple[int, int]:
+        """Token slots of the running sequences' blocks, and those of them that hold no token."""
+        running = self._roster.running.values()
+        num_slots = sum(map(self.blocks.num_slots, running))
+        return num_slots, num_slots - sum(each.num_computed_tokens for each in running)
+
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def has_work(self) -> bool:
         """Whether a step could do anything, if only tell the device who has left."""
-        return bool(self._live or self._left)
+        return bool(self._requests) or self._roster.has_left
 
     def add(self, request: Request) -> None:
         """Take in a request.
@@ -96,30 +113,26 @@ class Scheduler:
         Raises:
             InvalidRequestError: it can never be served; nothing was kept of it.
         """
-        if request.request_id in self._seq_ids:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use")
-        if not request.prompt_token_ids:
-            raise InvalidRequestError("the prompt has no tokens", param="prompt")
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        if num_tokens >= self._max_model_len:
-            raise PromptTooLongError(
-                f"{num_tokens} tokens leave no room for output in a context of "
-                f"{self._max_model_len}",
-                param="prompt",
-            )
-        if len(request.output_token_ids) >= request.sampling_params.max_tokens:
-            raise InvalidRequestError("the output already fills max_tokens", param="max_tokens")
-        sequence = Sequence(request, seq_id=next(self._next_seq_id))
-        self._live[sequence.seq_id] = sequence
-        self._seq_ids[request.request_id] = sequence.seq_id
-        self._waiting.push(sequence)
+        try:
+            if request.request_id in self._requests:
+                raise InvalidRequestError(f"request id {request.request_id!r} is in use")
+            self._limits.check(request)
+        except InvalidRequestError:
+            self.counters.num_refused += 1
+            raise
+        self._requests[request.request_id] = self._branches.start(request)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request; its blocks are free when this returns. Unknown ids are no error."""
-        seq_id = self._seq_ids.get(request_id)
-        if seq_id is not None:
-            self._finish(self._live[seq_id])
+    def abort(self, request_id: str, *, index: int | None = None) -> None:
+        """Drop a request, or one of its samples; its blocks are free when this returns. Unknown
+        ids, and samples that have ended, are no error."""
+        live = self._requests.get(request_id)
+        if live is None:
+            return
+        is_whole = index is None or live.search is not None
+        for sequence in list(live.sequences.values()):
+            if is_whole or sequence.index == index:
+                self._intake.finish(live, sequence)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -127,174 +140,146 @@ class Scheduler:
         """Plan the next step and count its tokens as computed. The plan may be empty."""
         scheduled: dict[int, ScheduledSequence] = {}
         budget = self._config.max_num_batched_tokens
-        num_preemptions = self.counters.num_preemptions
-        for sequence in list(self._running.values()):
+        has_preempted = False
+        for sequence in list(self._roster.running.values()):
             num_new = min(self._num_uncomputed(sequence), budget)
-            if num_new > 0 and self._extend(sequence, num_new, scheduled):
-                budget -= num_new
-        if self.counters.num_preemptions == num_preemptions:
+            if num_new > 0:
+                is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
+                has_preempted |= num_preempted > 0
+                budget -= num_new * is_kept
+        # Only now, since until here a victim's share could be taken back: what is computed in this
+        # step can be shared by those admitted to it.
+        for seq_id, item in scheduled.items():
+            self._advance(self._roster.running[seq_id], item.num_new_tokens)
+        if not has_preempted:
             # Otherwise the newcomer would take the very blocks a victim just gave up.
             self._admit(scheduled, budget)
-        for seq_id, item in scheduled.items():
-            self._advance(self._running[seq_id], item.num_new_tokens)
+        if not scheduled:
+            self._make_way(scheduled)
         self.counters.num_steps += bool(scheduled)
-        left, self._left = tuple(self._left), []
         return Batch(
             step=self.counters.num_steps,
             scheduled=tuple(scheduled.values()),
-            left_seq_ids=left,
+            left_seq_ids=self._roster.take_left(),
+            moves=self.blocks.take_moves(),
         )
 
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Take in what a step sampled; the outputs of the requests it brought forward."""
-        outputs = [
-            self._fail(self._live[seq_id])
-            for seq_id in result.failed_seq_ids
-            if seq_id in self._live
-        ]
-        for item in batch.scheduled:
-            token_ids = result.token_ids.get(item.seq_id, ())
-            sequence = self._live.get(item.seq_id)
-            if sequence is not None and token_ids:  # not aborted, not still inside its prompt
-                logprobs = result.logprobs.get(item.seq_id, ())
-                outputs.append(self._append(sequence, token_ids, logprobs))
+        self._costs.observe(batch, result)
+        outputs = [each for each in self._notices if each.request_id in self._requests]
+        self._notices = []
+        outputs += self._intake.take(batch, result)
         return outputs
 
-    # -- its parts --------------------------------------------------------------------------
+    # -- planning ---------------------------------------------------------------------------
 
     def _num_uncomputed(self, sequence: Sequence) -> int:
         if sequence.status is not SequenceStatus.RUNNING:
             return 0  # fell victim earlier in this step
         num_tokens = sequence.num_tokens
-        if sequence.num_in_flight_tokens and self._stop_rule.fills(sequence, num_tokens=num_tokens):
-            return 0  # the token in flight is its last
+        if sequence.num_in_flight_tokens and (
+            sequence.params.beam_search is not None  # the search decides what comes next
+            or self._stop_rule.fills(sequence, num_tokens=num_tokens)  # it is the last
+        ):
+            return 0
         return num_tokens - sequence.num_computed_tokens
 
     def _extend(
         self, sequence: Sequence, num_new: int, scheduled: dict[int, ScheduledSequence]
-    ) -> bool:
-        """Schedule a running sequence's next tokens, preempting while blocks are short."""
+    ) -> tuple[bool, int]:
+        """Schedule a running sequence's next tokens, preempting while blocks are short; whether
+        that went well, and how many had to leave."""
         num_tokens = sequence.num_computed_tokens + num_new
-        while (new_block_ids := self.blocks.grow(sequence.seq_id, num_tokens)) is None:
-            victim = choose_victim(self._running.values())
+        num_preempted = 0
+        while (new_block_ids := self.blocks.grow(sequence, num_tokens)) is None:
+            victim = self._roster.choose_victim()
             scheduled.pop(victim.seq_id, None)
             self._preempt(victim)
+            num_preempted += 1
             if victim is sequence:
-                return False
-        scheduled[sequence.seq_id] = ScheduledSequence(
-            seq_id=sequence.seq_id, num_new_tokens=num_new, new_block_ids=new_block_ids
-        )
-        return True
+                return False, num_preempted
+        if sequence.is_on_device:
+            scheduled[sequence.seq_id] = ScheduledSequence(
+                seq_id=sequence.seq_id, num_new_tokens=num_new, new_block_ids=new_block_ids
+            )
+        else:
+            scheduled[sequence.seq_id] = self._enter(sequence, num_new)
+        return True, num_preempted
 
     def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int) -> None:
-        """Start waiting sequences, in the queue's order, while budget and blocks last."""
-        while budget > 0 and len(self._running) < self._config.max_num_seqs:
-            sequence = self._waiting.peek()
+        """Start waiting sequences, in the queue's order, while budget, places and blocks last."""
+        while budget > 0 and self._roster.num_free_places > 0:
+            sequence = self._roster.waiting.peek()
             if sequence is None or sequence.num_in_flight_tokens:
                 return  # a token still in flight must arrive before its sequence re-enters
-            num_new = min(sequence.num_tokens, budget)
-            if num_new < sequence.num_tokens and not self._config.enable_chunked_prefill:
+            if not self._config.enable_chunked_prefill and budget < self._num_missing(sequence):
                 return
-            new_block_ids = self._allocate_whole(sequence)
-            if new_block_ids is None:
+            live = self._requests[sequence.request.request_id]
+            was_parked = sequence.status is SequenceStatus.PREEMPTED or live.is_parked
+            if not self._roster.admit(sequence, num_forks=live.num_forks):
                 return
-            self._waiting.remove(sequence)
-            sequence.move_to(SequenceStatus.RUNNING)
-            self._running[sequence.seq_id] = sequence
-            scheduled[sequence.seq_id] = ScheduledSequence(
-                seq_id=sequence.seq_id,
-                num_new_tokens=num_new,
-                new_block_ids=new_block_ids,
-                entry=_entry(sequence),
-            )
+            if was_parked:
+                self._tell(sequence, Notice.RESUMED)
+            num_new = min(self._num_missing(sequence), budget)
+            scheduled[sequence.seq_id] = self._enter(sequence, num_new)
+            self._advance(sequence, num_new)
             budget -= num_new
 
-    def _allocate_whole(self, sequence: Sequence) -> tuple[int, ...] | None:
-        """Blocks for all known tokens at once: a prompt admitted never waits in its middle."""
-        num_spared = self._watermark_blocks if self._running else 0
-        return self.blocks.grow(sequence.seq_id, sequence.num_tokens, num_spared=num_spared)
+    def _make_way(self, scheduled: dict[int, ScheduledSequence]) -> None:
+        """Nothing can run, and nothing is under way that could change that: those who hold blocks
+        and wait for others (beams for their siblings) give theirs up, one by one."""
+        budget = self._config.max_num_batched_tokens
+        while (
+            not scheduled
+            and len(self._roster.waiting)
+            and self._roster.running
+            and not any(each.num_in_flight_tokens for each in self._roster.live.values())
+        ):
+            self._preempt(self._roster.choose_victim())
+            self._admit(scheduled, budget)
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        return len(sequence.token_ids) - sequence.num_computed_tokens
+
+    def _enter(self, sequence: Sequence, num_new: int) -> ScheduledSequence:
+        """A sequence whole: the device does not know it yet, or not any more."""
+        sequence.is_on_device = True
+        params = sequence.params
+        search = self._requests[sequence.request.request_id].search
+        entry = SequenceEntry(
+            token_ids=tuple(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=sequence.num_computed_tokens,
+            index=sequence.index,
+            params=params,
+            num_logprobs=params.num_logprobs if search is None else search.num_candidates,
+            num_prompt_logprobs=params.prompt_logprobs if sequence.wants_prompt_logprobs else None,
+        )
+        return ScheduledSequence(
+            seq_id=sequence.seq_id,
+            num_new_tokens=num_new,
+            new_block_ids=self.blocks.block_ids(sequence),
+            entry=entry,
+        )
 
     def _advance(self, sequence: Sequence, num_new: int) -> None:
         sequence.num_computed_tokens += num_new
-        if sequence.num_computed_tokens == sequence.num_tokens:
+        num_known = len(sequence.token_ids)
+        if sequence.num_computed_tokens == num_known + sequence.num_in_flight_tokens:
             sequence.num_in_flight_tokens += 1  # the step samples the one after
-
-    def _append(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-    ) -> RequestOutput:
-        sequence.num_in_flight_tokens -= 1
-        reason = None
-        num_kept = 0
-        for token_id in token_ids:
-            sequence.token_ids.append(token_id)
-            num_kept += 1
-            reason = self._stop_rule.check(sequence)
-            if reason is not None:
-                break  # what was sampled beyond the end is dropped
-        self.counters.generation_tokens += num_kept
-        if reason is not None:
-            self._finish(sequence)
-        return RequestOutput(
-            request_id=sequence.request.request_id,
-            token_ids=token_ids[:num_kept],
-            logprobs=logprobs[:num_kept],
-            finish_reason=reason,
-            stop_token_id=sequence.token_ids[-1] if reason is FinishReason.STOP else None,
-        )
-
-    def _fail(self, sequence: Sequence) -> RequestOutput:
-        """End a sequence whose next token the model could not give."""
-        self._finish(sequence)
-        return RequestOutput(
-            request_id=sequence.request.request_id,
-            finish_reason=FinishReason.ERROR,
-            error="the model's logits are not a distribution (NaN, or every token is masked)",
-        )
+        num_full = min(sequence.num_computed_tokens, num_known) // self.blocks.block_size
+        has_filled_block = num_full > sequence.num_committed_blocks
+        if has_filled_block or sequence.num_computed_tokens == sequence.num_prompt_tokens:
+            self.blocks.commit(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it waits again and will be computed anew (recompute)."""
-        self._leave_device(sequence)
-        sequence.move_to(SequenceStatus.PREEMPTED)
-        sequence.num_computed_tokens = 0
-        self.counters.num_preemptions += 1
-        self._waiting.push(sequence)
+        is_idle = sequence.num_computed_tokens == sequence.num_tokens
+        self._roster.preempt(sequence, is_idle=is_idle)
+        self._tell(sequence, Notice.PREEMPTED)
 
-    def _finish(self, sequence: Sequence) -> None:
-        if sequence.status is SequenceStatus.RUNNING:
-            self._leave_device(sequence)
-        else:
-            self._waiting.remove(sequence)
-        sequence.move_to(SequenceStatus.FINISHED)
-        del self._live[sequence.seq_id]
-        del self._seq_ids[sequence.request.request_id]
-
-    def _leave_device(self, sequence: Sequence) -> None:
-        del self._running[sequence.seq_id]
-        self.blocks.release(sequence.seq_id)
-        self._left.append(sequence.seq_id)
-
-
-def _check_settings(config: SchedulerConfig, blocks: BlockManager, max_model_len: int) -> None:
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"--no-enable-chunked-prefill needs --max-num-batched-tokens "
-            f"({config.max_num_batched_tokens}) to be at least the context ({max_model_len})"
-        )
-    capacity = blocks.num_blocks * blocks.block_size
-    if capacity < max_model_len:
-        raise ConfigError(
-            f"the KV cache holds {capacity} tokens, fewer than one context of {max_model_len}"
-        )
-
-
-def _entry(sequence: Sequence) -> SequenceEntry:
-    return SequenceEntry(
-        token_ids=tuple(sequence.token_ids),
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
-        index=sequence.index,
-        params=sequence.params,
-    )
+    def _tell(self, sequence: Sequence, notice: Notice) -> None:
+        live = self._requests[sequence.request.request_id]
+        output = live.notice(sequence, notice)
+        if output is not None:
+            self._notices.append(output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.request import FinishReason, Sequence
+from penstock.engine.request import FinishReason, SamplingParams, Sequence
 
 
 class StopRule:
@@ -15,7 +15,12 @@ class StopRule:
 
     def __init__(self, *, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
+
+    def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Every id that ends a sequence with these parameters."""
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self._eos_token_ids
 
     def check(self, sequence: Sequence) -> FinishReason | None:
         """Whether the sequence ends with its newest token."""
@@ -32,4 +37,4 @@ class StopRule:
     def fills(self, sequence: Sequence, *, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens of prompt and output reach a length limit."""
         num_output_tokens = num_tokens - sequence.num_prompt_tokens
-        return num_output_tokens >= sequence.params.max_tokens or num_tokens >= self._max_model_len
+        return num_output_tokens >= sequence.params.max_tokens or num_tokens >= self.max_model_len

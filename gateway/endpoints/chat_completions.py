@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.text import Tokenizer
+from penstock.gateway.endpoints.choices import Answer, Choice, error_events
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
-from penstock.gateway.endpoints.usage import StreamUsage, usage_object
-from penstock.gateway.errors import failure_of
-from penstock.gateway.generation import ChatPrompt, Generation, Generator
-from penstock.gateway.logprobs import token_objects
+from penstock.gateway.generation import Delta, Generation, Output
+from penstock.gateway.generator import ChatPrompt, Generator
+from penstock.gateway.logprobs import prompt_dictionaries, token_objects
 from penstock.gateway.schemas import ChatRequest, parse_request
-from penstock.gateway.sse import DONE, EventStream, data
+from penstock.gateway.sse import EventStream
 
 
 class ChatCompletions:
@@ -52,84 +50,75 @@ class ChatCompletions:
         )
         answer = _Answer(chat, generation, model=model, tokenizer=self._generator.model.tokenizer)
         if chat.stream:
-            return EventStream(answer.stream(), ping_s=self._ping_s)
+            return EventStream(answer.stream(), ping_s=self._ping_s, on_error=error_events)
         whole = await unless_gone(request, answer.whole())
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
 
-class _Answer:
+class _Answer(Answer):
     """One completion in chat's shape."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
 
     def __init__(
         self, chat: ChatRequest, generation: Generation, *, model: str, tokenizer: Tokenizer
     ) -> None:
-        self._tokenizer = tokenizer
-        self._chat = chat
-        self._generation = generation
-        self._usage = StreamUsage(chat.stream_options)
-        self._head = {
+        head = {
             "id": generation.request.request_id,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
         }
+        super().__init__([generation], head=head, options=chat.stream_options)
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()  # choices whose first chunk is out
+        self._extras: dict[str, Any] = {}
 
-    async def whole(self) -> dict[str, Any]:
-        """The completion as one object."""
-        pieces: list[str] = []
-        tokens: list[dict[str, Any]] = []
-        with self._generation as generation:
-            while (delta := await generation.next()) is not None:
-                pieces.append(delta.text)
-                tokens += token_objects(self._tokenizer, delta.logprobs)
-        assert generation.finish_reason is not None
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(pieces), "refusal": None},
-            "logprobs": {"content": tokens, "refusal": None} if self._chat.logprobs else None,
-            "finish_reason": generation.finish_reason.value,
-        }
+    def take_prompt(self, number: int) -> None:
+        num_top = self._chat.prompt_logprobs
+        if num_top is not None:
+            self._extras["prompt_logprobs"] = prompt_dictionaries(
+                self._tokenizer, self.generations[number].prompt_logprobs, num_top
+            )
+
+    def extras(self) -> dict[str, Any]:
+        return self._extras
+
+    def choice(self, index: int, output: Output) -> Choice:
+        tokens = token_objects(self._tokenizer, output.logprobs)
         return {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": usage_object([generation.usage]),
+            "index": index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": {"content": tokens, "refusal": None} if self._chat.logprobs else None,
+            "finish_reason": output.finish_reason.value,
         }
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The completion as events; `[DONE]` comes last whatever happens."""
-        try:
-            head = self._chunk({"role": "assistant", "content": ""})
-            with self._generation as generation:
-                while (delta := await generation.next()) is not None:
-                    tokens = token_objects(self._tokenizer, delta.logprobs)
-                    yield head + self._chunk({"content": delta.text}, tokens=tokens)
-                    head = b""  # it came with the first text, so the first event means progress
-            assert generation.finish_reason is not None
-            last = head + self._chunk({}, finish_reason=generation.finish_reason.value)
-            if self._chat.stream_options.include_usage:
-                last += self._event([], usage_object([generation.usage]))
-        except Exception as error:
-            last = data(orjson.dumps(failure_of(error).body()))
-        yield last + DONE
+    def pieces(self, index: int, delta: Delta) -> list[Choice]:
+        has_content = bool(delta.text or delta.logprobs)
+        pieces: list[Choice] = []
+        if index not in self._begun and (has_content or delta.finish_reason):
+            self._begun.add(index)  # with the first text, so the first event means progress
+            pieces.append(_piece(index, {"role": "assistant", "content": ""}))
+        if has_content:
+            tokens = token_objects(self._tokenizer, delta.logprobs)
+            pieces.append(_piece(index, {"content": delta.text}, tokens=tokens))
+        if delta.finish_reason is not None:
+            pieces.append(_piece(index, {}, finish_reason=delta.finish_reason.value))
+        return pieces
 
-    def _chunk(
-        self,
-        delta: dict[str, Any],
-        *,
-        tokens: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": {"content": tokens, "refusal": None} if tokens else None,
-            "finish_reason": finish_reason,
-        }
-        return self._event([choice], self._usage.of_chunk([self._generation]))
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
-        if self._usage.is_shown:
-            chunk["usage"] = usage
-        return data(orjson.dumps(chunk))
+def _piece(
+    index: int,
+    delta: dict[str, Any],
+    *,
+    tokens: list[dict[str, Any]] | None = None,
+    finish_reason: str | None = None,
+) -> Choice:
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": {"content": tokens, "refusal": None} if tokens else None,
+        "finish_reason": finish_reason,
+    }

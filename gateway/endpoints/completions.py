@@ -1,25 +1,24 @@
-"""`POST /v1/completions`: one prompt or several, each a choice of its own."""
+"""`POST /v1/completions`: one prompt or several, each with choices of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
+from penstock.gateway.endpoints.choices import Answer, Choice, error_events
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
-from penstock.gateway.endpoints.usage import StreamUsage, usage_object
-from penstock.gateway.errors import failure_of
-from penstock.gateway.generation import Delta, Generation, Generator, merged
-from penstock.gateway.logprobs import TokenLists
+from penstock.gateway.generation import Delta, Generation, Output
+from penstock.gateway.generator import NUM_CONTEXT_TOKENS, Generator
+from penstock.gateway.logprobs import Lists, TokenLists, joined, prompt_dictionaries
 from penstock.gateway.schemas import CompletionRequest, parse_request
-from penstock.gateway.sse import DONE, EventStream, data
+from penstock.gateway.sse import EventStream
 
 
 class Completions:
@@ -41,18 +40,22 @@ class Completions:
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         generations = [
             self._generator.plan(
-                f"{completion_id}-{index}",
+                f"{completion_id}-{number}",
                 await self._token_ids(prompt, completion.add_special_tokens),
                 request=completion,
                 param="prompt",
             )
-            for index, prompt in enumerate(completion.prompts)
+            for number, prompt in enumerate(completion.prompts)
         ]
         answer = _Answer(
-            completion, generations, model=model, tokenizer=self._generator.model.tokenizer
+            completion,
+            generations,
+            model=model,
+            tokenizer=self._generator.model.tokenizer,
+            echoes=[await self._echo(prompt, completion) for prompt in completion.prompts],
         )
         if completion.stream:
-            return EventStream(answer.stream(), ping_s=self._ping_s)
+            return EventStream(answer.stream(), ping_s=self._ping_s, on_error=error_events)
         whole = await unless_gone(request, answer.whole())
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
@@ -63,9 +66,24 @@ class Completions:
             return prompt
         return await self._generator.tokenise(prompt, add_special_tokens=add_special_tokens)
 
+    async def _echo(self, prompt: str | Sequence[int], completion: CompletionRequest) -> str:
+        if not completion.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        return await self._generator.detokenise(
+            prompt, skip_special_tokens=completion.skip_special_tokens
+        )
 
-class _Answer:
-    """One completion, of one choice per prompt."""
+
+class _Answer(Answer):
+    """One completion.
+
+    Args:
+        echoes: the text that each prompt's choices start with.
+    """
+
+    object_name = chunk_name = "text_completion"
 
     def __init__(
         self,
@@ -74,76 +92,85 @@ class _Answer:
         *,
         model: str,
         tokenizer: Tokenizer,
+        echoes: Sequence[str],
     ) -> None:
-        self._generations = generations
-        self._wants_logprobs = completion.logprobs is not None
-        self._token_lists = [TokenLists(tokenizer) for _ in generations]
-        self._includes_usage = completion.stream_options.include_usage
-        self._usage = StreamUsage(completion.stream_options)
-        self._head = {
+        head = {
             "id": generations[0].request.request_id.rpartition("-")[0],
-            "object": "text_completion",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
         }
+        super().__init__(generations, head=head, options=completion.stream_options)
+        self._completion = completion
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        self._begun: set[int] = set()  # choices whose first text is out
+        self._lists: dict[int, TokenLists] = {}  # by choice
+        self._echoed_lists: dict[int, Lists] = {}  # by prompt
+        self._prompt_logprobs: dict[int, Any] = {}
 
-    async def whole(self) -> dict[str, Any]:
-        """The completion as one object."""
-        pieces: list[list[str]] = [[] for _ in self._generations]
-        entries: list[list[Any]] = [[] for _ in self._generations]
-        async with contextlib.aclosing(self._deltas()) as deltas:
-            async for index, delta in deltas:
-                pieces[index].append(delta.text)
-                entries[index] += delta.logprobs
-        choices = [
-            self._choice(index, Delta("".join(pieces[index]), tuple(entries[index])), is_last=True)
-            for index in range(len(self._generations))
-        ]
-        return {**self._head, "choices": choices, "usage": self._total_usage()}
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The completion as events; `[DONE]` comes last whatever happens."""
-        try:
-            async with contextlib.aclosing(self._deltas()) as deltas:
-                async for index, delta in deltas:
-                    yield self._chunk([self._choice(index, delta)])
-            last = b"".join(
-                self._chunk([self._choice(index, Delta(""), is_last=True)])
-                for index in range(len(self._generations))
+    def take_prompt(self, number: int) -> None:
+        asked = self._completion
+        generation = self.generations[number]
+        entries = generation.prompt_logprobs
+        if asked.prompt_logprobs is not None:
+            self._prompt_logprobs[number] = prompt_dictionaries(
+                self._tokenizer, entries, asked.prompt_logprobs
             )
-            if self._includes_usage:
-                last += self._event([], self._total_usage())
-        except Exception as error:
-            last = data(orjson.dumps(failure_of(error).body()))
-        yield last + DONE
+        if asked.echo and asked.logprobs is not None:
+            lists = TokenLists(
+                self._tokenizer,
+                num_top=asked.logprobs,
+                skip_special_tokens=asked.skip_special_tokens,
+            )
+            first_id = generation.request.prompt_token_ids[0]
+            self._echoed_lists[number] = lists.take_prompt(first_id, entries)
 
-    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        with contextlib.ExitStack() as stack:
-            for generation in self._generations:
-                stack.enter_context(generation)
-            async with contextlib.aclosing(merged(self._generations)) as deltas:
-                async for index, delta in deltas:
-                    yield index, delta
+    def choice(self, index: int, output: Output) -> Choice:
+        number = index // self.num_each
+        choice = self._choice(index, output.text, output.logprobs)
+        choice["finish_reason"] = output.finish_reason.value
+        if number in self._prompt_logprobs:
+            choice["prompt_logprobs"] = self._prompt_logprobs[number]
+        return choice
 
-    def _choice(self, index: int, delta: Delta, *, is_last: bool = False) -> dict[str, Any]:
-        reason = self._generations[index].finish_reason if is_last else None
-        has_logprobs = self._wants_logprobs and bool(delta.logprobs or delta.text)
-        return {
-            "index": index,
-            "text": delta.text,
-            "logprobs": self._token_lists[index].take(delta.logprobs) if has_logprobs else None,
-            "finish_reason": None if reason is None else reason.value,
-        }
+    def pieces(self, index: int, delta: Delta) -> list[Choice]:
+        pieces: list[Choice] = []
+        is_echo_due = self._completion.echo and index not in self._begun
+        if delta.text or delta.logprobs or (is_echo_due and delta.finish_reason):
+            pieces.append(self._choice(index, delta.text, delta.logprobs))
+        if delta.finish_reason is not None:
+            pieces.append(
+                {
+                    "index": index,
+                    "text": "",
+                    "logprobs": None,
+                    "finish_reason": delta.finish_reason.value,
+                }
+            )
+        return pieces
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        return self._event(choices, self._usage.of_chunk(self._generations))
+    def _choice(self, index: int, text: str, entries: Sequence[TokenLogprobs]) -> Choice:
+        """A choice's next text; the first begins with what is echoed."""
+        number = index // self.num_each
+        lists = self._next_lists(index, entries)
+        if index not in self._begun:
+            self._begun.add(index)
+            text = self._echoes[number] + text
+            if lists is not None and number in self._echoed_lists:
+                lists = joined(self._echoed_lists[number], lists)
+        return {"index": index, "text": text, "logprobs": lists, "finish_reason": None}
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
-        chunk = {**self._head, "choices": choices}
-        if self._usage.is_shown:
-            chunk["usage"] = usage
-        return data(orjson.dumps(chunk))
-
-    def _total_usage(self) -> dict[str, Any]:
-        return usage_object(generation.usage for generation in self._generations)
+    def _next_lists(self, index: int, entries: Sequence[TokenLogprobs]) -> Lists | None:
+        asked, number = self._completion, index // self.num_each
+        if asked.logprobs is None:
+            return None
+        if index not in self._lists:
+            self._lists[index] = TokenLists(
+                self._tokenizer,
+                num_top=asked.logprobs,
+                skip_special_tokens=asked.skip_special_tokens,
+                context=self.generations[number].request.prompt_token_ids[-NUM_CONTEXT_TOKENS:],
+                next_offset=len(self._echoes[number]),
+            )
+        return self._lists[index].take(entries)

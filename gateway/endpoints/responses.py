@@ -59,7 +59,7 @@ class Responses:
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        self._sessions.delete(response_id)
+        self._responder.delete(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -173,6 +173,11 @@ class StubServer:
                 break
             num_tokens += 1
             await send("response.output_text.delta", delta=piece)
+            if order == "pause" and num_tokens == 2 and "penstock" in message:
+                for kind in message["penstock"]["events"]:
+                    event = {"type": f"penstock.{kind}", "response_id": turn.response_id}
+                    await socket.send_json(event | {"stream_id": turn.stream_id})
+                    await asyncio.sleep(0.3)
             if order in ("fail", "length") and num_tokens == 2:
                 break
         usage = {"input_tokens": 7, "output_tokens": num_tokens}

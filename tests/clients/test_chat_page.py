@@ -175,6 +175,14 @@ async def test_an_answer_that_ends_badly_says_so(
     await expect(again).to_have_count(0)
 
 
+async def test_a_pause_is_told_and_taken_back(page: Page, stub: StubServer) -> None:
+    await open_page(page, stub.base_url)
+    answer = await say(page, "pause please")
+    await expect(answer.locator(".stats")).to_contain_text("Paused")
+    assert await finished(answer) == "You said: pause please"
+    await expect(answer.locator(".stats")).not_to_contain_text("Paused")
+
+
 async def test_a_dropped_connection_keeps_the_text_and_reconnects(
     page: Page, stub: StubServer
 ) -> None:

@@ -216,6 +216,14 @@ def test_in_a_terminal(terminal: Terminal, stub: StubServer) -> None:
     assert terminal.leave(CTRL_C) == 0
 
 
+def test_a_pause_is_told_and_taken_back(terminal: Terminal) -> None:
+    terminal.read_until(PROMPT)
+    terminal.press("pause please\n")
+    note = " [paused: the server is short of memory]"
+    assert terminal.read_until(note).endswith(f"You said:\x1b[2m{note}")
+    assert "\x1b[K pause please" in terminal.read_until(" tokens\x1b[0m")
+
+
 def test_ctrl_d_leaves_and_an_idle_connection_is_reopened(
     terminal: Terminal, stub: StubServer
 ) -> None:

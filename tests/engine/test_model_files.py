@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.model_files import read_generation_defaults, resolve_model
+from penstock.engine.model_files import (
+    read_generation_defaults,
+    resolve_model,
+    weights_fingerprint,
+)
 
 from .stub_hub import TOKEN, stub_hub
 
@@ -130,3 +136,74 @@ def test_generation_defaults(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[1]")
     with pytest.raises(ModelLoadError, match="JSON object"):
         read_generation_defaults(tmp_path)
+
+
+_FINGERPRINT = """
+import sys
+from pathlib import Path
+from penstock.engine.model_files import weights_fingerprint
+print(weights_fingerprint(Path(sys.argv[1])).hex())
+"""
+
+
+def test_a_fingerprint_is_of_the_files_alone(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tiny_checkpoint()
+    fingerprint = weights_fingerprint(path)
+    assert len(fingerprint) == 32
+    assert weights_fingerprint(shutil.copytree(path, tmp_path / "elsewhere")) == fingerprint
+    for seed in ("1", "2"):  # of Python's own hashes
+        result = subprocess.run(
+            [sys.executable, "-c", _FINGERPRINT, str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert result.stdout.strip() == fingerprint.hex()
+
+
+def test_models_that_differ_have_other_fingerprints(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    paths = [
+        tiny_checkpoint(),
+        tiny_checkpoint(dtype="bfloat16"),
+        tiny_checkpoint(rope_theta=5e5),  # the same weights under another config
+        tiny_checkpoint(max_shard_size="50KB"),
+        tiny_checkpoint("Qwen3ForCausalLM"),
+        shutil.copytree(tiny_checkpoint(), tmp_path / "no weights"),
+    ]
+    (paths[-1] / "model.safetensors").unlink()
+    assert len({weights_fingerprint(path) for path in paths}) == len(paths)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_a_fine_tune_differs_though_names_and_sizes_do_not(
+    name: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = shutil.copytree(tiny_checkpoint(), tmp_path / "tuned")
+    before = weights_fingerprint(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] += 1e-3
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert weights_fingerprint(path) != before
+
+
+def test_a_large_file_is_sampled_from_end_to_end(tmp_path: Path) -> None:
+    """A change of a tenth of it shows wherever it is."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = bytearray(50_000_000)
+    seen = set()
+    for tenth in range(-1, 10):
+        changed = weights.copy()
+        if tenth >= 0:
+            part = len(weights) // 10
+            changed[tenth * part : (tenth + 1) * part] = b"\1" * part
+        (tmp_path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
+        with (tmp_path / "model.safetensors").open("ab") as file:
+            file.write(changed)
+        seen.add(weights_fingerprint(tmp_path))
+    assert len(seen) == 11

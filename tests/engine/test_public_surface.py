@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from penstock import engine
+
 
 def run(code: str, *, without: tuple[str, ...]) -> None:
     """In a process of its own, where importing any of `without` fails."""
@@ -15,12 +17,28 @@ def run(code: str, *, without: tuple[str, ...]) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_every_exported_name_is_there_without_torch() -> None:
+def test_every_exported_name_but_llm_is_there_without_torch() -> None:
     run(
         "import penstock.engine as engine\n"
-        "for name in engine.__all__: assert getattr(engine, name) is not None, name\n",
+        "for name in set(engine.__all__) - {'LLM'}: assert getattr(engine, name), name\n",
         without=("torch", "zmq", "transformers"),
     )
+
+
+def test_llm_loads_torch_when_it_is_asked_for_and_no_server() -> None:
+    run(
+        "import sys\n"
+        "import penstock.engine\n"
+        "assert 'torch' not in sys.modules\n"
+        "from penstock.engine import LLM\n"
+        "assert 'torch' in sys.modules and LLM.generate\n",
+        without=("zmq", "transformers", "starlette", "uvicorn", "pydantic"),
+    )
+
+
+def test_every_exported_name_is_listed_once_and_every_lazy_one_is_exported() -> None:
+    assert len(engine.__all__) == len(set(engine.__all__))
+    assert set(engine._LAZY) <= set(engine.__all__)
 
 
 @pytest.mark.parametrize(

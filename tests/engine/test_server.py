@@ -12,12 +12,14 @@ import pytest
 import zmq
 
 from penstock.engine.blocks import BlockManager
+from penstock.engine.codec import decode, encode
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.messages import (
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Abort,
+    DropPrefix,
     EngineInfo,
     EngineStats,
     Failure,
@@ -26,8 +28,6 @@ from penstock.engine.messages import (
     Message,
     Step,
     Submit,
-    decode,
-    encode,
 )
 from penstock.engine.request import (
     FinishReason,
@@ -49,6 +49,9 @@ INFO = EngineInfo(
     vocab_size=50,
     num_blocks=200,
     block_size=16,
+    num_host_blocks=64,
+    max_num_seqs=16,
+    scheduling_policy="fcfs",
     dtype="float32",
     device="cpu",
     eos_token_ids=(1, 2),
@@ -341,3 +344,68 @@ def test_every_message_survives_the_wire() -> None:
 def test_what_is_no_frame_is_a_value_error(frame: bytes) -> None:
     with pytest.raises(ValueError, match="not a penstock frame"):
         decode(frame)
+
+
+def test_one_branch_is_aborted_and_the_others_go_on(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.step_s = 0.02
+    params = SamplingParams(max_tokens=30, n=3)
+    gateway.send(
+        Submit(request=Request(request_id="a", prompt_token_ids=(1, 2), sampling_params=params))
+    )
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    is_over = False
+    while not is_over:
+        step = gateway.receive()
+        assert isinstance(step, Step)
+        for output in step.outputs:
+            tokens[output.index].extend(output.token_ids)
+            is_over |= output.is_last
+        if len(tokens[1]) == 3:
+            gateway.send(Abort(branches=(("a", 1), ("unknown", 0))))
+    assert 3 <= len(tokens[1]) < 30
+    for index in (0, 2):
+        assert tokens[index] == expected_output([1, 2], 30, index)
+    engine.wait_for_idle_blocks()
+
+
+def test_a_refusal_names_the_parameter(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    params = SamplingParams(max_tokens=1900, n=8)
+    gateway.send(
+        Submit(request=Request(request_id="a", prompt_token_ids=(1,), sampling_params=params))
+    )
+    _, output, _ = gateway.finish("a")
+    assert output.is_refused
+    assert output.is_last
+    assert output.param == "n"
+    assert "952 KV blocks of 16 tokens, and there are 200" in (output.error or "")
+
+
+def test_a_prefix_is_found_until_it_is_dropped(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    prompt = tuple(range(40))
+
+    def num_cached(request_id: str) -> int:
+        gateway.submit(request_id, prompt, 1)
+        return gateway.finish(request_id)[1].num_cached_tokens
+
+    assert [num_cached("a"), num_cached("b")] == [0, 39]
+    gateway.send(DropPrefix(token_ids=prompt))
+    assert num_cached("c") == 0
+
+
+def test_the_numbers_of_memory_are_told(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    gateway.submit("a", tuple(range(40)), 20)
+    step = gateway.receive()
+    assert isinstance(step, Step)
+    assert step.stats.num_blocks_used == 3
+    assert (step.stats.num_slots_allocated, step.stats.num_slots_empty) == (48, 8)
+    gateway.finish("a")
+    beat = gateway.receive(beats=True)
+    while not isinstance(beat, Heartbeat):
+        beat = gateway.receive(beats=True)
+    assert beat.stats is not None
+    assert (beat.stats.num_blocks_used, beat.stats.num_blocks_cached) == (0, 4)
+    assert beat.stats.prefix_cache_queries_total == 40

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 
-from .fake_engine import FakeEngine
+from .fake_engine import INFO, FakeEngine
 
 ANSWER = "Hello, wörld! 😀 This is the fake engine speaking."
 TEMPLATE = (
@@ -98,10 +99,13 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager[Served]]
 
 @pytest.fixture
 def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
-    """Starts a gateway: `async with serve(step_s=…, **config) as served`."""
+    """Starts a gateway: `async with serve(step_s=…, info={…}, **config) as served`; `info` is
+    what the engine says of itself other than usual."""
 
     @contextlib.asynccontextmanager
-    async def start(*, step_s: float = 0.0, **settings: Any) -> AsyncIterator[Served]:
+    async def start(
+        *, step_s: float = 0.0, info: Mapping[str, Any] | None = None, **settings: Any
+    ) -> AsyncIterator[Served]:
         address = f"ipc://{tmp_path}/engine.sock"
         config = GatewayConfig(
             engine_address=address,
@@ -110,7 +114,9 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
             **settings,
         )
         script = tokenizer.encode(ANSWER)
-        async with FakeEngine(address, script, step_s=step_s) as engine, _listen(config) as port:
+        engine_info = dataclasses.replace(INFO, **(info or {}))
+        fake = FakeEngine(address, script, step_s=step_s, info=engine_info)
+        async with fake as engine, _listen(config) as port:
             url = f"http://127.0.0.1:{port}"
             key = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
             async with (

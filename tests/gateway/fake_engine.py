@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Coroutine, Iterator
 
 import zmq
 import zmq.asyncio
 
+from penstock.engine.codec import decode, encode
 from penstock.engine.messages import (
     Abort,
+    DropPrefix,
     EngineInfo,
     EngineStats,
     Failure,
@@ -19,27 +23,52 @@ from penstock.engine.messages import (
     Message,
     Step,
     Submit,
-    decode,
-    encode,
 )
-from penstock.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 INFO = EngineInfo(
-    model="fake", model_path="", max_model_len=1024, vocab_size=400, num_blocks=64, block_size=16,
-    dtype="float32", device="cpu", eos_token_ids=(0,), pid=1,
+    model="fake", model_path="", max_model_len=1024, vocab_size=400, num_blocks=256, block_size=16,
+    num_host_blocks=64, max_num_seqs=16, scheduling_policy="fcfs", dtype="float32", device="cpu",
+    eos_token_ids=(0,), pid=1,
 )  # fmt: skip
+NUM_CACHED = 2
 
 
 class FakeEngine:
     """Answers every request with the tokens of `script`, one a step, then EOS. With `ignore_eos`
-    it says them over and over until `max_tokens`."""
+    it says them over and over until `max_tokens`.
 
-    def __init__(self, address: str, script: list[int], *, step_s: float = 0.0) -> None:
+    Attributes:
+        scripts: of branches that say something else than `script`.
+        mean_logprobs: of branches whose tokens are not -0.5 each.
+        notices: by how many tokens came before them; branch 0 has them.
+        refusal, refused_param: what every request is refused with, as its own fault.
+        failure: what every request fails with after its first token.
+    """
+
+    def __init__(
+        self, address: str, script: list[int], *, step_s: float = 0.0, info: EngineInfo = INFO
+    ) -> None:
         self.script = script
         self.step_s = step_s
+        self.info = info
+        self.scripts: dict[int, list[int]] = {}
+        self.mean_logprobs: dict[int, float] = {}
+        self.notices: dict[int, Notice] = {}
         self.refusal: str | None = None
+        self.refused_param: str | None = None
+        self.failure: str | None = None
         self.submitted: dict[str, Request] = {}
         self.aborted: set[str] = set()
+        self.aborted_branches: set[tuple[str, int]] = set()
+        self.dropped: list[DropPrefix] = []
         self.stats = EngineStats(num_requests_running=1, num_blocks_used=16, num_blocks=64)
         self.address = address
         self._context = zmq.asyncio.Context()
@@ -89,45 +118,132 @@ class FakeEngine:
             message = decode(frame)
             if isinstance(message, Hello):
                 self.num_steps.setdefault(identity, 0)
-                await self.send(identity, INFO)
+                await self.send(identity, self.info)
             elif isinstance(message, Abort):
                 self.aborted.update(message.request_ids)
+                self.aborted_branches.update(message.branches)
+            elif isinstance(message, DropPrefix):
+                self.dropped.append(message)
             elif isinstance(message, Submit):
                 self.submitted[message.request.request_id] = message.request
                 self._start(self._stream(identity, message.request))
 
     async def _stream(self, identity: bytes, request: Request) -> None:
-        for output in self._outputs(request):
-            if request.request_id in self.aborted:
-                return
-            self.num_steps[identity] += 1
-            number = self.num_steps[identity]
-            step = Step(number=number, outputs=(output,), stats=self.stats)
-            with contextlib.suppress(zmq.ZMQError):
-                await self.send(identity, step)
+        """One step after the other: of each branch that still runs its next output."""
+        num_branches = request.sampling_params.num_branches
+        running = {index: self._outputs(request, index) for index in range(num_branches)}
+        while running and request.request_id not in self.aborted:
+            outputs = [next(branch) for branch in running.values()]
+            for output in outputs:
+                is_over = output.finish_reason is not None
+                if is_over or (request.request_id, output.index) in self.aborted_branches:
+                    del running[output.index]
+            if not running:
+                outputs[-1] = dataclasses.replace(outputs[-1], is_last=True)
+            await self._send_step(identity, outputs)
             await asyncio.sleep(self.step_s)
 
-    def _outputs(self, request: Request) -> Iterator[RequestOutput]:
+    async def _send_step(self, identity: bytes, outputs: list[RequestOutput]) -> None:
+        self.num_steps[identity] += 1
+        step = Step(number=self.num_steps[identity], outputs=tuple(outputs), stats=self.stats)
+        with contextlib.suppress(zmq.ZMQError):
+            await self.send(identity, step)
+
+    def _outputs(self, request: Request, index: int) -> Iterator[RequestOutput]:
+        """Of one branch."""
         params, request_id = request.sampling_params, request.request_id
         if self.refusal is not None:
             yield RequestOutput(
-                request_id=request_id, finish_reason=FinishReason.ERROR, error=self.refusal
-            )
+                request_id=request_id, index=index, finish_reason=FinishReason.ERROR,
+                error=self.refusal, is_refused=True, param=self.refused_param,
+            )  # fmt: skip
             return
-        for index in range(params.max_tokens):
-            is_eos = index == len(self.script) and not params.ignore_eos
-            token_id = 0 if is_eos else self.script[index % len(self.script)]
-            logprob = TokenLogprobs(
-                token_id=token_id, logprob=-0.5, rank=1, top=((token_id, -0.5), (7, float("-inf")))
-            )
-            reason = FinishReason.LENGTH if index + 1 == params.max_tokens else None
+        prompt_logprobs = _prompt_logprobs(request) if index == 0 else ()
+        if len(prompt_logprobs) > 1:  # a prompt computed in two chunks
             yield RequestOutput(
-                request_id=request_id,
+                request_id=request_id, prompt_logprobs=prompt_logprobs[:1],
+                num_cached_tokens=NUM_CACHED,
+            )  # fmt: skip
+            prompt_logprobs = prompt_logprobs[1:]
+        first = RequestOutput(
+            request_id=request_id, index=index, prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=NUM_CACHED,
+        )  # fmt: skip
+        if params.max_tokens == 0:
+            yield dataclasses.replace(first, finish_reason=FinishReason.LENGTH)
+        elif params.beam_search is not None:
+            yield _hypothesis(first, list(self._tokens(first, params)))
+        else:
+            yield from self._tokens(first, params)
+
+    def _tokens(self, first: RequestOutput, params: SamplingParams) -> Iterator[RequestOutput]:
+        index = first.index
+        script = self.scripts.get(index, self.script)
+        for number in itertools.count():
+            if index == 0 and number in self.notices:
+                yield RequestOutput(request_id=first.request_id, notice=self.notices[number])
+            if self.failure is not None and number == 1:
+                yield RequestOutput(
+                    request_id=first.request_id, index=index, finish_reason=FinishReason.ERROR,
+                    error=self.failure,
+                )  # fmt: skip
+                return
+            is_eos = number == len(script) and not params.ignore_eos
+            token_id = 0 if is_eos else script[number % len(script)]
+            reason = FinishReason.LENGTH if number + 1 == params.max_tokens else None
+            output = RequestOutput(
+                request_id=first.request_id,
+                index=index,
                 token_ids=(token_id,),
-                logprobs=() if params.logprobs is None else (logprob,),
+                logprobs=self._logprobs(index, token_id, params.num_logprobs),
                 finish_reason=FinishReason.STOP if is_eos else reason,
                 stop_token_id=0 if is_eos else None,
-                num_cached_tokens=2,
             )
-            if is_eos:
+            yield (
+                output
+                if number
+                else dataclasses.replace(
+                    output,
+                    prompt_logprobs=first.prompt_logprobs,
+                    num_cached_tokens=first.num_cached_tokens,
+                )
+            )
+            if output.finish_reason is not None:
                 return
+
+    def _logprobs(
+        self, index: int, token_id: int, num_top: int | None
+    ) -> tuple[TokenLogprobs, ...]:
+        if num_top is None:
+            return ()
+        logprob = self.mean_logprobs.get(index, -0.5)
+        top = ((token_id, logprob), (7, float("-inf")))
+        return (TokenLogprobs(token_id=token_id, logprob=logprob, rank=1, top=top[:num_top]),)
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
+    """Of the token at position p: -p, and second to token 7."""
+    num_top = request.sampling_params.prompt_logprobs
+    if num_top is None:
+        return ()
+    return tuple(
+        TokenLogprobs(
+            token_id=token_id,
+            logprob=-float(position),
+            rank=2,
+            top=((7, -0.25), (token_id, -float(position)))[:num_top],
+        )
+        for position, token_id in enumerate(request.prompt_token_ids[1:], start=1)
+    )
+
+
+def _hypothesis(first: RequestOutput, outputs: list[RequestOutput]) -> RequestOutput:
+    """A search tells of its results at the end alone."""
+    return dataclasses.replace(
+        outputs[-1],
+        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        score=-float(first.index),
+    )

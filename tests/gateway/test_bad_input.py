@@ -3,130 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
-from penstock.gateway import schemas
-from penstock.gateway.generation import Generator
+from penstock.gateway.generator import Generator
+from penstock.gateway.schemas import parsing
 
+from .bad_requests import CASES, CHAT, COMPLETIONS, RESPONSES, USER, chat, says
 from .conftest import Serve, Served
-
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-USER = [{"role": "user", "content": "hello"}]
-
-
-def chat(**values: Any) -> str:
-    return json.dumps({"model": "tiny", "messages": USER, **values})
-
-
-def says(**message: Any) -> str:
-    return chat(messages=[{"role": "user", "content": "x", **message}])
-
-
-CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
-    # not JSON, not UTF-8, not an object
-    (CHAT, "{", 400, "invalid_json", None),
-    (CHAT, "", 400, "invalid_json", None),
-    (CHAT, "[]", 400, "invalid_json", None),
-    (CHAT, b'{"messages": "\xff\xfe"}', 400, "invalid_json", None),
-    (CHAT, '{"messages": "\\ud800"}', 400, "invalid_json", None),
-    (CHAT, "[" * 100_000, 400, "invalid_json", None),
-    (CHAT, '{"temperature": NaN}', 400, "invalid_value", "temperature"),
-    (CHAT, '{"seed": 1, "top_p": -Infinity}', 400, "invalid_value", "top_p"),
-    (CHAT, '{"logit_bias": {"1": NaN}}', 400, "invalid_json", None),
-    (CHAT, '{"temperature": NaN', 400, "invalid_json", None),
-    # messages
-    (CHAT, "{}", 400, "missing_required_parameter", "messages"),
-    (CHAT, chat(messages=[]), 400, "invalid_value", "messages"),
-    (CHAT, chat(messages="hello"), 400, "invalid_type", "messages"),
-    (CHAT, chat(messages=["hello"]), 400, "invalid_type", "messages[0]"),
-    (CHAT, says(content=None), 400, "missing_required_parameter", "messages[0].content"),
-    (CHAT, says(content=7), 400, "invalid_type", "messages[0].content"),
-    (CHAT, says(role="boss"), 400, "invalid_value", "messages[0].role"),
-    (CHAT, says(role="tool"), 400, "unsupported_parameter", "messages[0].role"),
-    (CHAT, says(tool_calls=[{}]), 400, "unsupported_parameter", "messages[0].tool_calls"),
-    (CHAT, says(mood="x"), 400, "unknown_parameter", "messages[0].mood"),
-    (CHAT, says(content=""), 400, "invalid_value", "messages"),  # the template refuses it
-    (
-        CHAT,
-        says(content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
-        400,
-        "unsupported_parameter",
-        "messages[0].content",
-    ),
-    (CHAT, says(content="x" * 2000), 400, "context_length_exceeded", "messages"),
-    (
-        CHAT,
-        says(content=[{"type": "text", "text": "a", "mood": 1}]),
-        400,
-        "unknown_parameter",
-        "messages[0].content",
-    ),
-    (CHAT, says(**{f"k{index}": 1 for index in range(1000)}), 400, "invalid_value", "messages[0]"),
-    (CHAT, chat(repetition_penalty=1e300), 400, "invalid_value", "repetition_penalty"),
-    (CHAT, chat(repetition_penalty=1e-320), 400, "invalid_value", "repetition_penalty"),
-    (CHAT, chat(min_tokens=100_000), 400, "context_length_exceeded", "min_tokens"),
-    (CHAT, chat(min_tokens=9, max_tokens=8), 400, "invalid_value", "min_tokens"),
-    # the model
-    (CHAT, chat(model="other"), 404, "model_not_found", "model"),
-    (CHAT, chat(model=7), 400, "invalid_type", "model"),
-    # parameters
-    (CHAT, chat(temprature=1), 400, "unknown_parameter", "temprature"),
-    (CHAT, chat(temperature="hot"), 400, "invalid_type", "temperature"),
-    (CHAT, chat(temperature=-1), 400, "invalid_value", "temperature"),
-    (CHAT, chat(temperature=True), 400, "invalid_type", "temperature"),
-    (CHAT, chat(top_p=0), 400, "invalid_value", "top_p"),
-    (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens"),
-    (CHAT, chat(max_tokens=1.5), 400, "invalid_type", "max_tokens"),
-    (CHAT, chat(max_completion_tokens=-1), 400, "invalid_value", "max_completion_tokens"),
-    (CHAT, chat(min_tokens=9, max_tokens=3), 400, "invalid_value", "min_tokens"),
-    (CHAT, chat(logit_bias={"x": 1}), 400, "invalid_value", "logit_bias.x"),
-    (CHAT, chat(logit_bias={"999": 1}), 400, "invalid_value", "logit_bias"),
-    (CHAT, chat(stop=["x"] * 17), 400, "invalid_value", "stop"),
-    (CHAT, chat(stop=[""]), 400, "invalid_value", "stop[0]"),
-    (CHAT, chat(stop_token_ids=[-1]), 400, "invalid_value", "stop_token_ids[0]"),
-    (CHAT, chat(stop_token_ids=[400]), 400, "invalid_value", "stop_token_ids"),
-    (CHAT, chat(seed=1 << 70), 400, "invalid_type", "seed"),
-    (CHAT, chat(top_logprobs=2), 400, "invalid_value", "top_logprobs"),
-    (CHAT, chat(top_logprobs=21, logprobs=True), 400, "invalid_value", "top_logprobs"),
-    (CHAT, chat(stream="yes"), 400, "invalid_type", "stream"),
-    (CHAT, chat(n=2), 400, "unsupported_parameter", "n"),
-    (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
-    (
-        CHAT,
-        chat(response_format={"type": "json_object"}),
-        400,
-        "unsupported_parameter",
-        "response_format",
-    ),
-    # completions
-    (COMPLETIONS, "{}", 400, "missing_required_parameter", "prompt"),
-    (COMPLETIONS, '{"prompt": ""}', 400, "invalid_value", "prompt"),
-    (COMPLETIONS, '{"prompt": []}', 400, "invalid_value", "prompt"),
-    (COMPLETIONS, '{"prompt": 7}', 400, "invalid_type", "prompt"),
-    (COMPLETIONS, '{"prompt": [-1]}', 400, "invalid_value", "prompt[0]"),
-    (COMPLETIONS, '{"prompt": ["a", 1]}', 400, "invalid_type", "prompt[1]"),
-    (COMPLETIONS, '{"prompt": [400]}', 400, "invalid_value", "prompt"),
-    (COMPLETIONS, json.dumps({"prompt": [1] * 1024}), 400, "context_length_exceeded", "prompt"),
-    (COMPLETIONS, '{"prompt": "a", "echo": true}', 400, "unsupported_parameter", "echo"),
-    (COMPLETIONS, '{"prompt": "a", "best_of": 2}', 400, "unsupported_parameter", "best_of"),
-    (COMPLETIONS, '{"prompt": "a", "suffix": "b"}', 400, "unsupported_parameter", "suffix"),
-    # responses
-    (RESPONSES, "{}", 400, "missing_required_parameter", "input"),
-    (RESPONSES, '{"input": "a", "background": true}', 400, "unsupported_parameter", "background"),
-    (RESPONSES, '{"input": "a", "prompt": {"id": "p"}}', 400, "unsupported_parameter", "prompt"),
-    (RESPONSES, '{"input": "", "max_output_tokens": 0}', 400, "invalid_value", "max_output_tokens"),
-    (RESPONSES, '{"input": "a", "include": ["x"]}', 400, "invalid_value", "include[0]"),
-    (
-        RESPONSES,
-        '{"input": [{"type": "function_call_output", "output": "1"}]}',
-        400,
-        "unsupported_parameter",
-        "input[0].type",
-    ),
-]  # fmt: skip
 
 
 async def test_each_case_while_a_stream_goes_on(serve: Serve) -> None:
@@ -275,8 +160,8 @@ async def test_a_body_made_of_faults_is_refused_at_the_first(
         counts.append(len(details))
         return choose(details)
 
-    choose = schemas._most_telling
-    monkeypatch.setattr(schemas, "_most_telling", spy)
+    choose = parsing._most_telling
+    monkeypatch.setattr(parsing, "_most_telling", spy)
     response = await served.http.post(path, json=body)
     assert response.status_code == 400
     assert counts

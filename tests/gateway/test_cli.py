@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.engine.config import EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.gateway.cli import FLAGS, _parser, engine_config, parse_bytes, resolve_settings
+from penstock.gateway.config import GatewayConfig
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -34,6 +38,30 @@ def test_lists_and_switches_from_the_environment() -> None:
     config = engine_config(settings)
     assert config.scheduler.enable_chunked_prefill is False
     assert config.cache.kv_cache_memory_bytes == 2 << 30
+
+
+def test_kv_memory_and_scheduling() -> None:
+    given = [
+        "serve", "--no-enable-prefix-caching", "--swap-space", "0.5", "--num-host-blocks", "0",
+        "--preemption", "swap", "--scheduling-policy", "priority", "--priority-aging-s", "2.5",
+        "--session-retention-s", "0",
+    ]  # fmt: skip
+    settings = resolve_settings(vars(_parser().parse_args(given)), {})
+    config = engine_config(settings)
+    assert config.cache.enable_prefix_caching is False
+    assert (config.cache.swap_space, config.cache.num_host_blocks) == (0.5, 0)
+    assert (config.scheduler.preemption, config.scheduler.scheduling_policy) == ("swap", "priority")
+    assert config.scheduler.priority_aging_s == 2.5
+    assert GatewayConfig.from_settings(gateway_settings(settings)).session_retention_s == 0
+    silent = resolve_settings({}, {})
+    assert engine_config(silent) == EngineConfig()
+    assert GatewayConfig.from_settings(gateway_settings(silent)).session_retention_s == 600
+
+
+def gateway_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """As the supervisor hands them on."""
+    model = asdict(ModelConfig(model=settings["model"]))
+    return {**settings, "model": model, "engine_address": "ipc://x"}
 
 
 def test_every_flag_is_parsed_under_its_key() -> None:
@@ -79,11 +107,32 @@ def test_what_is_no_size(text: str) -> None:
         ({"PENSTOCK_KV_CACHE_MEMORY_BYTES": "inf"}, "no sense"),
         ({"PENSTOCK_ENABLE_CHUNKED_PREFILL": "perhaps"}, "no sense"),
         ({"PENSTOCK_CONFIG": "/no/such/file"}, "cannot read"),
+        ({"PENSTOCK_PREEMPTION": "perhaps"}, "must be one of auto, swap, recompute"),
+        ({"PENSTOCK_SCHEDULING_POLICY": "lottery"}, "must be one of fcfs, priority"),
+        ({"PENSTOCK_SESSION_RETENTION_S": "-1"}, "--session-retention-s"),
+        ({"PENSTOCK_SESSION_RETENTION_S": "nan"}, "--session-retention-s"),
     ],
 )
 def test_variables_without_sense(environment: dict[str, str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         resolve_settings({}, environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PENSTOCK_SWAP_SPACE": "-1"},
+        {"PENSTOCK_SWAP_SPACE": "nan"},
+        {"PENSTOCK_NUM_HOST_BLOCKS": "-1"},
+        {"PENSTOCK_PRIORITY_AGING_S": "0"},
+    ],
+)
+def test_values_that_the_engine_refuses(environment: dict[str, str]) -> None:
+    settings = resolve_settings({}, environment)
+    [name] = environment
+    flag = "--" + name.removeprefix("PENSTOCK_").lower().replace("_", "-")
+    with pytest.raises(ConfigError, match=flag):
+        engine_config(settings)
 
 
 @pytest.mark.parametrize(

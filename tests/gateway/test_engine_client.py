@@ -11,10 +11,18 @@ import pytest
 import zmq.asyncio
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.messages import EngineStats, Step
-from penstock.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from penstock.engine.messages import DropPrefix, EngineStats, Step
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from penstock.gateway import engine_client
-from penstock.gateway.engine_client import EngineClient, EngineStream
+from penstock.gateway.engine_client import EngineClient
+from penstock.gateway.engine_stream import EngineStream
 
 from .conftest import until
 from .fake_engine import FakeEngine
@@ -36,18 +44,18 @@ async def linked(path: Path, step_s: float = 0.0) -> AsyncIterator[tuple[EngineC
         context.destroy(linger=0)
 
 
-def request(request_id: str, max_tokens: int = 10_000) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+def request(request_id: str, max_tokens: int = 10_000, n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
     return Request(request_id=request_id, prompt_token_ids=(1,), sampling_params=params)
 
 
 async def drain(stream: EngineStream) -> list[int]:
     token_ids: list[int] = []
     while True:
-        output = await stream.next()
-        token_ids += output.token_ids
-        if output.finish_reason is not None:
-            return token_ids
+        for output in await stream.next():
+            token_ids += output.token_ids
+            if output.is_last:
+                return token_ids
 
 
 async def test_streams_side_by_side(tmp_path: Path) -> None:
@@ -61,11 +69,46 @@ async def test_a_slow_reader_gets_one_merged_output() -> None:
     stream = EngineStream("r")
     for token_id in range(500):
         stream.push(RequestOutput(request_id="r", token_ids=(token_id,), num_cached_tokens=3))
-    stream.push(RequestOutput(request_id="r", finish_reason=FinishReason.LENGTH))
+    stream.push(RequestOutput(request_id="r", finish_reason=FinishReason.LENGTH, is_last=True))
     stream.push(RequestOutput(request_id="r", token_ids=(7,)))  # after the end: not ours
-    output = await stream.next()
+    [output] = await stream.next()
     assert output.token_ids == tuple(range(500))
     assert output.finish_reason is FinishReason.LENGTH
+    assert output.num_cached_tokens == 3
+
+
+async def test_branches_merge_apart_and_notices_keep_their_place() -> None:
+    stream = EngineStream("r")
+
+    def push(index: int, *token_ids: int, notice: Notice | None = None) -> None:
+        stream.push(RequestOutput(request_id="r", index=index, token_ids=token_ids, notice=notice))
+
+    for token_id in range(3):
+        push(0, token_id)
+        push(1, token_id + 10)
+    push(0, notice=Notice.PREEMPTED)
+    push(1, 13)
+    push(0, 3, notice=Notice.RESUMED)
+    push(0, 4)
+    merged = [(item.index, item.token_ids, item.notice) for item in await stream.next()]
+    assert merged == [
+        (0, (0, 1, 2), None),
+        (1, (10, 11, 12, 13), None),
+        (0, (), Notice.PREEMPTED),
+        (0, (3, 4), Notice.RESUMED),
+    ]
+    push(0, 5)
+    [output] = await stream.next()
+    assert output.token_ids == (5,)
+
+
+async def test_prompt_logprobs_merge_in_order() -> None:
+    stream = EngineStream("r")
+    entries = [TokenLogprobs(token_id=n, logprob=-1.0, rank=1) for n in range(4)]
+    for entry in entries:
+        stream.push(RequestOutput(request_id="r", prompt_logprobs=(entry,)))
+    [output] = await stream.next()
+    assert output.prompt_logprobs == tuple(entries)
 
 
 async def test_abort_reaches_the_engine_once(tmp_path: Path) -> None:
@@ -77,13 +120,49 @@ async def test_abort_reaches_the_engine_once(tmp_path: Path) -> None:
         await until(lambda: engine.aborted == {"r"})
 
 
+async def test_a_branch_is_aborted_alone(tmp_path: Path) -> None:
+    async with linked(tmp_path, step_s=0.01) as (client, engine):
+        stream = client.submit(request("r", n=2))
+        await stream.next()
+        client.abort_branch("r", 1)
+        await until(lambda: engine.aborted_branches == {("r", 1)})
+        outputs = [output for _ in range(5) for output in await stream.next()]
+        assert {output.index for output in outputs[3:]} == {0}  # and the other goes on
+        client.abort("r")
+        client.abort_branch("r", 0)  # the request is over
+        await until(lambda: engine.aborted == {"r"})
+        assert engine.aborted_branches == {("r", 1)}
+
+
+async def test_an_engine_forgets_a_prefix(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (client, engine):
+        client.drop_prefix([1, 2, 3], "salt")
+        await until(lambda: len(engine.dropped) == 1)
+        assert engine.dropped == [DropPrefix(token_ids=(1, 2, 3), cache_salt="salt")]
+        await engine.die()
+        await until(lambda: client.is_lost)
+        client.drop_prefix([1], "")  # nothing is left to forget, and nobody is told
+
+
+async def test_gauges_die_with_the_engine_and_counters_stay(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (client, engine):
+        engine.stats = EngineStats(
+            num_requests_running=1, num_requests_swapped=2, num_blocks_cached=3, num_blocks=64,
+            num_preemptions_total=4,
+        )  # fmt: skip
+        await until(lambda: client.stats.num_preemptions_total == 4)
+        await engine.die()
+        await until(lambda: client.is_lost)
+        assert client.stats == EngineStats(num_blocks=64, num_preemptions_total=4)
+
+
 async def test_what_came_before_the_death_is_delivered(tmp_path: Path) -> None:
     async with linked(tmp_path, step_s=0.001) as (client, engine):
         stream = client.submit(request("r"))
         await asyncio.sleep(0.05)
         await engine.die()
         await until(lambda: not client.is_alive)
-        assert (await stream.next()).token_ids
+        assert (await stream.next())[0].token_ids
         with pytest.raises(EngineDeadError, match="out of memory"):
             await stream.next()
         with pytest.raises(EngineDeadError):

@@ -19,6 +19,7 @@ from penstock.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
+    SocketRequest,
     parse_json,
     parse_request,
 )
@@ -37,7 +38,7 @@ def test_every_parameter_of_openai_is_classified(endpoint: Endpoint, kind: Any) 
 
 
 def test_every_parameter_of_the_websocket_mode_is_classified() -> None:
-    known = set(PARAMETERS[Endpoint.RESPONSES]) | {"type", "stream_id"}
+    known = set(PARAMETERS[Endpoint.RESPONSES_SOCKET]) | {"type", "stream_id"}
     assert set(responses_client_event.ResponseCreate.model_fields) - known == set()
 
 
@@ -47,6 +48,7 @@ def test_every_parameter_of_the_websocket_mode_is_classified() -> None:
         (Endpoint.CHAT, ChatRequest),
         (Endpoint.COMPLETIONS, CompletionRequest),
         (Endpoint.RESPONSES, ResponsesRequest),
+        (Endpoint.RESPONSES_SOCKET, SocketRequest),
     ],
 )
 def test_the_schemas_read_exactly_what_is_honoured(endpoint: Endpoint, schema: Any) -> None:
@@ -70,14 +72,15 @@ _VALUES = st.recursive(
 
 
 @given(
-    kind=st.sampled_from([ChatRequest, CompletionRequest, ResponsesRequest]),
+    kind=st.sampled_from([ChatRequest, CompletionRequest, ResponsesRequest, SocketRequest]),
     body=st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=4),
 )
 def test_any_json_is_read_or_refused(kind: Any, body: dict[str, Any]) -> None:
     with contextlib.suppress(RequestRefusedError):
         request = parse_request(kind, body)
-        assert request.output_limit is None or request.output_limit > 0
+        assert request.output_limit is None or request.output_limit >= 0
         assert request.num_logprobs is None or request.num_logprobs >= 0
+        assert request.branching.n >= 1
 
 
 @given(st.binary(max_size=40))

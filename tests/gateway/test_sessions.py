@@ -10,13 +10,17 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sessions import SessionStore, StoredResponse
 
 
-def turn(response_id: str, parent_id: str | None = None, text: str = "answer") -> StoredResponse:
+def turn(
+    response_id: str, parent_id: str | None = None, text: str | None = "answer"
+) -> StoredResponse:
     return StoredResponse(
         response_id=response_id,
         parent_id=parent_id,
         items=({"role": "user", "content": f"ask {response_id}"},),
         output_text=text,
+        prompt_token_ids=array("I", [3, 4, 5]),
         output_token_ids=array("I", [1, 2]),
+        cache_salt="",
         body=b"{}",
     )
 
@@ -32,6 +36,20 @@ def test_history_is_the_path_to_the_root() -> None:
     with pytest.raises(RequestRefusedError) as caught:
         store.history("c")
     assert caught.value.code == "previous_response_not_found"
+
+
+def test_a_turn_without_an_answer_adds_its_items_alone() -> None:
+    store = SessionStore(1 << 20)
+    store.put(turn("a", text=None))
+    store.put(turn("b", "a"))
+    contents = [message["content"] for message in store.history("b")]
+    assert contents == ["ask a", "ask b", "answer"]
+
+
+def test_long_prompts_count() -> None:
+    short, long = turn("a"), turn("a")
+    long.prompt_token_ids.extend(range(10_000))
+    assert long.num_bytes - short.num_bytes >= 40_000
 
 
 def test_bytes_are_bounded_and_the_least_used_go_first() -> None:

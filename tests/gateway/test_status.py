@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import openai
 import pytest
+import zmq.asyncio
+
+from penstock.engine.messages import EngineStats
+from penstock.gateway.engine_client import EngineClient
+from penstock.gateway.engine_metrics import EngineCollector
 
 from .conftest import Serve, Served, until
 from .fake_engine import FakeEngine
@@ -35,6 +41,61 @@ async def test_metrics(served: Served) -> None:
         "penstock:inter_token_latency_seconds_sum",
     ):
         assert line in text
+
+
+def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
+    """What is exported of the engine, by name and labels."""
+    engine = EngineClient("ipc://unused", zmq.asyncio.Context.instance())
+    engine.stats = stats
+    return {
+        (sample.name, str(sorted(sample.labels.items()))): sample.value
+        for family in EngineCollector(engine, "tiny").collect()
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineStats)])
+def test_every_number_of_the_engine_is_exported(name: str) -> None:
+    base = EngineStats(num_blocks=100, num_host_blocks=50)
+    before = _engine_metrics(base)
+    after = _engine_metrics(dataclasses.replace(base, **{name: getattr(base, name) + 7}))
+    assert before.keys() == after.keys()
+    changed = [sample for sample in after if after[sample] != before[sample]]
+    assert changed
+    if name.endswith("_total"):
+        assert [after[sample] - before[sample] for sample in changed] == [7]
+        assert changed[0][0].endswith("_total")
+
+
+async def test_metrics_of_kv_memory(served: Served) -> None:
+    served.engine.stats = EngineStats(
+        num_requests_swapped=2, num_blocks=100, num_blocks_used=25, num_blocks_cached=30,
+        num_host_blocks=40, num_host_blocks_kept=10, num_host_blocks_cached=5,
+        num_slots_allocated=400, num_slots_empty=12, num_preemptions_total=9,
+        num_swap_preemptions_total=6, num_recompute_preemptions_total=3, swapped_out_bytes_total=64,
+        swap_in_seconds_total=0.5, num_blocks_evicted_total=8, num_host_blocks_evicted_total=1,
+        prefix_cache_queries_total=1000, prefix_cache_hits_total=600,
+    )  # fmt: skip
+    await served.client.completions.create(model="tiny", prompt="x", max_tokens=1)
+    text = (await served.http.get("/metrics")).text
+    for line in (
+        'num_requests_swapped{model_name="tiny"} 2.0',
+        'kv_cache_usage_perc{model_name="tiny"} 0.25',
+        'kv_blocks{model_name="tiny",state="used",tier="device"} 25.0',
+        'kv_blocks{model_name="tiny",state="cached",tier="device"} 30.0',
+        'kv_blocks{model_name="tiny",state="free",tier="device"} 45.0',
+        'kv_blocks{model_name="tiny",state="used",tier="host"} 10.0',
+        'kv_blocks{model_name="tiny",state="free",tier="host"} 25.0',
+        'kv_slots{model_name="tiny",state="empty"} 12.0',
+        'num_preemptions_total{model_name="tiny"} 9.0',
+        'preemptions_by_kind_total{kind="swap",model_name="tiny"} 6.0',
+        'swapped_bytes_total{direction="out",model_name="tiny"} 64.0',
+        'swap_seconds_total{direction="in",model_name="tiny"} 0.5',
+        'kv_blocks_evicted_total{model_name="tiny",tier="host"} 1.0',
+        'prefix_cache_queries_total{model_name="tiny"} 1000.0',
+        'prefix_cache_hits_total{model_name="tiny"} 600.0',
+    ):
+        assert f"penstock:{line}\n" in text
 
 
 async def answers(served: Served, path: str, status: int) -> None:

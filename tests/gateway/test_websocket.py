@@ -13,22 +13,9 @@ from openai.types.responses import ResponsesServerEvent
 from pydantic import TypeAdapter
 
 from .conftest import ANSWER, Serve, Served
+from .sockets import TERMINAL, send, until_end
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
-TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
-
-
-async def send(socket: websockets.ClientConnection, **message: Any) -> None:
-    await socket.send(json.dumps(message))
-
-
-async def until_end(socket: websockets.ClientConnection) -> list[dict[str, Any]]:
-    """The events up to the next terminal one."""
-    events: list[dict[str, Any]] = []
-    async with asyncio.timeout(5):
-        while not events or events[-1]["type"] not in TERMINAL:
-            events.append(json.loads(await socket.recv()))
-    return events
 
 
 async def test_turns_on_one_socket(served: Served) -> None:
@@ -112,7 +99,10 @@ async def test_cancel(serve: Serve, by: str) -> None:
         ),
         ('{"type": "penstock.cancel", "response_id": "resp_0"}', "response_not_found", 404),
         ('{"type": "response.create"}', "missing_required_parameter", 400),
-        ('{"type": "response.create", "generate": false}', "unsupported_parameter", 400),
+        ('{"type": "response.create", "generate": false}', "missing_required_parameter", 400),
+        ('{"type": "response.create", "input": "x", "generate": 0}', "invalid_type", 400),
+        ('{"type": "penstock.drop_prefix"}', "missing_required_parameter", 400),
+        ('{"type": "penstock.drop_prefix", "response_id": "resp_0"}', "response_not_found", 404),
         ('{"type": "response.create", "input": "x", "stream_id": "a b"}', "invalid_value", 400),
         ('{"type": "response.create", "input": "x", "model": "other"}', "model_not_found", 404),
         (

@@ -58,6 +58,7 @@ async def _stream(client: httpx.AsyncClient, index: int) -> tuple[str, list[str]
                 entry["token"] for entry in (choice.get("logprobs") or {}).get("content", [])
             ]
         usage = chunk.get("usage") or usage
+    usage.pop("prompt_tokens_details", None)  # what was cached depends on who came before
     return text, tokens, usage
 
 

@@ -1,7 +1,9 @@
 """A device without a model: it keeps tokens in the blocks it is told to, and reads them back.
 
-The next token is a hash of every token before it, as read through the block table. So a block
-that is shared wrongly, lost or overwritten changes the tokens, and the test sees it.
+The next token is a hash of every token before it and of the branch, as read through the block
+table. So a block that is shared wrongly, lost or overwritten changes the tokens; and each read is
+compared with the tokens that ought to be there. Every write carries a stamp of its own, so that
+what was moved can be told from what was computed again.
 """
 
 from __future__ import annotations
@@ -10,25 +12,40 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.batch import Batch, BatchResult, BlockMoves, SequenceEntry
+from penstock.engine.request import TokenLogprobs
 
 VOCAB_SIZE = 50
+Slot = tuple[int, int] | None  # token id and stamp
 
 
-def next_token(token_ids: Sequence[int]) -> int:
-    digest = hashlib.sha256(repr(list(token_ids)).encode()).digest()
+def next_token(token_ids: Sequence[int], index: int = 0) -> int:
+    digest = hashlib.sha256(repr((list(token_ids), index)).encode()).digest()
     return digest[0] % VOCAB_SIZE
 
 
-def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def candidates(token_ids: Sequence[int], count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest next tokens, best first, of a made-up distribution."""
+    digest = hashlib.sha512(repr(list(token_ids)).encode()).digest()
+    scored = [(token, -(1 + digest[token] + token / 1000) / 64) for token in range(VOCAB_SIZE)]
+    return tuple(sorted(scored, key=lambda item: -item[1])[:count])
+
+
+def row_of(token_ids: Sequence[int], count: int) -> TokenLogprobs:
+    top = candidates(token_ids, count)
+    return TokenLogprobs(token_id=top[0][0], logprob=top[0][1], rank=1, top=top)
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int, index: int = 0) -> list[int]:
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(token_ids, index))
     return token_ids[len(prompt) :]
 
 
 @dataclass
-class _Row:
+class Row:
+    entry: SequenceEntry
     token_ids: list[int]
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -45,50 +62,107 @@ class _Handle:
 class FakeDevice:
     """Executes batches at once; results may be fetched later (steps in flight)."""
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
-        self.slots: list[int | None] = [None] * (num_blocks * block_size)
-        self.rows: dict[int, _Row] = {}
+        self.blocks: list[list[Slot]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[Slot]] = [[None] * block_size for _ in range(num_host_blocks)]
+        self.rows: dict[int, Row] = {}
         self.batches: list[Batch] = []
         self.failing: set[int] = set()  # sequences that get no token
+        self.num_computed = 0  # tokens, over all steps
+        self.left_stamps: dict[int, list[int]] = {}  # of those who left, by seq_id
+        self.returns: list[tuple[list[int], list[int]]] = []  # stamps at leaving, and back again
+        self._stamp = 0
 
     def submit(self, batch: Batch) -> _Handle:
         self.batches.append(batch)
         for seq_id in batch.left_seq_ids:
-            del self.rows[seq_id]
-        sampled: dict[int, tuple[int, ...]] = {}
+            row = self.rows.pop(seq_id, None)  # may have left before it was ever scheduled
+            if row is not None:
+                self.left_stamps[seq_id] = [stamp for _, stamp in self._read(row)]
+        self._move(batch.moves)
         for item in batch.scheduled:
             if item.entry is not None:
                 assert item.seq_id not in self.rows, "entered twice"
-                self.rows[item.seq_id] = _Row(
-                    list(item.entry.token_ids), num_computed=item.entry.num_computed_tokens
+                self.rows[item.seq_id] = Row(
+                    item.entry,
+                    list(item.entry.token_ids),
+                    num_computed=item.entry.num_computed_tokens,
                 )
-            row = self.rows[item.seq_id]
-            row.block_ids.extend(item.new_block_ids)
-            self._compute(row, item.num_new_tokens)
-            if row.num_computed == len(row.token_ids) and item.seq_id not in self.failing:
-                token_id = next_token(self._read(row))
-                row.token_ids.append(token_id)
-                sampled[item.seq_id] = (token_id,)
-        failed = tuple(item.seq_id for item in batch.scheduled if item.seq_id in self.failing)
-        return _Handle(BatchResult(step=batch.step, token_ids=sampled, failed_seq_ids=failed))
+            self.rows[item.seq_id].block_ids.extend(item.new_block_ids)
+        # As in a layer: every row's tokens are stored before any row reads.
+        for item in batch.scheduled:
+            self._compute(self.rows[item.seq_id], item.num_new_tokens)
+        for item in batch.scheduled:
+            before = self.left_stamps.pop(item.seq_id, None)
+            if item.entry is not None and before is not None:
+                stamps = [stamp for _, stamp in self._read(self.rows[item.seq_id])]
+                self.returns.append((before, stamps[: item.entry.num_computed_tokens]))
+        return _Handle(self._sample(batch))
 
     def close(self) -> None:
         self.rows.clear()
 
-    def _slot(self, row: _Row, position: int) -> int:
-        block_id = row.block_ids[position // self.block_size]
-        return block_id * self.block_size + position % self.block_size
+    def _move(self, moves: BlockMoves) -> None:
+        for kind, sources, targets in (
+            (moves.swap_outs, self.blocks, self.host),
+            (moves.swap_ins, self.host, self.blocks),
+            (moves.copies, self.blocks, self.blocks),
+        ):
+            read = [list(sources[source]) for source, _ in kind]
+            assert len({target for _, target in kind}) == len(kind), "two sources for one block"
+            for (_, target), content in zip(kind, read, strict=True):
+                targets[target] = content
 
-    def _compute(self, row: _Row, num_new: int) -> None:
+    def _sample(self, batch: Batch) -> BatchResult:
+        sampled: dict[int, tuple[int, ...]] = {}
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        prompt_logprobs: dict[int, tuple[int, tuple[TokenLogprobs, ...]]] = {}
+        for item in batch.scheduled:
+            row = self.rows[item.seq_id]
+            known = [token for token, _ in self._read(row)]
+            if row.entry.num_prompt_logprobs is not None:
+                first = row.num_computed - item.num_new_tokens + 1
+                stop = min(row.num_computed, row.entry.num_prompt_tokens - 1) + 1
+                entries = tuple(
+                    TokenLogprobs(token_id=row.token_ids[place], logprob=-float(place), rank=1)
+                    for place in range(first, stop)
+                )
+                if entries:
+                    prompt_logprobs[item.seq_id] = (first, entries)
+            if row.num_computed < len(row.token_ids) or item.seq_id in self.failing:
+                continue
+            token_id = next_token(known, row.entry.index)
+            if row.entry.num_logprobs is not None:
+                logprobs[item.seq_id] = (row_of(known, row.entry.num_logprobs),)
+            row.token_ids.append(token_id)
+            sampled[item.seq_id] = (token_id,)
+        return BatchResult(
+            step=batch.step,
+            token_ids=sampled,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failed_seq_ids=tuple(
+                item.seq_id for item in batch.scheduled if item.seq_id in self.failing
+            ),
+        )
+
+    def _compute(self, row: Row, num_new: int) -> None:
         end = row.num_computed + num_new
         assert num_new > 0
         assert end <= len(row.token_ids), "scheduled past the known tokens"
         for position in range(row.num_computed, end):
-            self.slots[self._slot(row, position)] = row.token_ids[position]
+            self._stamp += 1
+            block = self.blocks[row.block_ids[position // self.block_size]]
+            block[position % self.block_size] = (row.token_ids[position], self._stamp)
         row.num_computed = end
+        self.num_computed += num_new
 
-    def _read(self, row: _Row) -> list[int]:
-        values = [self.slots[self._slot(row, position)] for position in range(row.num_computed)]
-        assert None not in values
-        return [value for value in values if value is not None]
+    def _read(self, row: Row) -> list[tuple[int, int]]:
+        slots = [
+            self.blocks[row.block_ids[position // self.block_size]][position % self.block_size]
+            for position in range(row.num_computed)
+        ]
+        values = [slot for slot in slots if slot is not None]
+        assert [token for token, _ in values] == row.token_ids[: row.num_computed], "wrong KV"
+        return values

@@ -1,14 +1,33 @@
-"""Block accounting on its own."""
+"""Block accounting on its own: tables, pools, eviction order, planned moves."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import random
 
+import pytest
+
+from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks import BlockManager
 from penstock.engine.blocks.block_pool import BlockPool
 from penstock.engine.blocks.block_table import BlockTable
+from penstock.engine.blocks.eviction import EvictionOrder, Tag
+from penstock.engine.blocks.move_plan import MovePlan
+from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache, block_key, pack, root_key
+from penstock.engine.request import Sequence
+
+from .stack import make_request
+
+
+def pool(num_blocks: int, evicted: list[int] | None = None) -> BlockPool:
+    return BlockPool(
+        num_blocks,
+        clock=lambda: 0.0,
+        on_evict=lambda block_id, _: None if evicted is None else evicted.append(block_id),
+    )
+
+
+def sequence(seq_id: int, num_tokens: int) -> Sequence:
+    return Sequence(make_request(f"r{seq_id}", list(range(num_tokens))), seq_id=seq_id)
 
 
 def test_a_table_asks_for_blocks_as_positions_come() -> None:
@@ -20,49 +39,151 @@ def test_a_table_asks_for_blocks_as_positions_come() -> None:
     assert table.num_missing_blocks(33) == 1
 
 
-def test_growth_is_all_or_nothing() -> None:
-    blocks = BlockManager(num_blocks=4, block_size=2)
-    assert blocks.grow(1, 5) == (0, 1, 2)
-    assert blocks.grow(2, 4) is None
-    assert blocks.num_free_blocks == 1
-    assert blocks.block_ids(2) == ()
-    assert blocks.grow(1, 6) == ()
-    assert blocks.grow(2, 2) == (3,)
-    blocks.release(1)
-    blocks.release(1)
-    assert blocks.num_free_blocks == 3
+def test_room_is_all_or_nothing() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=2, enable_prefix_caching=False)
+    first, second = sequence(1, 5), sequence(2, 4)
+    assert blocks.admit(first) == 0
+    assert blocks.block_ids(first) == (0, 1, 2)
+    assert blocks.admit(second) is None
+    assert (blocks.num_used_blocks, blocks.block_ids(second)) == (3, ())
+    assert blocks.grow(first, 6) == ()
+    assert blocks.grow(first, 8) == (3,)
+    assert blocks.grow(first, 9) is None
+    blocks.release(first)
+    blocks.release(first)
+    assert blocks.admit(second, num_spared=3) is None
+    assert blocks.admit(second, num_spared=2) == 0
     blocks.check_integrity()
 
 
 def test_the_pool_notices_misuse() -> None:
-    pool = BlockPool(3)
-    taken = pool.allocate(2)
-    pool.release(taken)
+    blocks = pool(3)
+    taken = blocks.allocate(2)
+    for block_id in taken:
+        blocks.release(block_id)
     with pytest.raises(AssertionError, match="freed twice"):
-        pool.release(taken[:1])
+        blocks.release(taken[0])
     with pytest.raises(AssertionError, match="more blocks than"):
-        pool.allocate(4)
-    held = pool.allocate(1)
+        blocks.allocate(4)
+    with pytest.raises(KeyError):
+        blocks.hold(0)  # empty: there is nothing to share
+    held = blocks.allocate(1)
     with pytest.raises(AssertionError, match="differ from the tables"):
-        pool.check_integrity([])
-    pool.check_integrity(held)
+        blocks.check_integrity([])
+    blocks.check_integrity(held)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=60),
-    st.integers(1, 30),
-    st.integers(1, 8),
-)
-def test_no_history_leaks_or_doubles(
-    moves: list[tuple[int, int]], num_blocks: int, block_size: int
-) -> None:
-    blocks = BlockManager(num_blocks=num_blocks, block_size=block_size)
-    for seq_id, num_tokens in moves:
-        if num_tokens == 0:
-            blocks.release(seq_id)
-        elif blocks.grow(seq_id, num_tokens) is not None:
-            assert len(blocks.block_ids(seq_id)) * block_size >= num_tokens
-        blocks.check_integrity()
-    held = [block for seq_id in range(6) for block in blocks.block_ids(seq_id)]
-    assert len(held) == len(set(held)) == blocks.num_used_blocks
+def test_cached_blocks_go_only_when_no_empty_one_is_left() -> None:
+    evicted: list[int] = []
+    blocks = pool(4, evicted)
+    first, second, third = blocks.allocate(3)
+    for block_id in (second, first):
+        blocks.contents[block_id] = CachedBlock(parent=b"", tokens=b"")
+        blocks.release(block_id)
+    assert (blocks.num_available, blocks.num_cached, blocks.num_held) == (3, 2, 1)
+    assert blocks.allocate(1) == [3]
+    assert evicted == []
+    blocks.hold(second)  # somebody shares it: the other one is now the oldest
+    blocks.release(second)
+    assert blocks.allocate(2) == [first, second]
+    assert evicted == [first, second]
+    blocks.check_integrity([third, 3, first, second])
+
+
+def test_eviction_order_agrees_with_sorting() -> None:
+    rng = random.Random(2)
+    order = EvictionOrder()
+    known: dict[int, tuple[Tag | None, int]] = {}
+    expired_at: dict[int, int] = {}
+    now = 0.0
+    for tick in range(5000):
+        now += 0.1
+        for block_id, (tag, _) in known.items():
+            if tag is not None and tag.expires_s <= now:
+                expired_at.setdefault(block_id, tick)
+        action = rng.random()
+        if action < 0.5 and len(known) < 60:
+            block_id = rng.choice([number for number in range(80) if number not in known])
+            tag = Tag(now + rng.random() * 8, rng.randint(0, 2)) if rng.random() < 0.7 else None
+            known[block_id] = (tag, tick)
+            order.add(block_id, tag)
+        elif known:
+            if action < 0.7:
+                block_id = rng.choice(sorted(known))
+                order.remove(block_id)
+            else:
+                block_id = order.pop(now)
+                tag, _ = known[block_id]
+                expired = [other for other in known if other in expired_at]
+                plain = [other for other, (own, _) in known.items() if own is None]
+                if expired:
+                    assert block_id in expired
+                elif plain:
+                    assert block_id == min(plain, key=lambda other: known[other][1])
+                else:
+                    assert tag is not None
+                    least = min(own.priority for own, _ in known.values() if own is not None)
+                    equals = [
+                        other
+                        for other, (own, _) in known.items()
+                        if own is not None and own.priority == least
+                    ]
+                    assert block_id == min(equals, key=lambda other: known[other][1])
+            del known[block_id]
+            expired_at.pop(block_id, None)
+        assert len(order) == len(known)
+        assert all(block_id in order for block_id in known)
+    with pytest.raises(KeyError):
+        EvictionOrder().pop(0.0)
+
+
+def test_a_plan_reads_before_it_writes() -> None:
+    device, host = pool(6), pool(3)
+    plan = MovePlan(device, host)
+    source, target, later = device.allocate(3)
+    (saved,) = host.allocate(1)
+    plan.copy(source, target)
+    device.release(source)
+    assert device.ref_counts[source] == 1, "held until the copy is handed over"
+    assert (plan.num_holders(source), plan.is_pending(target)) == (0, True)
+    # What is yet to be copied is saved from where it still is.
+    plan.swap_out(target, saved)
+    plan.cancel(target)
+    plan.swap_in(saved, later)
+    host.release(saved)
+    assert plan.take() == BlockMoves(
+        swap_outs=((source, saved),), swap_ins=((saved, later),), copies=()
+    )
+    assert device.ref_counts[source] == host.ref_counts[saved] == 0
+    assert not plan.take()
+
+
+def test_keys_stand_for_everything_before_them() -> None:
+    tokens = pack([1, 2, 3])
+    assert block_key(root_key(b"a", b"bc"), tokens) != block_key(root_key(b"ab", b"c"), tokens)
+    # Stable across processes and machines: SHA-256 over the parent and little-endian words.
+    # (sha256 of 32 zero bytes, 01 00 00 00, 02 00 00 00, by another program.)
+    known = "e7ca17d6581d126af7e0c8574cdd8987ed93319969b54a5e2a272d585a38f3ea"
+    assert block_key(bytes(32), pack([1, 2])).hex() == known
+    assert pack([1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
+
+
+def test_the_longest_tail_is_found_among_siblings() -> None:
+    cache = PrefixCache()
+    children = [CachedBlock(parent=b"p", tokens=pack(tokens)) for tokens in
+                ([1, 2], [1, 2, 3, 4], [1, 9, 9], [256, 2])]  # fmt: skip
+    for child in children:
+        cache.insert(child)
+
+    def tail(tokens: list[int], *, but: CachedBlock | None = None) -> tuple[int, int] | None:
+        found = cache.longest_tail(b"p", pack(tokens), is_usable=lambda block: block is not but)
+        return None if found is None else (children.index(found[0]), found[1])
+
+    assert tail([1, 2, 3, 9]) == (1, 3)
+    assert tail([1, 2, 3, 9], but=children[1]) == (0, 2)
+    assert tail([0, 2]) is None  # shares bytes of the first word, but no token
+    assert tail([1, 9]) == (2, 2)
+    for child in children:
+        cache.remove(child)
+    assert tail([1]) is None
+    assert not cache.has_children(b"p")

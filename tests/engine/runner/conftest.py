@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from penstock.engine.batch import Batch, BatchResult, BlockMoves, ScheduledSequence, SequenceEntry
-from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from penstock.engine.request import SamplingParams
 from penstock.engine.runner.model_runner import ModelRunner
 
@@ -19,10 +19,21 @@ BLOCK_SIZE = 4
 class Driver:
     """Feeds a runner batches by hand and keeps the tokens of every sequence."""
 
-    def __init__(self, path: Path, *, num_blocks: int = 80, max_model_len: int = 128) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_blocks: int = 80,
+        num_host_blocks: int = 40,
+        max_model_len: int = 128,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
         config = EngineConfig(
             model=ModelConfig(max_model_len=max_model_len),
-            cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
+            cache=CacheConfig(
+                block_size=BLOCK_SIZE, num_blocks=num_blocks, num_host_blocks=num_host_blocks
+            ),
+            device=DeviceConfig(device=device, num_threads=1),
         )
         self.runner = ModelRunner(config, path, eos_token_ids=(2,))
         self.tokens: dict[int, list[int]] = {}
@@ -33,6 +44,11 @@ class Driver:
         self._entering: set[int] = set()
         self._left: list[int] = []
         self._free = list(range(num_blocks))
+        self._free_host = list(range(num_host_blocks))
+        self._parked: dict[int, list[int]] = {}
+        self._unsent: dict[int, list[int]] = {}
+        self._swap_outs: list[tuple[int, int]] = []
+        self._swap_ins: list[tuple[int, int]] = []
         self._step = 0
 
     def add(self, seq_id: int, prompt: Sequence[int], **params: Any) -> None:
@@ -46,6 +62,20 @@ class Driver:
         self.leave(seq_id)
         self._enter(seq_id)
 
+    def park(self, seq_id: int) -> None:
+        """Give its blocks up at once: the next step saves them in host memory first."""
+        table = self.tables[seq_id]
+        self._parked[seq_id] = [self._free_host.pop(i % 2 - 1) for i in range(len(table))]
+        self._swap_outs += zip(table, self._parked[seq_id], strict=True)
+        self.leave(seq_id)
+
+    def resume(self, seq_id: int) -> None:
+        """Its next step enters it anew with what `park` saved."""
+        parked = self._parked.pop(seq_id)
+        self.tables[seq_id] = self._unsent[seq_id] = self._take(len(parked))
+        self._swap_ins += zip(parked, self.tables[seq_id], strict=True)
+        self._entering.add(seq_id)
+
     def leave(self, seq_id: int) -> None:
         self._free.extend(self.tables.pop(seq_id))
         self._left.append(seq_id)
@@ -58,9 +88,15 @@ class Driver:
             step=self._step,
             scheduled=tuple(self._schedule(*share) for share in shares.items()),
             left_seq_ids=tuple(self._left),
-            moves=BlockMoves(copies=tuple(copies)),
+            moves=BlockMoves(
+                swap_outs=tuple(self._swap_outs),
+                swap_ins=tuple(self._swap_ins),
+                copies=tuple(copies),
+            ),
         )
-        self._left.clear()
+        self._free_host += [host for host, _ in self._swap_ins]
+        for sent in (self._left, self._swap_outs, self._swap_ins):
+            sent.clear()
         self._step += 1
         result = self.runner.execute(batch)
         assert result.step == batch.step
@@ -81,9 +117,8 @@ class Driver:
         if num_new < 0:
             num_new = len(self.tokens[seq_id]) - computed
         num_missing = -(-(computed + num_new) // BLOCK_SIZE) - len(self.tables[seq_id])
-        # Taken from both ends, so that tables are anything but consecutive.
-        new_block_ids = [self._free.pop(0 if i % 2 else -1) for i in range(num_missing)]
-        self.tables[seq_id] += new_block_ids
+        new_block_ids = self._take(num_missing)
+        self.tables[seq_id] = self.tables[seq_id] + new_block_ids
         self._computed[seq_id] = computed + num_new
         entry = None
         if seq_id in self._entering:
@@ -91,16 +126,22 @@ class Driver:
             entry = SequenceEntry(
                 token_ids=tuple(self.tokens[seq_id]),
                 num_prompt_tokens=self._prompts[seq_id],
-                num_computed_tokens=0,
+                num_computed_tokens=computed,
                 index=0,
                 params=self._params[seq_id],
+                num_logprobs=self._params[seq_id].num_logprobs,
+                num_prompt_logprobs=self._params[seq_id].prompt_logprobs,
             )
         return ScheduledSequence(
             seq_id=seq_id,
             num_new_tokens=num_new,
-            new_block_ids=tuple(new_block_ids),
+            new_block_ids=(*self._unsent.pop(seq_id, ()), *new_block_ids),
             entry=entry,
         )
+
+    def _take(self, num_blocks: int) -> list[int]:
+        """From both ends, so that tables are anything but consecutive."""
+        return [self._free.pop(0 if i % 2 else -1) for i in range(num_blocks)]
 
 
 @pytest.fixture

@@ -1,15 +1,21 @@
-"""The size of the KV pool, and what is said when it cannot hold one context."""
+"""The sizes of the KV pool and of the host tier, and what is said when memory does not do."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from penstock.engine.errors import ConfigError
 from penstock.engine.models.loader import load_model
-from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks
-from penstock.engine.runner.memory import available_bytes
+from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks, choose_num_host_blocks
+from penstock.engine.runner.memory import available_bytes, free_cpu_bytes
 from penstock.engine.runner.model_runner import ModelRunner
 
 # 2 layers × 2 × 16 tokens × 2 heads × 8 numbers × 4 bytes
@@ -97,3 +103,104 @@ def test_cpu_share(tiny_checkpoint):
     model = load_model(ModelConfig(), tiny_checkpoint(), torch.device("cpu"))
     num_bytes = available_bytes(EngineConfig(), model, SHAPE)
     assert 0 < num_bytes <= 2 << 30
+
+
+# -- the host tier --------------------------------------------------------------------------
+
+GIB = 1 << 30
+BLOCKS_PER_GIB = GIB // BLOCK
+
+
+def choose_host(
+    config: EngineConfig, *, free: int = 64 * GIB, num_blocks: int = 1 << 20, device: str = "cpu"
+) -> int:
+    return choose_num_host_blocks(
+        config,
+        SHAPE,
+        num_blocks=num_blocks,
+        free_bytes=free,
+        device=torch.device(device),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({}, BLOCKS_PER_GIB),
+        ({"device": "cuda"}, 4 * BLOCKS_PER_GIB),
+        ({"free": 2 * GIB}, BLOCKS_PER_GIB // 2),
+        ({"free": 2 * GIB, "device": "cuda"}, BLOCKS_PER_GIB // 2),
+        ({"num_blocks": 100}, 400),
+        ({"free": 0}, 0),
+    ],
+)
+def test_the_host_tier_is_moderate_by_default(options, blocks):
+    assert choose_host(EngineConfig(), **options) == blocks
+
+
+@pytest.mark.parametrize(
+    ("cache", "blocks"),
+    [
+        (CacheConfig(swap_space=20), 20 * BLOCKS_PER_GIB),
+        (CacheConfig(swap_space=1.5 / BLOCKS_PER_GIB), 1),
+        (CacheConfig(num_host_blocks=12345), 12345),
+        (CacheConfig(num_host_blocks=3, swap_space=0), 3),
+        (CacheConfig(num_host_blocks=0, swap_space=2), 0),
+        (CacheConfig(swap_space=0), 0),
+    ],
+)
+def test_the_host_tier_that_is_asked_for(cache, blocks):
+    assert choose_host(EngineConfig(cache=cache), num_blocks=10) == blocks
+
+
+@pytest.mark.parametrize(
+    ("caching", "preemption", "is_wanted"),
+    [
+        (True, "auto", True),
+        (False, "auto", True),
+        (False, "swap", True),
+        (True, "recompute", True),
+        (False, "recompute", False),
+    ],
+)
+def test_nothing_is_taken_that_nothing_would_use(caching, preemption, is_wanted):
+    config = EngineConfig(
+        cache=CacheConfig(enable_prefix_caching=caching, num_host_blocks=7),
+        scheduler=SchedulerConfig(preemption=preemption),
+    )
+    assert choose_host(config) == (7 if is_wanted else 0)
+
+
+@pytest.mark.parametrize(
+    ("cache", "flag"),
+    [
+        (CacheConfig(num_host_blocks=BLOCKS_PER_GIB), "--num-host-blocks"),
+        (CacheConfig(swap_space=1), "--swap-space"),
+    ],
+)
+def test_a_host_tier_beyond_what_is_free(cache, flag):
+    config = EngineConfig(cache=cache)
+    assert choose_host(config, free=GIB) == BLOCKS_PER_GIB
+    with pytest.raises(ConfigError, match=f"1,073,741,824 bytes.*1,073,741,823.*lower {flag}"):
+        choose_host(config, free=GIB - 1)
+
+
+def test_the_device_pool_counts_against_the_machine(tiny_checkpoint):
+    """On a CPU both tiers lie in the same memory, and neither is touched yet."""
+    pool_blocks = free_cpu_bytes() * 2 // 3 // BLOCK
+    cache = CacheConfig(num_blocks=pool_blocks, num_host_blocks=pool_blocks)
+    config = EngineConfig(cache=cache, device=DeviceConfig(device="cpu"))
+    with pytest.raises(ConfigError, match=r"host tier.*lower --num-host-blocks"):
+        ModelRunner(config, tiny_checkpoint(num_attention_heads=8, head_dim=8))
+
+
+def test_the_runner_says_what_it_has(tiny_checkpoint):
+    for num_host_blocks in (0, 9):
+        config = EngineConfig(
+            cache=CacheConfig(num_blocks=20, num_host_blocks=num_host_blocks),
+            device=DeviceConfig(device="cpu"),
+        )
+        info = ModelRunner(config, tiny_checkpoint()).info
+        assert info.num_host_blocks == num_host_blocks
+        assert info.bytes_per_block == 2 * 2 * 16 * 2 * 16 * 4
+        assert (info.block_move_s > 0) == (num_host_blocks > 0)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.batch import Batch, BlockMoves, ScheduledSequence, SequenceEntry
+from penstock.engine.batch import Batch
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.executor.in_process import InProcessExecutor
-from penstock.engine.request import SamplingParams
 from penstock.engine.runner.model_runner import ModelRunner
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -141,31 +140,38 @@ def test_a_sampled_token_is_used_before_policy_has_seen_it(tiny_checkpoint, driv
     assert ahead.tokens[1][-1] == behind.tokens[1][-1]
 
 
-def test_a_fork_goes_on_from_copied_blocks(tiny_checkpoint, driver):
-    """A second sequence enters with the first one's KV already in blocks of its own."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_known_sequence_may_enter_anew(leaves, tiny_checkpoint, driver):
+    """With other tokens and other blocks, whether or not the same batch says that it left."""
+    drive, fresh = driver(tiny_checkpoint()), driver(tiny_checkpoint())
+    drive.add(1, prompt(20))
+    drive.add(2, prompt(5, 2))
+    drive.step({1: -1, 2: -1})
+    drive.step({1: 1, 2: 1})
+    drive.leave(1)
+    if not leaves:
+        drive._left.clear()
+    drive.add(1, prompt(11, 4))
+    fresh.add(1, prompt(11, 4))
+    fresh.step({1: -1})
+    drive.step({1: -1, 2: 1})
+    for _ in range(6):
+        fresh.step({1: 1})
+        drive.step({1: 1, 2: 1})
+    assert drive.output(1) == fresh.output(1)
+    for seq_id in (1, 2):
+        drive.leave(seq_id)
+    drive.step({})
+    rows = drive.runner._batch._free_rows
+    assert sorted(rows) == list(range(len(rows))) == list(range(128))
+
+
+def test_whoever_left_may_never_have_been_here(tiny_checkpoint, driver):
     drive = driver(tiny_checkpoint())
-    drive.add(1, prompt(10))
-    drive.step({1: -1})
-    parent, num_blocks = drive.tables[1], drive.runner.info.num_blocks
-    fork = [block for block in range(num_blocks) if block not in parent][: len(parent)]
-    entry = SequenceEntry(
-        token_ids=tuple(drive.tokens[1]),
-        num_prompt_tokens=10,
-        num_computed_tokens=10,
-        index=1,
-        params=SamplingParams(temperature=0.0),
-    )
-    share = {"num_new_tokens": 1, "new_block_ids": tuple(fork), "entry": entry}
-    batch = Batch(
-        step=1,
-        scheduled=(
-            ScheduledSequence(seq_id=1, num_new_tokens=1),
-            ScheduledSequence(seq_id=2, **share),
-        ),
-        moves=BlockMoves(copies=tuple(zip(parent, fork, strict=True))),
-    )
-    result = drive.runner.execute(batch)
-    assert result.token_ids[1] == result.token_ids[2]
+    assert drive.runner.execute(Batch(step=0, scheduled=(), left_seq_ids=(5, 6))).token_ids == {}
+    drive.add(1, prompt(4))
+    drive._left += [8, 1]
+    assert set(drive.step({1: -1}).token_ids) == {1}
 
 
 def test_logprobs_and_min_tokens_reach_the_recipe(tiny_checkpoint, driver):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def row(
         token_ids=list(token_ids),
         num_prompt_tokens=num_prompt,
         index=index,
+        num_logprobs=params.get("logprobs"),
     )
 
 
@@ -275,3 +277,27 @@ def test_logprobs_of_the_chosen_token_alone():
     (result,) = sample(random_logits(1, 10), [row(logprobs=0)])
     assert result.logprobs is not None
     assert result.logprobs.top == ()
+
+
+def test_logprobs_are_of_the_number_the_row_says():
+    """A beam search takes far more than a user may ask for; the parameters do not decide."""
+    logits = random_logits(4, 1000)
+    rows = [
+        replace(row(seed=seed, logprobs=logprobs), num_logprobs=count)
+        for seed, (logprobs, count) in enumerate([(None, 200), (5, None), (3, 200), (None, 0)])
+    ]
+    results = [result.logprobs for result in sample(logits.clone(), rows)]
+    assert results[1] is None
+    expected = logits.log_softmax(-1)
+    for place, count in ((0, 200), (2, 200), (3, 0)):
+        entry = results[place]
+        assert entry is not None
+        values, token_ids = expected[place].topk(count)
+        assert [token_id for token_id, _ in entry.top] == token_ids.tolist()
+        assert [value for _, value in entry.top] == values.tolist()
+
+
+def test_more_logprobs_than_tokens():
+    (result,) = sample(random_logits(1, 10), [replace(row(), num_logprobs=200)])
+    assert result.logprobs is not None
+    assert {token_id for token_id, _ in result.logprobs.top} == set(range(10))

@@ -1,0 +1,128 @@
+"""What is in the blocks: contents found by the tokens before and in them.
+
+A full block has a key: SHA-256 over its parent's key and its token ids, so a key stands for every
+token up to the block's end. The chain begins at a root that stands for everything else the KV
+depends on (`root_key`). The last, partly filled block of a sequence that ended is kept under its
+parent without a key of its own.
+
+Source: automatic prefix caching as in vLLM; RadixAttention (SGLang, Zheng et al., 2024) for
+sharing to the token.
+
+Knows tokens and keys; ids of blocks are carried, not understood.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.engine.blocks.eviction import Tag
+
+_TOKEN_BYTES = 4
+_MAX_TAILS = 32  # children of one block that are compared, newest first
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """The content of one block: computed once, then never changed, in up to two places at once.
+
+    Attributes:
+        parent: key of the block before it, or the root.
+        tokens: its token ids, packed (`pack`).
+        key: None if the block is not full.
+        device_id, host_id: where its bytes are; the same bytes if in both.
+        tag: how long it is wanted.
+    """
+
+    parent: bytes
+    tokens: bytes
+    key: bytes | None = None
+    device_id: int | None = None
+    host_id: int | None = None
+    tag: Tag | None = None
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Token ids as 32-bit words, to be hashed and compared."""
+    return array("I", token_ids).tobytes()
+
+
+def root_key(*parts: bytes) -> bytes:
+    """The start of a chain. Each part is hashed with its length, so none can imitate another."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def block_key(parent: bytes, tokens: bytes) -> bytes:
+    """The key of a full block of packed tokens."""
+    return hashlib.sha256(parent + tokens).digest()
+
+
+class PrefixCache:
+    """The contents that can be found, by key and by parent."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, CachedBlock] = {}
+        self._children: dict[bytes, dict[CachedBlock, None]] = {}  # oldest first
+
+    def __iter__(self) -> Iterator[CachedBlock]:
+        for children in self._children.values():
+            yield from children
+
+    def get(self, key: bytes) -> CachedBlock | None:
+        """The content of a full block."""
+        return self._by_key.get(key)
+
+    def insert(self, block: CachedBlock) -> None:
+        """Make a content findable. There is none with its key."""
+        if block.key is not None:
+            assert block.key not in self._by_key, "a key stands for one content"
+            self._by_key[block.key] = block
+        self._children.setdefault(block.parent, {})[block] = None
+
+    def remove(self, block: CachedBlock) -> None:
+        """Forget a content; KeyError if it is not here."""
+        siblings = self._children[block.parent]
+        del siblings[block]
+        if not siblings:
+            del self._children[block.parent]
+        if block.key is not None:
+            del self._by_key[block.key]
+
+    def has_children(self, key: bytes) -> bool:
+        return key in self._children
+
+    def children(self, key: bytes) -> list[CachedBlock]:
+        """What continues a block directly."""
+        return list(self._children.get(key, ()))
+
+    def longest_tail(
+        self, parent: bytes, tokens: bytes, *, is_usable: Callable[[CachedBlock], bool]
+    ) -> tuple[CachedBlock, int] | None:
+        """The child of `parent` that begins with most of the packed tokens, and how many.
+
+        None if no usable child shares even the first.
+        """
+        best: tuple[CachedBlock, int] | None = None
+        longest = 0
+        for number, child in enumerate(reversed(self._children.get(parent, {}))):
+            if number == _MAX_TAILS:
+                break
+            shared = _num_shared(child.tokens, tokens)
+            if shared > longest and is_usable(child):
+                best, longest = (child, shared), shared
+        return best
+
+
+def _num_shared(left: bytes, right: bytes) -> int:
+    """Token ids that two packed lists begin with in common."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length // _TOKEN_BYTES
+    if left[:_TOKEN_BYTES] != right[:_TOKEN_BYTES]:
+        return 0
+    return next(i for i in range(length) if left[i] != right[i]) // _TOKEN_BYTES

@@ -1,0 +1,228 @@
+"""A sequence's tokens against what is cached: what can be shared, and what it leaves behind.
+
+Works on the chain of keys in a `BlockTable`, which it extends as far as it needs. Off, it finds
+and leaves nothing. Not known here: who holds blocks, and how many are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+
+from penstock.engine.blocks.block_table import BlockTable
+from penstock.engine.blocks.eviction import Tag
+from penstock.engine.blocks.prefix_cache import CachedBlock, block_key, pack, root_key
+from penstock.engine.blocks.tiers import Tiers
+from penstock.engine.request import Retention, Sequence
+
+Tail = tuple[CachedBlock, int]  # a content to copy, and how many of its tokens are of use
+
+
+class Prefixes:
+    """Finds, leaves, tags and drops the contents of sequences' blocks.
+
+    Args: see `BlockManager`.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        block_size: int,
+        *,
+        is_on: bool,
+        cache_root: bytes,
+        is_length_bound: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._block_size = block_size
+        self._is_on = is_on
+        self._cache_root = cache_root
+        self._is_length_bound = is_length_bound
+        self._clock = clock
+
+    # -- finding ----------------------------------------------------------------------------
+
+    def root_of(self, sequence: Sequence) -> bytes:
+        """Where the sequence's chain begins."""
+        request = sequence.request
+        return self._root(
+            request.cache_salt, request.adapter, num_prompt_tokens=sequence.num_prompt_tokens
+        )
+
+    def find(self, table: BlockTable, sequence: Sequence) -> tuple[list[CachedBlock], Tail | None]:
+        """Cached full blocks the sequence begins with, and one that begins as it goes on then.
+        At least one token is left to compute."""
+        found: list[CachedBlock] = []
+        # Log-probabilities of the prompt need every prompt token computed.
+        if not self._is_on or sequence.wants_prompt_logprobs:
+            return found, None
+        last = len(sequence.token_ids) - 1
+        for number in range(last // self._block_size):
+            block = self._tiers.cache.get(self._key(table, sequence.token_ids, number))
+            if block is None:
+                break
+            found.append(block)
+        start = len(found) * self._block_size
+        end = min(start + self._block_size, last)
+        if start >= end:
+            return found, None
+        return found, self._tiers.cache.longest_tail(
+            self._parent(table, len(found)),
+            pack(sequence.token_ids[start:end]),
+            is_usable=self._tiers.is_copyable,
+        )
+
+    def count_hits(self, sequence: Sequence, num_cached: int, num_from_host: int) -> None:
+        """Note what a sequence found, if it is here for the first time: later it finds its own."""
+        request = sequence.request
+        num_given = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if not self._is_on or len(sequence.token_ids) != num_given:
+            return
+        counters = self._tiers.counters
+        counters.prefix_queries += num_given
+        counters.prefix_hits += num_cached
+        counters.prefix_host_hits += num_from_host
+        sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+
+    # -- leaving ----------------------------------------------------------------------------
+
+    def commit(self, table: BlockTable, sequence: Sequence, *, is_fresh: bool) -> None:
+        """Make the full blocks findable whose tokens are known and computed, and the partly
+        filled one at a prompt's end."""
+        num_full = _num_known(sequence) // self._block_size
+        first, sequence.num_committed_blocks = sequence.num_committed_blocks, num_full
+        if not self._is_on:
+            return
+        for number in range(first, num_full):
+            key = self._key(table, sequence.token_ids, number)
+            device_id = table.block_ids[number]
+            self._forget_tail(device_id)
+            # Computed twice at once, the first is found; the other stays its owner's.
+            if self._tiers.device.contents[device_id] is None and not self._tiers.cache.get(key):
+                block = CachedBlock(
+                    parent=self._parent(table, number),
+                    tokens=self._packed(sequence.token_ids, number),
+                    key=key,
+                )
+                self._tiers.publish(block, device_id, is_fresh=is_fresh)
+        if sequence.num_computed_tokens == sequence.num_prompt_tokens:
+            self._publish_tail(table, sequence, is_fresh=is_fresh)
+
+    def keep(self, table: BlockTable, sequence: Sequence, retention: Retention | None) -> None:
+        """A sequence leaves the device: all it computed stays findable."""
+        if self._is_on and table.block_ids:
+            self.commit(table, sequence, is_fresh=False)
+            self._publish_tail(table, sequence, is_fresh=False)
+            self.tag(table, retention)
+
+    def tag(self, table: BlockTable, retention: Retention | None) -> None:
+        """Note how long a table's contents are wanted: the longest of all who said so."""
+        now_s = self._clock()
+        pool = self._tiers.host if table.is_swapped else self._tiers.device
+        for block in filter(None, (pool.contents[block_id] for block_id in table.block_ids)):
+            if block.tag is not None and block.tag.expires_s <= now_s:
+                block.tag = None  # used again since: as good as any other
+            if retention is not None:
+                tag = Tag(now_s + retention.duration_s, retention.priority)
+                block.tag = tag if block.tag is None else tag.joined(block.tag)
+
+    def spoil(self, table: BlockTable) -> None:
+        """Let nobody find a table's contents."""
+        for device_id in table.block_ids:
+            block = self._tiers.device.contents[device_id]
+            if block is not None:
+                self._tiers.forget(block)
+
+    def drop(self, token_ids: Ordered[int], *, cache_salt: str) -> int:
+        """See `BlockManager.drop_prefix`."""
+        if not self._is_on:
+            return 0
+        root = self._root(cache_salt, None, num_prompt_tokens=len(token_ids))
+        table = BlockTable(self._block_size, root=root)
+        chain: list[CachedBlock] = []
+        for number in range(len(token_ids) // self._block_size):
+            block = self._tiers.cache.get(self._key(table, token_ids, number))
+            if block is None:
+                break
+            chain.append(block)
+        num_dropped = self._drop_tails(table, token_ids, len(chain))
+        while chain:
+            block = chain.pop()
+            assert block.key is not None
+            if self._tiers.cache.has_children(block.key) or not self._tiers.is_idle(block):
+                break
+            self._tiers.forget(block)
+            num_dropped += 1 + self._drop_tails(table, token_ids, len(chain))
+        return num_dropped
+
+    def _publish_tail(self, table: BlockTable, sequence: Sequence, *, is_fresh: bool) -> None:
+        """Make the last, partly filled block findable, to be copied by who goes on from it. Its
+        owner may go on writing behind what is published."""
+        number = sequence.num_committed_blocks
+        num_known = _num_known(sequence)
+        tokens = pack(sequence.token_ids[number * self._block_size : num_known])
+        if not tokens:
+            return
+        device_id = table.block_ids[number]
+        device = self._tiers.device
+        if self._tiers.plan.is_pending(device_id) and not is_fresh:
+            return  # a copy that was planned but will not be made
+        if device.ref_counts[device_id] > 1:
+            return  # another's too
+        self._forget_tail(device_id)
+        parent = self._parent(table, number)
+        known = self._tiers.cache.longest_tail(parent, tokens, is_usable=lambda _: True)
+        if known is None or known[1] < num_known - number * self._block_size:
+            block = CachedBlock(parent=parent, tokens=tokens)
+            self._tiers.publish(block, device_id, is_fresh=is_fresh)
+
+    def _forget_tail(self, device_id: int) -> None:
+        """There is more in the block by now than was published."""
+        block = self._tiers.device.contents[device_id]
+        if block is not None and block.key is None:
+            self._tiers.forget(block)
+
+    def _drop_tails(self, table: BlockTable, token_ids: Ordered[int], number: int) -> int:
+        """Forget the partly filled blocks in a place of a chain that hold these tokens."""
+        tokens = self._packed(token_ids, number)
+        tails = [
+            block
+            for block in self._tiers.cache.children(self._parent(table, number))
+            if block.key is None and tokens.startswith(block.tokens) and self._tiers.is_idle(block)
+        ]
+        for block in tails:
+            self._tiers.forget(block)
+        return len(tails)
+
+    # -- keys -------------------------------------------------------------------------------
+
+    def _root(self, cache_salt: str, adapter: str | None, *, num_prompt_tokens: int) -> bytes:
+        length = num_prompt_tokens if self._is_length_bound else 0
+        return root_key(
+            self._cache_root,
+            cache_salt.encode(),
+            (adapter or "").encode(),
+            length.to_bytes(8, "little"),
+        )
+
+    def _key(self, table: BlockTable, token_ids: Ordered[int], number: int) -> bytes:
+        """The key of a full block of known tokens."""
+        keys = table.keys
+        while len(keys) <= number:
+            tokens = self._packed(token_ids, len(keys))
+            keys.append(block_key(self._parent(table, len(keys)), tokens))
+        return keys[number]
+
+    def _parent(self, table: BlockTable, number: int) -> bytes:
+        """The key before a block, whose own may not be known yet."""
+        return table.keys[number - 1] if number else table.root
+
+    def _packed(self, token_ids: Ordered[int], number: int) -> bytes:
+        start = number * self._block_size
+        return pack(token_ids[start : start + self._block_size])
+
+
+def _num_known(sequence: Sequence) -> int:
+    """Tokens that are both known and computed."""
+    return min(sequence.num_computed_tokens, len(sequence.token_ids))

@@ -1,0 +1,194 @@
+"""Two tiers of blocks and the contents in them: what is found, where it is, how it moves.
+
+The device tier is computed on; the host tier keeps what the device has no room for: blocks of
+parked sequences (held, so they stay) and evicted contents (cached, so they may be dropped). A
+content may be in both; then its bytes are the same.
+
+Knows nothing of sequences and their tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.engine.batch import BlockMoves
+from penstock.engine.blocks.block_pool import BlockPool
+from penstock.engine.blocks.move_plan import MovePlan
+from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache
+
+
+@dataclass(slots=True)
+class BlockCounters:
+    """Totals since start; they only grow."""
+
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found, in either tier
+    prefix_host_hits: int = 0  # of those, tokens that came from the host tier
+    num_copied: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+
+
+class Tiers:
+    """The pools, the index of their contents, and the moves planned between them."""
+
+    def __init__(
+        self, *, num_blocks: int, num_host_blocks: int, clock: Callable[[], float]
+    ) -> None:
+        self.device = BlockPool(num_blocks, clock=clock, on_evict=self._leave_device)
+        self.host = BlockPool(num_host_blocks, clock=clock, on_evict=self._leave_host)
+        self.cache = PrefixCache()
+        self.plan = MovePlan(self.device, self.host)
+        self.counters = BlockCounters()
+        self._fresh: set[int] = set()  # device blocks whose content the coming step computes
+
+    def take_moves(self) -> BlockMoves:
+        """The moves planned since the last call; the next step must begin with them."""
+        self._fresh.clear()
+        moves = self.plan.take()
+        self.counters.num_copied += len(moves.copies)
+        self.counters.num_swapped_out += len(moves.swap_outs)
+        self.counters.num_swapped_in += len(moves.swap_ins)
+        return moves
+
+    # -- contents ---------------------------------------------------------------------------
+
+    def publish(self, block: CachedBlock, device_id: int, *, is_fresh: bool) -> None:
+        """A device block's content becomes findable.
+
+        Args:
+            is_fresh: the coming step computes it, so it can be shared but not yet copied.
+        """
+        self.cache.insert(block)
+        self._settle(block, device_id)
+        if is_fresh:
+            self._fresh.add(device_id)
+
+    def is_copyable(self, block: CachedBlock) -> bool:
+        return block.device_id not in self._fresh
+
+    def full_content(self, device_id: int) -> CachedBlock | None:
+        """What a full block holds, if it can be found. A partly filled one may hold more by now
+        than its content says."""
+        content = self.device.contents[device_id]
+        return None if content is None or content.key is None else content
+
+    def hold(self, block: CachedBlock) -> None:
+        """Keep a content where it is, on the device if it is there."""
+        if block.device_id is not None:
+            self.device.hold(block.device_id)
+        elif block.host_id is not None:
+            self.host.hold(block.host_id)
+
+    def bring(self, block: CachedBlock, device_id: int) -> None:
+        """Move a content that `hold` kept on the host to a device block."""
+        host_id = block.host_id
+        assert host_id is not None, "a content that is not on the device is on the host"
+        self.plan.swap_in(host_id, device_id)
+        self.host.release(host_id)
+        self._settle(block, device_id)
+
+    def copy(self, block: CachedBlock, device_id: int) -> None:
+        """Fill a device block with a copy of a content that `hold` kept, to be written on."""
+        if block.device_id is not None:
+            self.plan.copy(block.device_id, device_id)
+            self.device.release(block.device_id)
+        else:
+            host_id = block.host_id
+            assert host_id is not None, "a content is somewhere"
+            self.plan.swap_in(host_id, device_id)
+            self.host.release(host_id)
+
+    def forget(self, block: CachedBlock) -> None:
+        """Nobody shall find this content any more; who holds it keeps it."""
+        self.cache.remove(block)
+        if block.device_id is not None:
+            self.device.forget(block.device_id)
+        if block.host_id is not None:
+            self.host.forget(block.host_id)
+        block.device_id = block.host_id = None
+
+    def is_idle(self, block: CachedBlock) -> bool:
+        """Whether nobody holds the content in either tier."""
+        on_device = block.device_id is not None and self.device.ref_counts[block.device_id] > 0
+        on_host = block.host_id is not None and self.host.ref_counts[block.host_id] > 0
+        return not (on_device or on_host)
+
+    def _settle(self, block: CachedBlock, device_id: int) -> None:
+        block.device_id = device_id
+        self.device.contents[device_id] = block
+
+    # -- swapping ---------------------------------------------------------------------------
+
+    def save(self, device_ids: Iterable[int]) -> list[int] | None:
+        """Host blocks, held, that get the bytes of device blocks; None if there is no room.
+
+        A full block's content that is on the host already is held there and not moved again.
+        """
+        device_ids = list(device_ids)
+        known = [self._saved_place(device_id) for device_id in device_ids]
+        num_new = known.count(None)
+        num_revived = sum(
+            host_id is not None and self.host.ref_counts[host_id] == 0 for host_id in known
+        )
+        if num_new + num_revived > self.host.num_available:
+            return None
+        for host_id in known:
+            if host_id is not None:
+                self.host.hold(host_id)
+        new = self.host.allocate(num_new)
+        return [
+            self._save(device_id, new.pop()) if host_id is None else host_id
+            for device_id, host_id in zip(device_ids, known, strict=True)
+        ]
+
+    def _saved_place(self, device_id: int) -> int | None:
+        content = self.full_content(device_id)
+        return None if content is None else content.host_id
+
+    def _save(self, device_id: int, host_id: int) -> int:
+        self.plan.swap_out(device_id, host_id)
+        content = self.full_content(device_id)
+        if content is not None:
+            content.host_id = host_id
+            self.host.contents[host_id] = content
+        return host_id
+
+    # -- eviction ---------------------------------------------------------------------------
+
+    def _leave_device(self, device_id: int, block: CachedBlock) -> None:
+        """A cached content loses its device block: it goes to the host if there is room."""
+        if block.host_id is None and self.host.num_available:
+            (host_id,) = self.host.allocate(1)
+            self.plan.swap_out(device_id, host_id)
+            block.host_id = host_id
+            self.host.contents[host_id] = block
+            self.host.release(host_id)
+        block.device_id = None
+        if block.host_id is None:
+            self.cache.remove(block)
+
+    def _leave_host(self, _: int, block: CachedBlock) -> None:
+        block.host_id = None
+        if block.device_id is None:
+            self.cache.remove(block)
+
+    # -- proof ------------------------------------------------------------------------------
+
+    def check_integrity(self, device_ids: Iterable[int], host_ids: Iterable[int]) -> None:
+        """Prove both pools sound, and that index and contents tell the same story.
+
+        Args:
+            device_ids, host_ids: every block of every table, repeated as often as it is held.
+        """
+        self.device.check_integrity(device_ids)
+        self.host.check_integrity(host_ids)
+        indexed = set(self.cache)
+        for pool, place in ((self.device, "device_id"), (self.host, "host_id")):
+            placed = {getattr(block, place): block for block in indexed}
+            placed.pop(None, None)
+            contents = {i: block for i, block in enumerate(pool.contents) if block is not None}
+            assert placed == contents, f"index and contents differ on {place}"
+        for block in indexed:
+            assert block.device_id is not None or block.host_id is not None, "a content is nowhere"

@@ -1,0 +1,342 @@
+"""The engine without a server: prompts in, finished outputs back.
+
+    with LLM("Qwen/Qwen3-0.6B") as llm:
+        for output in llm.generate(["Once upon a time", "Dear diary,"]):
+            print(output.outputs[0].text)
+
+Lives here: the calls, and the loop that steps a core in this process until all prompts of a call
+are answered. Not known here: scheduling, blocks, tensors, the forms prompts come in
+(`llm_prompts`), how outputs come together (`llm_outputs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from penstock.engine.deferred_interrupt import interrupt_deferred
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import EngineDeadError, InvalidRequestError
+from penstock.engine.llm_outputs import OutputCollector, PromptOutput
+from penstock.engine.llm_prompts import (
+    Conversation,
+    Prompt,
+    Prompts,
+    TokenPrompt,
+    check_vocabulary,
+    conversations,
+    engine_config,
+    params_for,
+    tokenise,
+)
+from penstock.engine.model_files import read_generation_defaults
+from penstock.engine.request import BeamSearch, Request, RequestOutput, Retention, SamplingParams
+from penstock.engine.startup import build_core
+from penstock.engine.text import ChatTemplate, Tokenizer
+
+
+class LLM:
+    """A model in this process. Not to be shared between threads.
+
+    Every call returns one `PromptOutput` per prompt, in the order of the prompts. A prompt or
+    parameter that cannot be served refuses the whole call before anything runs. Leaving a call by
+    an exception or Ctrl-C aborts what it had begun, and the next call starts clean; only an error
+    out of the engine itself ends it.
+
+    Draws are reproducible: they depend on (seed, branch, position) alone, and the seed is 0 unless
+    given. One `SamplingParams` for several prompts counts as seed, seed + 1, …, so that equal
+    prompts get different outputs; a list of them is taken as it is. Repeating a call repeats its
+    outputs.
+
+    Args:
+        model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
+        settings: any field of the config sections by its name (`penstock.engine.config`): dtype,
+            max_model_len, num_blocks, swap_space, enable_prefix_caching, max_num_seqs, device, …
+
+    Raises:
+        ConfigError: an unknown or impossible setting, or a model that cannot be loaded.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        config = engine_config(model, settings)
+        self._core, self.info = build_core(config)
+        path = Path(self.info.model_path)
+        self.tokenizer = Tokenizer.from_directory(path)
+        self._chat_template = ChatTemplate.from_directory(path)
+        self._defaults = read_generation_defaults(path, config.model.generation_config)
+        self._end: str | None = None  # why there will be no further call
+        self._ids = itertools.count()
+
+    # -- calls ------------------------------------------------------------------------------
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What calls without parameters use: the model makers' advice, else `SamplingParams()`."""
+        advice = asdict(self._defaults)
+        del advice["eos_token_ids"]
+        return SamplingParams(
+            **{name: value for name, value in advice.items() if value is not None}
+        )
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = True,
+    ) -> list[PromptOutput]:
+        """Continue texts.
+
+        Args:
+            prompts: a text or a list of token ids (one prompt), or a list of either.
+            sampling_params: for all prompts, or one for each; None takes
+                `default_sampling_params`.
+            priority: for all or one for each, lower first; needs `scheduling_policy="priority"`.
+            use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            InvalidRequestError: something cannot be served; nothing was run.
+        """
+        tokens = self._tokenise(prompts)
+        params = params_for(self._or_default(sampling_params), len(tokens))
+        requests = self._requests(tokens, params, priority)
+        collectors = [
+            OutputCollector(request, self.tokenizer, prompt=prompt.text, context=prompt.token_ids)
+            for request, prompt in zip(requests, tokens, strict=True)
+        ]
+        return self._run(collectors, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PromptOutput]:
+        """Answer conversations, each written out by the model's chat template.
+
+        Args:
+            messages: one conversation (a list of messages with `role` and `content`), or several.
+            chat_template: a template to use instead of the model's.
+            chat_template_kwargs: further variables for the template.
+
+        Raises:
+            InvalidRequestError: a template refuses its conversation, or as for `generate`.
+        """
+        texts = [
+            self._chat_template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                template=chat_template,
+                kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations(messages)
+        ]
+        tokens = [
+            TokenPrompt(tuple(self.tokenizer.encode(text, add_special_tokens=False)), text)
+            for text in texts  # a template writes the special tokens itself
+        ]
+        params = params_for(self._or_default(sampling_params), len(tokens))
+        collectors = [
+            OutputCollector(request, self.tokenizer, prompt=text)
+            for request, text in zip(self._requests(tokens, params), texts, strict=True)
+        ]
+        return self._run(collectors, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        search: BeamSearch,
+        *,
+        max_tokens: int = 16,
+        n: int | None = None,
+        ignore_eos: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[PromptOutput]:
+        """The likeliest continuations, best first, with their scores.
+
+        For stop tokens, log-probabilities or `min_tokens` use `generate` with
+        `SamplingParams(beam_search=…)`.
+
+        Args:
+            n: hypotheses to return; None returns all `search.width`.
+
+        Raises:
+            InvalidRequestError: as for `generate`.
+        """
+        params = SamplingParams(
+            beam_search=search,
+            n=search.width if n is None else n,
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+        )
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def warm(self, prompts: Prompts, *, retention: Retention | None = None) -> None:
+        """Compute prompts and leave their KV in the prefix cache for calls to come.
+
+        Args:
+            retention: how long it is worth keeping.
+
+        Raises:
+            InvalidRequestError: as for `generate`.
+        """
+        tokens = self._tokenise(prompts)
+        params = [SamplingParams(max_tokens=0)] * len(tokens)
+        requests = self._requests(tokens, params, retention=retention)
+        self._run(
+            [OutputCollector(request, self.tokenizer) for request in requests], use_tqdm=False
+        )
+
+    def drop_prefix(self, prompt: Prompt) -> int:
+        """Forget the cached KV of these tokens, from their end back to where others branch off
+        (so give an answered prompt with its answer); the number of blocks forgotten."""
+        (tokens,) = self._tokenise([prompt])
+        return self._require_core().drop_prefix(tokens.token_ids)
+
+    def close(self) -> None:
+        """Give the device back. No call may follow."""
+        if self._end is None:
+            self._end = "this LLM is closed"
+            self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- their parts ------------------------------------------------------------------------
+
+    def _require_core(self) -> EngineCore:
+        if self._end is not None:
+            raise EngineDeadError(self._end)
+        return self._core
+
+    def _tokenise(self, prompts: Prompts) -> list[TokenPrompt]:
+        return tokenise(prompts, self.tokenizer, vocab_size=self.info.vocab_size)
+
+    def _or_default(
+        self, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | Sequence[SamplingParams]:
+        return self.default_sampling_params if params is None else params
+
+    def _requests(
+        self,
+        prompts: Sequence[TokenPrompt],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int] = 0,
+        *,
+        retention: Retention | None = None,
+    ) -> list[Request]:
+        arrival_s = time.time()
+        return [
+            Request(
+                request_id=str(next(self._ids)),
+                prompt_token_ids=prompt.token_ids,
+                sampling_params=self._checked(own),
+                arrival_s=arrival_s,
+                priority=band,
+                retention=retention,
+            )
+            for prompt, own, band in zip(
+                prompts, params, self._priorities(priority, len(prompts)), strict=True
+            )
+        ]
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        size = self.info.vocab_size
+        check_vocabulary(params.logit_bias, size, param="logit_bias")
+        check_vocabulary(params.stop_token_ids, size, param="stop_token_ids")
+        return params
+
+    def _priorities(self, priority: int | Sequence[int], num_prompts: int) -> Sequence[int]:
+        bands = [priority] * num_prompts if isinstance(priority, int) else priority
+        if len(bands) != num_prompts:
+            raise InvalidRequestError(
+                f"{len(bands)} priorities for {num_prompts} prompts", param="priority"
+            )
+        if any(bands) and self.info.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                'priority needs LLM(scheduling_policy="priority")', param="priority"
+            )
+        return bands
+
+    def _run(self, collectors: Sequence[OutputCollector], *, use_tqdm: bool) -> list[PromptOutput]:
+        """Step the core until every collector is done."""
+        live = {collector.request.request_id: collector for collector in collectors}
+        with (
+            interrupt_deferred() as deliver_interrupt,
+            self._submitted(live),
+            _Progress(len(live), is_shown=use_tqdm) as progress,
+        ):
+            while live:
+                for output in self._step():
+                    collector = live[output.request_id]
+                    if collector.take(output):
+                        self._core.abort(output.request_id, index=output.index)
+                    if collector.is_done:
+                        del live[output.request_id]
+                    progress.count(output, is_done=collector.is_done)
+                deliver_interrupt()
+        return [collector.result() for collector in collectors]
+
+    @contextmanager
+    def _submitted(self, live: Mapping[str, OutputCollector]) -> Iterator[None]:
+        """Requests handed to the core; those still live at the end are aborted."""
+        core = self._require_core()
+        try:
+            for place, collector in enumerate(live.values()):
+                try:
+                    core.add(collector.request)
+                except InvalidRequestError as error:
+                    where = f"prompt {place}: " if len(live) > 1 else ""
+                    raise type(error)(f"{where}{error}", param=error.param) from error
+            yield
+        finally:
+            if self._end is None:
+                for request_id in live:
+                    core.abort(request_id)
+
+    def _step(self) -> list[RequestOutput]:
+        assert self._core.has_work(), "the core forgot a request"
+        try:
+            return self._core.step()
+        except BaseException as error:
+            # Plan and device may now disagree about what the blocks hold.
+            self._end = f"the engine failed ({type(error).__name__}: {error}); make a new LLM"
+            raise
+
+
+class _Progress:
+    """A bar of prompts done, with tokens per second."""
+
+    def __init__(self, num_prompts: int, *, is_shown: bool) -> None:
+        self._bar = tqdm(total=num_prompts, unit="prompt", disable=not is_shown)
+        self._num_tokens = 0
+        self._started_s = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def count(self, output: RequestOutput, *, is_done: bool) -> None:
+        self._num_tokens += len(output.token_ids)
+        if is_done:
+            rate = self._num_tokens / (time.monotonic() - self._started_s)
+            self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            self._bar.update()

@@ -1,0 +1,197 @@
+"""What `LLM` gives back, and how it comes together from the core's iterations.
+
+Lives here: text and stop strings of every output, the choice of the likeliest, the result's shape.
+Not known here: the core, prompts that are still text, progress bars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.engine.errors import EngineError
+from penstock.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from penstock.engine.text import OutputText, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One output of one prompt.
+
+    Attributes:
+        index: of a beam search and of `best_of` the rank, likeliest first; else the branch.
+        text: without the stop string or stop token, unless `include_stop_str_in_output`.
+        token_ids: with the token that ended it; what followed a stop string is left out.
+        logprobs: one entry per token; None unless asked for.
+        cumulative_logprob: their sum; None where log-probabilities were not computed.
+        score: of a beam search (see `BeamSearch.length_penalty`); else None.
+        finish_reason: `stop` or `length`.
+        stop_reason: the stop string, EOS id or stop token id that ended it; None at the limit.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    cumulative_logprob: float | None
+    score: float | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOutput:
+    """All outputs of one prompt.
+
+    Attributes:
+        prompt: its text, with a conversation as the chat template wrote it; None if it was given
+            as token ids.
+        prompt_logprobs: of every prompt token from the second on; None unless asked for.
+        num_cached_tokens: prompt tokens whose KV was reused instead of computed.
+        finished: always True: calls return when everything has ended.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class _Branch:
+    """One output while it grows."""
+
+    decoder: OutputText
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def take(self, output: RequestOutput, *, speaks_stop_token: bool) -> None:
+        # A token that ended the branch counts, but carries no text.
+        is_silent = output.stop_token_id is not None and not speaks_stop_token
+        spoken = output.token_ids[:-1] if is_silent else output.token_ids
+        pushed = self.decoder.push(spoken)
+        self.text += pushed.text
+        if pushed.stop is not None:
+            self._keep(output, pushed.num_tokens)
+            self._end(FinishReason.STOP, pushed.stop)
+            return
+        self._keep(output, len(output.token_ids))
+        self.score = output.score
+        if output.finish_reason is not None:
+            rest = self.decoder.finish()
+            self.text += rest.text
+            if rest.stop is None:
+                self._end(output.finish_reason, output.stop_token_id)
+            else:
+                self._end(FinishReason.STOP, rest.stop)
+
+    def _keep(self, output: RequestOutput, num_tokens: int) -> None:
+        self.token_ids += output.token_ids[:num_tokens]
+        self.logprobs += output.logprobs[:num_tokens]
+
+    def _end(self, reason: FinishReason, stop: str | int | None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop
+
+
+class OutputCollector:
+    """The outputs of one request while they grow.
+
+    Args:
+        prompt: its text, if there is one.
+        context: ids that the outputs continue as text (see `OutputText`).
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        prompt: str | None = None,
+        context: Sequence[int] = (),
+    ) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.is_done = False
+        self._prompt = prompt
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._num_cached_tokens = 0
+        num_branches = params.n if params.beam_search is not None else params.num_branches
+        self._branches = [
+            _Branch(OutputText(tokenizer, params, context=context)) for _ in range(num_branches)
+        ]
+
+    def take(self, output: RequestOutput) -> bool:
+        """Take in one iteration of one branch.
+
+        Returns:
+            whether the branch has ended here, by a stop string, while the core still runs it.
+
+        Raises:
+            EngineError: the engine gave up on this request.
+        """
+        if output.finish_reason is FinishReason.ERROR:
+            raise EngineError(output.error or "the engine gave up on the request")
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        self._prompt_logprobs += output.prompt_logprobs
+        branch = self._branches[output.index]
+        params = self.request.sampling_params
+        branch.take(output, speaks_stop_token=params.include_stop_str_in_output)
+        has_ended = branch.finish_reason is not None
+        self.is_done = output.is_last or all(item.finish_reason for item in self._branches)
+        return has_ended and output.finish_reason is None
+
+    def result(self) -> PromptOutput:
+        """Everything, once `is_done`."""
+        params = self.request.sampling_params
+        outputs = [
+            self._output(index, item)
+            for index, item in enumerate(self._branches)
+            if item.finish_reason is not None  # beams are fewer where the vocabulary is smaller
+        ]
+        return PromptOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_logprobs=None
+            if params.prompt_logprobs is None
+            else tuple(self._prompt_logprobs),
+            outputs=tuple(_likeliest(outputs, params.n)),
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    def _output(self, index: int, branch: _Branch) -> CompletionOutput:
+        assert branch.finish_reason is not None
+        params = self.request.sampling_params
+        return CompletionOutput(
+            index=index,
+            text=branch.text,
+            token_ids=tuple(branch.token_ids),
+            logprobs=None if params.logprobs is None else tuple(branch.logprobs),
+            cumulative_logprob=None
+            if params.num_logprobs is None
+            else sum(entry.logprob for entry in branch.logprobs),
+            score=branch.score,
+            finish_reason=branch.finish_reason.value,
+            stop_reason=branch.stop_reason,
+        )
+
+
+def _likeliest(outputs: Sequence[CompletionOutput], num: int) -> Sequence[CompletionOutput]:
+    """The `num` of highest mean log-probability per token, as OpenAI defines `best_of`."""
+    if len(outputs) <= num:
+        return outputs
+    ranked = sorted(outputs, key=lambda output: -_mean_logprob(output))
+    return [replace(output, index=rank) for rank, output in enumerate(ranked[:num])]
+
+
+def _mean_logprob(output: CompletionOutput) -> float:
+    assert output.cumulative_logprob is not None
+    return output.cumulative_logprob / max(1, len(output.token_ids))

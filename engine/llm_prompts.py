@@ -1,0 +1,154 @@
+"""The forms in which `LLM` takes prompts, sampling parameters and settings, brought into one.
+
+Everything a caller can get wrong in them is found here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
+
+from penstock.engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from penstock.engine.errors import ConfigError, InvalidRequestError
+from penstock.engine.request import SamplingParams
+from penstock.engine.text import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompts = Prompt | Sequence[Prompt]
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+_SECTIONS = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "device": DeviceConfig,
+}
+_MAX_SEED = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as the engine takes it, with its text if it had one."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """Settings by the names of the config sections' fields.
+
+    Raises:
+        ConfigError: a name that no section has, or a value that cannot work.
+    """
+    settings = {"model": model, **settings}
+    names = {name: [item.name for item in fields(kind)] for name, kind in _SECTIONS.items()}
+    known = [name for section in names.values() for name in section]
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"LLM has no setting {name!r}{hint}")
+    sections: dict[str, Any] = {
+        section: _section(
+            kind, {name: settings[name] for name in names[section] if name in settings}
+        )
+        for section, kind in _SECTIONS.items()
+    }
+    return EngineConfig(**sections)
+
+
+def _section(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if get_origin(hints[name]) is Literal and value not in get_args(hints[name]):
+            choices = ", ".join(get_args(hints[name]))
+            raise ConfigError(f"{name} must be one of {choices}, not {value!r}")
+    return kind(**values)
+
+
+def tokenise(prompts: Prompts, tokenizer: Tokenizer, *, vocab_size: int) -> list[TokenPrompt]:
+    """One prompt or several, as token ids.
+
+    Args:
+        prompts: a text or a list of token ids; or a list of either, or of vLLM's dictionaries
+            (`prompt` or `prompt_token_ids`).
+
+    Raises:
+        InvalidRequestError: a prompt of another form, or an id that the model does not know.
+    """
+    several: Sequence[Any] = [prompts] if _is_one(prompts) else prompts  # type: ignore[assignment]
+    return [_tokenise(prompt, tokenizer, vocab_size) for prompt in several]
+
+
+def _is_one(prompts: Prompts) -> bool:
+    return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and _are_ids(prompts))
+
+
+def _are_ids(value: object) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    )
+
+
+def _tokenise(prompt: object, tokenizer: Tokenizer, vocab_size: int) -> TokenPrompt:
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if isinstance(prompt, str):
+        return TokenPrompt(tuple(tokenizer.encode(prompt)), prompt)
+    if not _are_ids(prompt):
+        raise InvalidRequestError(
+            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
+            param="prompts",
+        )
+    check_vocabulary(prompt, vocab_size, param="prompts")
+    return TokenPrompt(tuple(prompt))
+
+
+def check_vocabulary(
+    token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, *, param: str
+) -> None:
+    """Raise `InvalidRequestError` if an id is none of the model's."""
+    unknown = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    if unknown:
+        raise InvalidRequestError(
+            f"token id {unknown[0]} is not in the vocabulary of {vocab_size} tokens", param=param
+        )
+
+
+def conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+    """A list of conversations, of one if `messages` is one."""
+    several: Sequence[Any] = messages
+    return [several] if several and isinstance(several[0], Mapping) else several
+
+
+def params_for(
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> list[SamplingParams]:
+    """Sampling parameters of every prompt.
+
+    One for all: prompt i draws with its seed + i, so that equal prompts differ. A list is taken
+    as it is.
+
+    Raises:
+        InvalidRequestError: a list of another length than the prompts'.
+    """
+    if isinstance(params, SamplingParams):
+        return [
+            replace(params, seed=(params.seed + place) & _MAX_SEED) for place in range(num_prompts)
+        ]
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"{len(params)} sampling parameters for {num_prompts} prompts", param="sampling_params"
+        )
+    return list(params)

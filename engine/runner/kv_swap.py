@@ -1,0 +1,250 @@
+"""The host tier of KV memory: its pool, and the moves of whole blocks between it and the device.
+
+A host block holds all layers of one block side by side, so neighbouring blocks are one copy. On
+CUDA, copies over the link run on a side stream, by way of staging slots on the device:
+
+    compute   gather D5 D9 → slot 0 ┐  the step …            ┌ scatter slot 1 → D2, the step …
+    side                            └ slot 0 → H0 H1 … H7 → slot 1 ┘
+
+A swap-out never makes a step wait: what it saves is gathered before the step may overwrite it, and
+leaves beside the compute. Only a step that swaps in waits, for its own blocks. The one side stream
+orders a swap-in behind the swap-out that fills its source, and a swap-out behind the swap-in that
+still reads its destination. A slot is used again when its last copy is done, so staging is bounded,
+and a move list beyond that bound waits for the link. On a CPU the same code runs with streams that
+do nothing.
+
+Not known here: which blocks are worth keeping, and whose they are (policy decides).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.batch import BlockMoves
+from penstock.engine.errors import ConfigError
+from penstock.engine.runner.timing import record_moment
+from penstock.kernels.copy_blocks import copy_blocks
+
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """How much of a device's memory blocks pass through."""
+
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+
+CUDA_STAGING = Staging(num_slots=4, slot_bytes=64 << 20)
+_CPU_STAGING = Staging(num_slots=1, slot_bytes=1 << 20)  # stays in the cache
+_MAX_PROBE_BYTES = 8 << 20
+_NUM_PROBES = 3
+_cudart: Any = torch.cuda.cudart  # loads the CUDA runtime when called
+
+
+class NoHostTier:
+    """The device's pool is all there is."""
+
+    num_blocks = 0
+    block_move_s = 0.0
+
+    def __init__(self, pool: Tensor) -> None:
+        self._pool = pool
+
+    def execute(self, moves: BlockMoves) -> None:
+        assert not moves.swap_outs, f"no host block for {moves.swap_outs}"
+        assert not moves.swap_ins, f"no host block for {moves.swap_ins}"
+        copy_blocks(self._pool, moves.copies)
+
+    def take_seconds(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Staging on the device: [blocks_per_slot, *block], free for use once `is_free` has passed."""
+
+    blocks: Tensor
+    is_free: Any
+
+
+class HostTier:
+    """A pool of blocks in host memory, pinned where the device is a GPU.
+
+    Args:
+        pool: the device's, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+        num_host_blocks: at least 1.
+        staging: None takes what suits the device.
+
+    Attributes:
+        block_move_s: seconds to move one block, measured at construction.
+
+    Raises:
+        ConfigError: the machine does not lend the memory.
+    """
+
+    def __init__(
+        self, pool: Tensor, num_host_blocks: int, *, staging: Staging | None = None
+    ) -> None:
+        self.num_blocks = num_host_blocks
+        self._pool = pool
+        self._blocks = pool.permute(2, 0, 1, 3, 4, 5)  # [num_blocks, *block], as the host has it
+        self._runtime: Any = torch.cuda if pool.is_cuda else torch.cpu
+        self._side = self._runtime.Stream()
+        self._host = _allocate(num_host_blocks, self._blocks)
+        if pool.is_cuda:
+            _pin(self._host)
+            # Memory must be unpinned before it is given back; at exit the system does both.
+            weakref.finalize(self, _unpin, self._host, self._side).atexit = False
+        staging = staging or (CUDA_STAGING if pool.is_cuda else _CPU_STAGING)
+        slots = self._make_slots(staging)
+        self._slots = itertools.cycle(slots)
+        self._timings: deque[tuple[bool, Any, Any]] = deque()  # is it out, start, end
+        self.block_move_s = self._measure(slots[0])
+
+    def execute(self, moves: BlockMoves) -> None:
+        """Run the moves in their order, ahead of anything launched later on the current stream."""
+        if moves.swap_outs:
+            self._swap_out(moves.swap_outs)
+        if moves.swap_ins:
+            self._swap_in(moves.swap_ins)
+        copy_blocks(self._pool, moves.copies)
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds of the swap-outs and of the swap-ins that ended since the last call."""
+        seconds = {True: 0.0, False: 0.0}
+        while self._timings and self._timings[0][2].query():
+            is_out, start, end = self._timings.popleft()
+            seconds[is_out] += start.elapsed_time(end) / 1e3
+        return seconds[True], seconds[False]
+
+    def _swap_out(self, pairs: Pairs) -> None:
+        """Device → host."""
+        device_ids, host_ids = self._columns([(host, device) for device, host in pairs])
+        assert len(set(host_ids)) == len(pairs), f"destination named twice in {pairs}"
+        compute = self._runtime.current_stream()
+        self._side.wait_stream(compute)
+        start = record_moment(self._pool.device, self._side)
+        for slot, part in self._parts(len(pairs)):
+            staged = slot.blocks[: part.stop - part.start]
+            compute.wait_event(slot.is_free)
+            torch.index_select(self._blocks, 0, device_ids[part], out=staged)
+            self._side.wait_stream(compute)
+            with self._runtime.stream(self._side):
+                for here, there in _runs(host_ids[part]):
+                    self._host[there].copy_(staged[here], non_blocking=True)
+            slot.is_free.record(self._side)
+        self._timings.append((True, start, record_moment(self._pool.device, self._side)))
+
+    def _swap_in(self, pairs: Pairs) -> None:
+        """Host → device."""
+        device_ids, host_ids = self._columns(pairs)
+        assert len({block for _, block in pairs}) == len(pairs), f"destination twice in {pairs}"
+        compute = self._runtime.current_stream()
+        start = record_moment(self._pool.device, self._side)
+        for slot, part in self._parts(len(pairs)):
+            staged = slot.blocks[: part.stop - part.start]
+            self._side.wait_event(slot.is_free)
+            with self._runtime.stream(self._side):
+                for here, there in _runs(host_ids[part]):
+                    staged[here].copy_(self._host[there], non_blocking=True)
+            compute.wait_stream(self._side)
+            self._blocks.index_copy_(0, device_ids[part], staged)
+            slot.is_free.record(compute)
+        self._timings.append((False, start, record_moment(self._pool.device, self._side)))
+
+    def _columns(self, pairs: Pairs) -> tuple[Tensor, list[int]]:
+        """(host, device) pairs by host block: int64 [num_pairs] for the device, and host ids."""
+        host_ids, device_ids = zip(*sorted(pairs), strict=True)
+        for ids, size in ((host_ids, self.num_blocks), (device_ids, len(self._blocks))):
+            assert min(ids) >= 0, f"negative block in {pairs}"
+            assert max(ids) < size, f"block beyond the pool's {size} in {pairs}"
+        return torch.tensor(device_ids, dtype=torch.int64).to(self._pool.device), list(host_ids)
+
+    def _parts(self, num_blocks: int) -> Iterator[tuple[_Slot, slice]]:
+        """Slots in turn, and the part of a list of blocks that each takes."""
+        start = 0
+        while start < num_blocks:
+            slot = next(self._slots)
+            stop = min(start + len(slot.blocks), num_blocks)
+            yield slot, slice(start, stop)
+            start = stop
+
+    def _make_slots(self, staging: Staging) -> list[_Slot]:
+        block = self._host[0]
+        num_blocks = min(max(1, staging.slot_bytes // block.nbytes), self.num_blocks)
+        return [
+            _Slot(
+                torch.empty(
+                    (num_blocks, *block.shape), dtype=block.dtype, device=self._pool.device
+                ),
+                self._runtime.Event(),
+            )
+            for _ in range(staging.num_slots)
+        ]
+
+    def _measure(self, slot: _Slot) -> float:
+        """Seconds to move one block, from round trips of what a slot holds; the first warms up."""
+        num_blocks = min(
+            max(1, _MAX_PROBE_BYTES // slot.blocks[0].nbytes), len(slot.blocks), len(self._blocks)
+        )
+        pairs = tuple((block, block) for block in range(num_blocks))
+        seconds = []
+        for _ in range(_NUM_PROBES):
+            self.execute(BlockMoves(swap_outs=pairs, swap_ins=pairs))
+            self._runtime.synchronize()
+            seconds.append(sum(self.take_seconds()))
+        return min(seconds) / (2 * num_blocks)
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Ascending ids as runs of neighbours: (their places in the list, the ids)."""
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or ids[end] != ids[end - 1] + 1:
+            yield slice(start, end), slice(ids[start], ids[end - 1] + 1)
+            start = end
+
+
+def _allocate(num_blocks: int, like: Tensor) -> Tensor:
+    """[num_blocks, *block], uninitialised; the system lends pages as they are written."""
+    shape = (num_blocks, *like.shape[1:])
+    try:
+        return torch.empty(shape, dtype=like.dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(_too_large(num_blocks)) from error
+
+
+def _pin(host: Tensor) -> None:
+    """Make copies from and to `host` run beside everything else.
+
+    Registered rather than allocated so: torch's own pinned memory comes in powers of two.
+    """
+    status = int(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    if status != 0:
+        raise ConfigError(f"{_too_large(len(host))} (CUDA error {status})")
+
+
+def _unpin(host: Tensor, side: torch.cuda.Stream) -> None:
+    side.synchronize()
+    _cudart().cudaHostUnregister(host.data_ptr())
+
+
+def _too_large(num_blocks: int) -> str:
+    return (
+        f"this machine does not lend the memory of {num_blocks} host blocks: lower --swap-space "
+        "or --num-host-blocks"
+    )

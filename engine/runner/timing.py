@@ -1,0 +1,59 @@
+"""Measuring what a device does without making it wait: moments on its streams.
+
+On a CPU work is done when a call returns, so a moment is simply the time it is recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class WallMoment:
+    """The point of a stream that work before it has reached, on a CPU; made as
+    `torch.cuda.Event` is."""
+
+    __slots__ = ("_at",)
+
+    def record(self, _stream: object = None) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until it has passed."""
+
+    def elapsed_time(self, end: WallMoment) -> float:
+        """Milliseconds from here to `end`; both have passed."""
+        return (end._at - self._at) * 1e3
+
+
+def record_moment(device: torch.device, stream: Any = None) -> Any:
+    """A moment recorded now on `stream`, by default the device's current one.
+
+    Returns:
+        a `torch.cuda.Event` or a `WallMoment`.
+    """
+    cuda: Any = torch.cuda
+    moment = cuda.Event(enable_timing=True) if device.type == "cuda" else WallMoment()
+    moment.record(stream)
+    return moment
+
+
+class Stopwatch:
+    """Runs from its construction, on a device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = record_moment(device)
+
+    def stop(self) -> float:
+        """Seconds from the start until all that was launched is done; waits for it."""
+        end = record_moment(self._device)
+        end.synchronize()
+        seconds: float = self._start.elapsed_time(end) / 1e3
+        return seconds

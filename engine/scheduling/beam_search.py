@@ -1,0 +1,200 @@
+"""Beam search: which beams live on, and which outputs are the best.
+
+Source: `transformers` (`GenerationMixin._beam_search`), which this follows for one prompt without
+sampling: the same tokens, scores and order of hypotheses.
+
+Fed the likeliest next tokens of every beam, step by step; knows nothing of blocks, schedulers or
+devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.engine.request import FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """A finished output.
+
+    Attributes:
+        token_ids: generated ones, with the token that ended it.
+        score: summed log-probability ÷ length ** length_penalty.
+        stop_token_id: the EOS or stop id that ended it; None at the length limit.
+        logprobs: one entry per token, or empty if `SamplingParams.logprobs` is None.
+    """
+
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """A path of tokens, linked backwards: a step costs the same however long its beams are."""
+
+    parent: _Beam | None
+    entry: TokenLogprobs  # of the newest token
+    logprob: float  # of the whole path
+
+
+class _Candidate(NamedTuple):
+    """Sorts like torch.topk: likelier first, of equals the lower index in a flat [beam, token]."""
+
+    cost: float  # minus the log-probability of the whole path
+    parent: int  # index of the beam it continues
+    token_id: int
+    place: int  # within that beam's list
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    score: float
+    beam: _Beam
+    stop_token_id: int | None
+
+
+class BeamSearchState:
+    """The search for one request.
+
+        next_beams = state.advance([row of the prompt])
+        while next_beams:
+            next_beams = state.advance([row of each of next_beams, in that order])
+        state.hypotheses
+
+    Args:
+        params: with `beam_search` set.
+        end_token_ids: EOS (unless ignored) and stop tokens.
+        max_output_tokens: where every hypothesis ends, at least 1.
+    """
+
+    def __init__(
+        self, params: SamplingParams, *, end_token_ids: frozenset[int], max_output_tokens: int
+    ) -> None:
+        assert params.beam_search is not None
+        assert max_output_tokens >= 1
+        self._params = params
+        self._search = params.beam_search
+        self._end_token_ids = end_token_ids
+        self._max_output_tokens = max_output_tokens
+        self._num_tokens = 0
+        self._beams: list[_Beam | None] = [None]  # the prompt has no generated token
+        self._finished: list[_Finished] = []  # best first, at most `width`
+
+    @property
+    def num_candidates(self) -> int:
+        """Likeliest tokens that each beam must report."""
+        # A step looks at two lists over all beams: the `width` likeliest candidates (they may
+        # finish) and the `width` likeliest that end nothing (they live on). Of either, no beam has
+        # more than `width`. Its share of the first lies in its own `width` likeliest; its share of
+        # the second has before it at most `width` - 1 others that end nothing and all end tokens.
+        # `transformers` cuts the second from the (1 + number of end tokens) × width likeliest over
+        # all beams, or twice `width` if that is more; since at most (number of end tokens) × width
+        # candidates end, that cut loses none of them.
+        return self._search.width + len(self._end_token_ids)
+
+    @property
+    def hypotheses(self) -> tuple[Hypothesis, ...]:
+        """The n best, best first; what they are is settled when `advance` returns no beams."""
+        return tuple(_hypothesis(self._params, item) for item in self._finished[: self._params.n])
+
+    def advance(self, rows: Sequence[TokenLogprobs]) -> list[tuple[int, int]]:
+        """Take in one step.
+
+        Args:
+            rows: of each beam, in the order of the last result, its `num_candidates` likeliest
+                tokens as `top`; at the first call a single row, the prompt's.
+
+        Returns:
+            the next beams, best first, as (index of the beam continued, token id), at most
+            `width` of them; none when the search has ended.
+        """
+        assert len(rows) == len(self._beams)
+        self._num_tokens += 1
+        candidates = sorted(
+            item for parent, row in enumerate(rows) for item in self._candidates(parent, row)
+        )
+        width = self._search.width
+        self._finish(rows, [item for item in candidates[:width] if self._ends(item)])
+        alive = [item for item in candidates if not self._ends(item)][:width]
+        if not alive or not self._can_improve(-alive[0].cost):
+            self._beams = []
+            return []
+        self._beams = [self._grow(rows, item) for item in alive]
+        return [(item.parent, item.token_id) for item in alive]
+
+    def _candidates(self, parent: int, row: TokenLogprobs) -> list[_Candidate]:
+        beam = self._beams[parent]
+        logprob = 0.0 if beam is None else beam.logprob
+        may_end = self._num_tokens > self._params.min_tokens
+        return [
+            _Candidate(-(logprob + step), parent, token_id, place)
+            for place, (token_id, step) in enumerate(row.top)
+            if may_end or token_id not in self._end_token_ids
+        ]
+
+    def _ends(self, item: _Candidate) -> bool:
+        is_full = self._num_tokens >= self._max_output_tokens
+        return is_full or item.token_id in self._end_token_ids
+
+    def _grow(self, rows: Sequence[TokenLogprobs], item: _Candidate) -> _Beam:
+        top = rows[item.parent].top
+        token_id, logprob = top[item.place]
+        entry = TokenLogprobs(
+            token_id=token_id,
+            logprob=logprob,
+            rank=1 + sum(other > logprob for _, other in top[: item.place]),
+            top=top[: self._params.logprobs or 0],
+        )
+        return _Beam(self._beams[item.parent], entry, -item.cost)
+
+    def _finish(self, rows: Sequence[TokenLogprobs], ended: Sequence[_Candidate]) -> None:
+        """Keep the `width` best of all that have ended; of equals those that ended first."""
+        self._finished += [
+            _Finished(
+                score=self._score(-item.cost, self._num_tokens),
+                beam=self._grow(rows, item),
+                stop_token_id=item.token_id if item.token_id in self._end_token_ids else None,
+            )
+            for item in ended
+        ]
+        self._finished.sort(key=lambda item: -item.score)
+        del self._finished[self._search.width :]
+
+    def _score(self, logprob: float, num_tokens: int) -> float:
+        return logprob / math.pow(num_tokens, self._search.length_penalty)
+
+    def _can_improve(self, best_logprob: float) -> bool:
+        """Whether the likeliest beam that lives could still beat a finished hypothesis."""
+        search = self._search
+        if len(self._finished) < search.width:
+            return True
+        if search.early_stopping is True:
+            return False
+        # "never" takes a longer output for a better one wherever the penalty rewards length.
+        is_patient = search.early_stopping == "never" and search.length_penalty > 0.0
+        num_tokens = self._max_output_tokens if is_patient else self._num_tokens
+        return self._score(best_logprob, num_tokens) > self._finished[-1].score
+
+
+def _hypothesis(params: SamplingParams, item: _Finished) -> Hypothesis:
+    entries: list[TokenLogprobs] = []
+    beam: _Beam | None = item.beam
+    while beam is not None:
+        entries.append(beam.entry)
+        beam = beam.parent
+    entries.reverse()
+    has_ended = item.stop_token_id is not None
+    return Hypothesis(
+        token_ids=tuple(entry.token_id for entry in entries),
+        score=item.score,
+        finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
+        stop_token_id=item.stop_token_id,
+        logprobs=() if params.logprobs is None else tuple(entries),
+    )

@@ -1,0 +1,117 @@
+"""What chat completions and completions share: an answer of one or several choices, whole or as
+a stream of chunks.
+
+Not known here: the shape of a choice, which is the endpoint's.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import orjson
+
+from penstock.gateway.endpoints.usage import StreamUsage, usage_object
+from penstock.gateway.errors import failure_of
+from penstock.gateway.generation import Delta, Generation, Output, collected, merged
+from penstock.gateway.off_loop import off_loop
+from penstock.gateway.schemas import StreamOptions
+from penstock.gateway.sse import DONE, data
+
+_LONG_PROMPT_TOKENS = 256  # from here on its logprobs are made into JSON off the event loop
+
+Choice = dict[str, Any]
+
+
+class Answer(abc.ABC):
+    """One answer, once.
+
+    Choices are numbered through: those of the first prompt, those of the second, and so on.
+
+    Args:
+        generations: one per prompt, with as many choices each.
+        head: what every object of the answer has.
+    """
+
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    def __init__(
+        self, generations: Sequence[Generation], *, head: Mapping[str, Any], options: StreamOptions
+    ) -> None:
+        self.generations = generations
+        self.num_each = generations[0].num_wanted
+        self._head = head
+        self._usage = StreamUsage(options)
+        self._prompts_seen: set[int] = set()
+
+    @abc.abstractmethod
+    def take_prompt(self, number: int) -> None:
+        """All is known of a prompt; comes once, before its choices, and maybe in a thread."""
+
+    @abc.abstractmethod
+    def choice(self, index: int, output: Output) -> Choice:
+        """A choice as a whole."""
+
+    @abc.abstractmethod
+    def pieces(self, index: int, delta: Delta) -> list[Choice]:
+        """What chunks tell of a delta, each in a chunk of its own."""
+
+    def extras(self) -> dict[str, Any]:
+        """Further fields of a whole answer."""
+        return {}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        outputs = await collected(self.generations)
+        for number in range(len(self.generations)):
+            await self._see_prompt(number)
+        return {
+            **self._head,
+            "object": self.object_name,
+            "choices": [
+                self.choice(index, output)
+                for index, output in enumerate(itertools.chain.from_iterable(outputs))
+            ],
+            "usage": self._total_usage(),
+            **self.extras(),
+        }
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events, `[DONE]` last; an exception ends it as `error_events` tells."""
+        async with contextlib.aclosing(merged(self.generations)) as batches:
+            async for number, deltas in batches:
+                await self._see_prompt(number)
+                events = [
+                    self._event([piece], self._usage.of_chunk(self.generations))
+                    for delta in deltas
+                    for piece in self.pieces(number * self.num_each + delta.index, delta)
+                ]
+                if events:
+                    yield b"".join(events)
+        last = self._event([], self._total_usage()) if self._usage.is_shown else b""
+        yield last + DONE
+
+    async def _see_prompt(self, number: int) -> None:
+        if number in self._prompts_seen:
+            return
+        self._prompts_seen.add(number)
+        num_entries = len(self.generations[number].prompt_logprobs)
+        await off_loop(lambda: self.take_prompt(number), is_long=num_entries >= _LONG_PROMPT_TOKENS)
+
+    def _event(self, choices: list[Choice], usage: dict[str, Any] | None) -> bytes:
+        chunk = {**self._head, "object": self.chunk_name, "choices": choices}
+        if self._usage.is_shown:
+            chunk["usage"] = usage
+        return data(orjson.dumps(chunk))
+
+    def _total_usage(self) -> dict[str, Any]:
+        return usage_object(generation.usage for generation in self.generations)
+
+
+def error_events(error: Exception) -> bytes:
+    """The end of a stream that broke off."""
+    return data(orjson.dumps(failure_of(error).body())) + DONE

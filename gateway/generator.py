@@ -1,0 +1,197 @@
+"""Plans generations: everything that can be refused is refused before one exists.
+
+    prompt → token ids → (fits the context and KV memory?) → Generation
+
+Lives here: tokenising off the event loop when it is long, and sampling parameters with every
+default filled in. Not known here: HTTP, SSE, WebSocket, the shape of any API's answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from penstock.engine.messages import EngineInfo
+from penstock.engine.model_files import GenerationDefaults
+from penstock.engine.request import Request, Retention, SamplingParams
+from penstock.engine.text import OutputText
+from penstock.gateway.engine_client import EngineClient
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation import Generation
+from penstock.gateway.limits import check_priority, check_vocabulary, fit_branches, output_limit
+from penstock.gateway.metrics import Metrics, StreamMeter
+from penstock.gateway.model import ServedModel
+from penstock.gateway.off_loop import off_loop
+from penstock.gateway.schemas import SamplingRequest
+
+_LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
+_LONG_TEXT_TOKENS = 16 << 10
+NUM_CONTEXT_TOKENS = 64  # of a prompt, as many as the text that continues it can depend on
+_SEED_MASK = (1 << 64) - 1
+# What a draw is shaped by has no sense in a search: only what the caller asks for is looked at.
+_SEARCH_DEFAULTS = GenerationDefaults(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A conversation and how to render it."""
+
+    messages: Sequence[Mapping[str, str]]
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # templates write their own
+    template: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Generator:
+    """Tokenises prompts and plans what answers them."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ServedModel,
+        *,
+        metrics: Metrics,
+        trusts_request_template: bool = False,
+    ) -> None:
+        self.model = model
+        self._engine = engine
+        self._metrics = metrics
+        self._trusts_request_template = trusts_request_template
+
+    async def tokenise_chat(self, prompt: ChatPrompt) -> list[int]:
+        """A conversation as the model's template writes it.
+
+        Raises:
+            InvalidRequestError: the template refuses it, or is not to be trusted.
+        """
+        if prompt.template is not None and not self._trusts_request_template:
+            raise RequestRefusedError(
+                "this server takes no templates from requests; it was started without "
+                "--trust-request-chat-template",
+                code="unsupported_parameter",
+                param="chat_template",
+            )
+        num_chars = sum(len(message["content"]) for message in prompt.messages)
+        text = await off_loop(
+            lambda: self.model.chat_template.render(
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                template=prompt.template,
+                kwargs=prompt.kwargs,
+            ),
+            is_long=num_chars >= _LONG_TEXT_CHARS,
+        )
+        return await self.tokenise(text, add_special_tokens=prompt.add_special_tokens)
+
+    async def tokenise(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return await off_loop(
+            lambda: self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens),
+            is_long=len(text) >= _LONG_TEXT_CHARS,
+        )
+
+    async def detokenise(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return await off_loop(
+            lambda: self.model.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            is_long=len(token_ids) >= _LONG_TEXT_TOKENS,
+        )
+
+    def plan(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        request: SamplingRequest,
+        param: str,
+        retention: Retention | None = None,
+    ) -> Generation:
+        """A generation that fits, not yet begun.
+
+        Args:
+            param: the parameter that the prompt came from, for error messages.
+
+        Raises:
+            InvalidRequestError: the prompt or a sampling parameter cannot be served.
+            EngineDeadError: no engine answers.
+        """
+        info = self._engine.require_info()
+        check_priority(request.priority, info.scheduling_policy)
+        params = self._fitting_params(request, len(prompt_token_ids), info=info, param=param)
+        for name, token_ids in (
+            (param, prompt_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            check_vocabulary(token_ids, info.vocab_size, param=name)
+        return self._generation(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt_token_ids),
+                sampling_params=params,
+                arrival_s=time.time(),
+                priority=request.priority,
+                cache_salt=request.cache_salt or "",
+                retention=retention,
+            ),
+            continues_prompt=request.continues_prompt,
+        )
+
+    def _generation(self, request: Request, *, continues_prompt: bool) -> Generation:
+        params = request.sampling_params
+        context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
+        texts = [
+            OutputText(self.model.tokenizer, params, context=context)
+            for _ in range(params.num_branches)
+        ]
+        return Generation(self._engine, request, texts=texts, meter=StreamMeter(self._metrics))
+
+    def _fitting_params(
+        self, request: SamplingRequest, num_prompt_tokens: int, *, info: EngineInfo, param: str
+    ) -> SamplingParams:
+        max_tokens = output_limit(
+            request, num_prompt_tokens, max_model_len=info.max_model_len, param=param
+        )
+        return fit_branches(
+            self._sampling_params(request, max_tokens),
+            num_prompt_tokens,
+            info=info,
+            is_limit_given=request.output_limit is not None,
+        )
+
+    def _sampling_params(self, request: SamplingRequest, max_tokens: int) -> SamplingParams:
+        branching = request.branching
+        defaults = self.model.defaults if branching.beam_search is None else _SEARCH_DEFAULTS
+        seed = secrets.randbits(63) if request.seed is None else request.seed & _SEED_MASK
+        return SamplingParams(
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=_first(request.top_p, defaults.top_p, 1.0),
+            top_k=_first(request.top_k, defaults.top_k, 0),
+            min_p=_first(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias={int(token_id): bias for token_id, bias in request.logit_bias.items()},
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            ignore_eos=request.ignore_eos,
+            stop_token_ids=tuple(request.stop_token_ids),
+            logprobs=request.num_logprobs,
+            prompt_logprobs=request.num_prompt_logprobs,
+            n=branching.n,
+            best_of=branching.best_of,
+            beam_search=branching.beam_search,
+            stop=tuple(request.stop),
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _first(*values: _Number | None) -> _Number:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,144 @@
+"""Parameters that several endpoints share: how tokens are chosen, and how many outputs there are.
+
+Not known here: prompts, and what is particular to an endpoint (`requests`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from penstock.engine.request import MAX_BRANCHES, MAX_LOGPROBS, BeamSearch
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.schemas.fields import Model, TokenId, bounded, listed
+
+_MAX_STOPS = 16
+_MAX_STOP_CHARS = 1024
+_MAX_LOGIT_BIAS = 1024
+_MAX_SALT_CHARS = 256
+_MAX_PRIORITY = 1 << 31
+
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumBranches = Annotated[int, Field(ge=1, le=MAX_BRANCHES)]
+
+
+class StreamOptions(Model):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branching:
+    """How many outputs answer one prompt, as `SamplingParams` has it."""
+
+    n: int = 1
+    best_of: int | None = None
+    beam_search: BeamSearch | None = None
+
+
+class SamplingRequest(Model):
+    """What all endpoints share. Absent values take the model's defaults, then OpenAI's.
+
+    Attributes:
+        continues_prompt: the output is the prompt's next words, not a text of its own.
+        default_output_limit: output tokens where the caller names no limit; None: what fits.
+    """
+
+    continues_prompt: ClassVar[bool] = False
+    default_output_limit: ClassVar[int | None] = None
+
+    model: str | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+        BeforeValidator(lambda value: bounded(value, _MAX_LOGIT_BIAS)),
+    ] = Field(default_factory=dict)
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]],
+        Field(max_length=_MAX_STOPS, fail_fast=True),
+        BeforeValidator(listed),
+    ] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LOGIT_BIAS, fail_fast=True)] = (
+        Field(default_factory=list)
+    )
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-_MAX_PRIORITY, lt=_MAX_PRIORITY)] = 0
+
+    @property
+    def output_limit(self) -> int | None:
+        """Output tokens asked for at most, under whatever name the endpoint has for it."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None, or how many alternatives to report beside each token."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of each token of the prompt."""
+        return None
+
+    @property
+    def branching(self) -> Branching:
+        """How many outputs are wanted."""
+        return Branching()
+
+
+class ChoicesRequest(SamplingRequest):
+    """What chat completions and completions share: several choices, and OpenAI's stream options.
+
+    Of a beam search, `n` is the width and the number of hypotheses, as in vLLM.
+    """
+
+    stream_options: StreamOptions = StreamOptions()
+    n: NumBranches = 1
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    prompt_logprobs: NumLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> ChoicesRequest:
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "cannot be used with stream")
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise invalid(name, "needs use_beam_search to be true")
+        return self
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def branching(self) -> Branching:
+        return Branching(n=self.n, beam_search=self._beam_search)
+
+    @property
+    def _beam_search(self) -> BeamSearch | None:
+        if not self.use_beam_search:
+            return None
+        return BeamSearch(
+            width=self.n, length_penalty=self.length_penalty, early_stopping=self.early_stopping
+        )
+
+
+def invalid(param: str, rule: str) -> RequestRefusedError:
+    return RequestRefusedError(f"{param} {rule}", code="invalid_value", param=param)

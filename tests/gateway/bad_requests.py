@@ -1,0 +1,193 @@
+"""Bad requests, each with the status, code and parameter of its refusal."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+USER = [{"role": "user", "content": "hello"}]
+
+
+def chat(**values: Any) -> str:
+    return json.dumps({"model": "tiny", "messages": USER, **values})
+
+
+def says(**message: Any) -> str:
+    return chat(messages=[{"role": "user", "content": "x", **message}])
+
+
+CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
+    # not JSON, not UTF-8, not an object
+    (CHAT, "{", 400, "invalid_json", None),
+    (CHAT, "", 400, "invalid_json", None),
+    (CHAT, "[]", 400, "invalid_json", None),
+    (CHAT, b'{"messages": "\xff\xfe"}', 400, "invalid_json", None),
+    (CHAT, '{"messages": "\\ud800"}', 400, "invalid_json", None),
+    (CHAT, "[" * 100_000, 400, "invalid_json", None),
+    (CHAT, '{"temperature": NaN}', 400, "invalid_value", "temperature"),
+    (CHAT, '{"seed": 1, "top_p": -Infinity}', 400, "invalid_value", "top_p"),
+    (CHAT, '{"logit_bias": {"1": NaN}}', 400, "invalid_json", None),
+    (CHAT, '{"temperature": NaN', 400, "invalid_json", None),
+    # messages
+    (CHAT, "{}", 400, "missing_required_parameter", "messages"),
+    (CHAT, chat(messages=[]), 400, "invalid_value", "messages"),
+    (CHAT, chat(messages="hello"), 400, "invalid_type", "messages"),
+    (CHAT, chat(messages=["hello"]), 400, "invalid_type", "messages[0]"),
+    (CHAT, says(content=None), 400, "missing_required_parameter", "messages[0].content"),
+    (CHAT, says(content=7), 400, "invalid_type", "messages[0].content"),
+    (CHAT, says(role="boss"), 400, "invalid_value", "messages[0].role"),
+    (CHAT, says(role="tool"), 400, "unsupported_parameter", "messages[0].role"),
+    (CHAT, says(tool_calls=[{}]), 400, "unsupported_parameter", "messages[0].tool_calls"),
+    (CHAT, says(mood="x"), 400, "unknown_parameter", "messages[0].mood"),
+    (CHAT, says(content=""), 400, "invalid_value", "messages"),  # the template refuses it
+    (
+        CHAT,
+        says(content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
+        400,
+        "unsupported_parameter",
+        "messages[0].content",
+    ),
+    (CHAT, says(content="x" * 2000), 400, "context_length_exceeded", "messages"),
+    (
+        CHAT,
+        says(content=[{"type": "text", "text": "a", "mood": 1}]),
+        400,
+        "unknown_parameter",
+        "messages[0].content",
+    ),
+    (CHAT, says(**{f"k{index}": 1 for index in range(1000)}), 400, "invalid_value", "messages[0]"),
+    (CHAT, chat(repetition_penalty=1e300), 400, "invalid_value", "repetition_penalty"),
+    (CHAT, chat(repetition_penalty=1e-320), 400, "invalid_value", "repetition_penalty"),
+    (CHAT, chat(min_tokens=100_000), 400, "context_length_exceeded", "min_tokens"),
+    (CHAT, chat(min_tokens=9, max_tokens=8), 400, "invalid_value", "min_tokens"),
+    # the model
+    (CHAT, chat(model="other"), 404, "model_not_found", "model"),
+    (CHAT, chat(model=7), 400, "invalid_type", "model"),
+    # parameters
+    (CHAT, chat(temprature=1), 400, "unknown_parameter", "temprature"),
+    (CHAT, chat(temperature="hot"), 400, "invalid_type", "temperature"),
+    (CHAT, chat(temperature=-1), 400, "invalid_value", "temperature"),
+    (CHAT, chat(temperature=True), 400, "invalid_type", "temperature"),
+    (CHAT, chat(top_p=0), 400, "invalid_value", "top_p"),
+    (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens"),
+    (CHAT, chat(max_tokens=1.5), 400, "invalid_type", "max_tokens"),
+    (CHAT, chat(max_completion_tokens=-1), 400, "invalid_value", "max_completion_tokens"),
+    (CHAT, chat(min_tokens=9, max_tokens=3), 400, "invalid_value", "min_tokens"),
+    (CHAT, chat(logit_bias={"x": 1}), 400, "invalid_value", "logit_bias.x"),
+    (CHAT, chat(logit_bias={"999": 1}), 400, "invalid_value", "logit_bias"),
+    (CHAT, chat(stop=["x"] * 17), 400, "invalid_value", "stop"),
+    (CHAT, chat(stop=[""]), 400, "invalid_value", "stop[0]"),
+    (CHAT, chat(stop_token_ids=[-1]), 400, "invalid_value", "stop_token_ids[0]"),
+    (CHAT, chat(stop_token_ids=[400]), 400, "invalid_value", "stop_token_ids"),
+    (CHAT, chat(seed=1 << 70), 400, "invalid_type", "seed"),
+    (CHAT, chat(top_logprobs=2), 400, "invalid_value", "top_logprobs"),
+    (CHAT, chat(top_logprobs=21, logprobs=True), 400, "invalid_value", "top_logprobs"),
+    (CHAT, chat(stream="yes"), 400, "invalid_type", "stream"),
+    (CHAT, chat(n=0), 400, "invalid_value", "n"),
+    (CHAT, chat(n=129), 400, "invalid_value", "n"),
+    (CHAT, chat(n=17), 400, "invalid_value", "n"),  # more than the engine runs at once
+    (CHAT, chat(n="2"), 400, "invalid_type", "n"),
+    (CHAT, chat(best_of=2), 400, "unknown_parameter", "best_of"),
+    (CHAT, chat(length_penalty=2), 400, "invalid_value", "length_penalty"),
+    (CHAT, chat(early_stopping=True), 400, "invalid_value", "early_stopping"),
+    (CHAT, chat(early_stopping="soon"), 400, "invalid_value", "early_stopping"),
+    (CHAT, chat(use_beam_search=True, length_penalty=11), 400, "invalid_value", "length_penalty"),
+    (CHAT, chat(use_beam_search=True, temperature=0.5), 400, "invalid_value", "temperature"),
+    (CHAT, chat(use_beam_search=True, top_p=0.5), 400, "invalid_value", "top_p"),
+    (CHAT, chat(use_beam_search=True, top_k=5), 400, "invalid_value", "top_k"),
+    (CHAT, chat(use_beam_search=True, logit_bias={"1": 1}), 400, "invalid_value", "logit_bias"),
+    (CHAT, chat(prompt_logprobs=-1), 400, "invalid_value", "prompt_logprobs"),
+    (CHAT, chat(prompt_logprobs=0, stream=True), 400, "invalid_value", "prompt_logprobs"),
+    (CHAT, chat(cache_salt=""), 400, "invalid_value", "cache_salt"),
+    (CHAT, chat(cache_salt="x" * 257), 400, "invalid_value", "cache_salt"),
+    (CHAT, chat(priority=1), 400, "invalid_value", "priority"),  # served by arrival
+    (CHAT, chat(priority="high"), 400, "invalid_type", "priority"),
+    (CHAT, chat(priority=1 << 31), 400, "invalid_value", "priority"),
+    (CHAT, chat(echo=True), 400, "unknown_parameter", "echo"),
+    (CHAT, chat(penstock={}), 400, "unknown_parameter", "penstock"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
+    (
+        CHAT,
+        chat(response_format={"type": "json_object"}),
+        400,
+        "unsupported_parameter",
+        "response_format",
+    ),
+    # completions
+    (COMPLETIONS, "{}", 400, "missing_required_parameter", "prompt"),
+    (COMPLETIONS, '{"prompt": ""}', 400, "invalid_value", "prompt"),
+    (COMPLETIONS, '{"prompt": []}', 400, "invalid_value", "prompt"),
+    (COMPLETIONS, '{"prompt": 7}', 400, "invalid_type", "prompt"),
+    (COMPLETIONS, '{"prompt": [-1]}', 400, "invalid_value", "prompt[0]"),
+    (COMPLETIONS, '{"prompt": ["a", 1]}', 400, "invalid_type", "prompt[1]"),
+    (COMPLETIONS, '{"prompt": [400]}', 400, "invalid_value", "prompt"),
+    (COMPLETIONS, json.dumps({"prompt": [1] * 1024}), 400, "context_length_exceeded", "prompt"),
+    (COMPLETIONS, '{"prompt": "a", "echo": 1}', 400, "invalid_type", "echo"),
+    (COMPLETIONS, '{"prompt": "a", "max_tokens": 0}', 400, "invalid_value", "max_tokens"),
+    (
+        COMPLETIONS,
+        '{"prompt": "a", "max_tokens": 0, "echo": true, "n": 2}',
+        400,
+        "invalid_value",
+        "n",
+    ),
+    (
+        COMPLETIONS,
+        '{"prompt": "a", "max_tokens": 0, "echo": true, "min_tokens": 1}',
+        400,
+        "invalid_value",
+        "min_tokens",
+    ),
+    (
+        COMPLETIONS,
+        json.dumps({"prompt": [1] * 1025, "max_tokens": 0, "echo": True}),
+        400,
+        "context_length_exceeded",
+        "prompt",
+    ),
+    (COMPLETIONS, '{"prompt": "a", "n": 2, "best_of": 1}', 400, "invalid_value", "best_of"),
+    (COMPLETIONS, json.dumps({"prompt": ["a"] * 128, "n": 9}), 400, "invalid_value", "n"),
+    (COMPLETIONS, '{"prompt": "a", "best_of": 17}', 400, "invalid_value", "best_of"),
+    (COMPLETIONS, '{"prompt": "a", "best_of": 2, "stream": true}', 400, "invalid_value", "best_of"),
+    (
+        COMPLETIONS,
+        '{"prompt": "a", "n": 2, "best_of": 2, "use_beam_search": true}',
+        400,
+        "invalid_value",
+        "best_of",
+    ),
+    (COMPLETIONS, '{"prompt": "a", "suffix": "b"}', 400, "unsupported_parameter", "suffix"),
+    # responses
+    (RESPONSES, "{}", 400, "missing_required_parameter", "input"),
+    (RESPONSES, '{"input": "a", "background": true}', 400, "unsupported_parameter", "background"),
+    (RESPONSES, '{"input": "a", "prompt": {"id": "p"}}', 400, "unsupported_parameter", "prompt"),
+    (RESPONSES, '{"input": "", "max_output_tokens": 0}', 400, "invalid_value", "max_output_tokens"),
+    (RESPONSES, '{"input": "a", "include": ["x"]}', 400, "invalid_value", "include[0]"),
+    (RESPONSES, '{"input": []}', 400, "invalid_value", "input"),
+    (RESPONSES, '{"input": "a", "n": 2}', 400, "unknown_parameter", "n"),
+    (RESPONSES, '{"input": "a", "generate": false}', 400, "unsupported_parameter", "generate"),
+    (RESPONSES, '{"input": "a", "penstock": 7}', 400, "invalid_type", "penstock"),
+    (RESPONSES, '{"input": "a", "penstock": {"x": 1}}', 400, "unknown_parameter", "penstock.x"),
+    (
+        RESPONSES,
+        '{"input": "a", "penstock": {"events": ["preempted", "x"]}}',
+        400,
+        "invalid_value",
+        "penstock.events[1]",
+    ),
+    (
+        RESPONSES,
+        '{"input": "a", "prompt_cache_options": {"x": 1}}',
+        400,
+        "unknown_parameter",
+        "prompt_cache_options.x",
+    ),
+    (
+        RESPONSES,
+        '{"input": [{"type": "function_call_output", "output": "1"}]}',
+        400,
+        "unsupported_parameter",
+        "input[0].type",
+    ),
+]  # fmt: skip
