@@ -56,7 +56,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing penstock into $(VENV) (a few minutes the first time) ..."
-	@$(call pip_install,.)
+	@$(call pip_install,.[bench])
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -1,1 +1,1 @@
-"""Measuring a running server from outside."""
+"""Measuring: a running server from outside, and parts of the engine in this process."""

@@ -1,0 +1,61 @@
+"""The subcommands of `penstock bench`.
+
+Each is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only
+when it is asked for: some load torch. Only the standard library is used here, since the command
+line imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+# The name users type: its module, and what it shows.
+BENCHES: dict[str, tuple[str, str]] = {
+    "kv": (
+        "penstock.load.kv_bench",
+        "KV memory: waste and sequences held by paged and by contiguous allocation",
+    ),
+    "policy": (
+        "penstock.load.policy_cost",
+        "the scheduler: milliseconds of planning per step, by sequences and pool size",
+    ),
+    "overload": (
+        "penstock.load.overload",
+        "preemption: tokens per second with more sequences than the KV pool holds",
+    ),
+}
+
+
+def add_benches(parser: argparse.ArgumentParser) -> None:
+    """Give a parser one subcommand per bench; without any it prints its help."""
+
+    def print_help(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=print_help)
+    benches = parser.add_subparsers(metavar="BENCH", parser_class=_BenchParser)
+    for name, (module, text) in BENCHES.items():
+        benches.add_parser(name, module=module, help=text, description=f"{text}.")
+
+
+class _BenchParser(argparse.ArgumentParser):
+    """Learns its arguments from its module when it is about to read some."""
+
+    def __init__(self, *, module: str, **settings: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            **settings,
+        )
+        self._module = module
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        bench = importlib.import_module(self._module)
+        bench.add_arguments(self)
+        self.set_defaults(run=bench.run)
+        return super().parse_known_args(args, namespace)
