@@ -180,7 +180,7 @@ class BlockManager:
         table = self._tables[sequence.seq_id]
         device = self.tiers.device
         num_missing = table.num_missing_blocks(num_tokens)
-        is_copying = table.is_tail_borrowed and self.tiers.plan.num_holders(table.block_ids[-1]) > 1
+        is_copying = table.is_tail_borrowed and self._is_wanted(table.block_ids[-1])
         if num_missing + is_copying > device.num_available:
             return None
         if is_copying:
@@ -195,6 +195,11 @@ class BlockManager:
         new = device.allocate(num_missing)
         table.block_ids.extend(new)
         return tuple(new)
+
+    def _is_wanted(self, device_id: int) -> bool:
+        """Whether somebody else holds a block, or could look for what its owner filled it with."""
+        is_shared = self.tiers.plan.num_holders(device_id) > 1
+        return is_shared or self.tiers.full_content(device_id) is not None
 
     def commit(self, sequence: Sequence, *, is_fresh: bool = True) -> None:
         """Make the full blocks findable whose tokens are known and computed.
@@ -260,17 +265,18 @@ class BlockManager:
         table = self._tables.pop(sequence.seq_id, None)
         if table is None:
             return
-        if table.is_swapped:
-            self._num_swapped -= 1
-            self._prefixes.tag(table, retention)
-            for host_id in reversed(table.block_ids):
-                self.tiers.host.release(host_id)
-            return
         if is_spoilt:
             self._prefixes.spoil(table)
+        elif table.is_swapped:
+            self._prefixes.tag(table, retention)
         else:
             self._prefixes.keep(table, sequence, retention)
-        self._release_device(table)
+        if table.is_swapped:
+            self._num_swapped -= 1
+            for host_id in reversed(table.block_ids):
+                self.tiers.host.release(host_id)
+        else:
+            self._release_device(table)
 
     def drop_prefix(self, token_ids: Ordered[int], *, cache_salt: str = "") -> int:
         """Forget what is cached of these tokens, from their end back to where somebody else's

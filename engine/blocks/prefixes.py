@@ -13,7 +13,7 @@ from penstock.engine.blocks.block_table import BlockTable
 from penstock.engine.blocks.eviction import Tag
 from penstock.engine.blocks.prefix_cache import CachedBlock, block_key, pack, root_key
 from penstock.engine.blocks.tiers import Tiers
-from penstock.engine.request import Retention, Sequence
+from penstock.engine.request import Retention, Sequence, SequenceStatus
 
 Tail = tuple[CachedBlock, int]  # a content to copy, and how many of its tokens are of use
 
@@ -74,10 +74,11 @@ class Prefixes:
         )
 
     def count_hits(self, sequence: Sequence, num_cached: int, num_from_host: int) -> None:
-        """Note what a sequence found, if it is here for the first time: later it finds its own."""
+        """Note what a request found when it first came: later, and by forks, it finds its own."""
+        is_first = sequence.index == 0 and sequence.status is SequenceStatus.WAITING
         request = sequence.request
         num_given = len(request.prompt_token_ids) + len(request.output_token_ids)
-        if not self._is_on or len(sequence.token_ids) != num_given:
+        if not self._is_on or not is_first or len(sequence.token_ids) != num_given:
             return
         counters = self._tiers.counters
         counters.prefix_queries += num_given
@@ -119,8 +120,7 @@ class Prefixes:
     def tag(self, table: BlockTable, retention: Retention | None) -> None:
         """Note how long a table's contents are wanted: the longest of all who said so."""
         now_s = self._clock()
-        pool = self._tiers.host if table.is_swapped else self._tiers.device
-        for block in filter(None, (pool.contents[block_id] for block_id in table.block_ids)):
+        for block in self._contents(table):
             if block.tag is not None and block.tag.expires_s <= now_s:
                 block.tag = None  # used again since: as good as any other
             if retention is not None:
@@ -129,10 +129,13 @@ class Prefixes:
 
     def spoil(self, table: BlockTable) -> None:
         """Let nobody find a table's contents."""
-        for device_id in table.block_ids:
-            block = self._tiers.device.contents[device_id]
-            if block is not None:
-                self._tiers.forget(block)
+        for block in self._contents(table):
+            self._tiers.forget(block)
+
+    def _contents(self, table: BlockTable) -> list[CachedBlock]:
+        pool = self._tiers.host if table.is_swapped else self._tiers.device
+        contents = (pool.contents[block_id] for block_id in table.block_ids)
+        return [block for block in contents if block is not None]
 
     def drop(self, token_ids: Ordered[int], *, cache_salt: str) -> int:
         """See `BlockManager.drop_prefix`."""
@@ -171,6 +174,8 @@ class Prefixes:
         if device.ref_counts[device_id] > 1:
             return  # another's too
         self._forget_tail(device_id)
+        if device.contents[device_id] is not None:
+            return  # a borrowed block, by now filled by its owner
         parent = self._parent(table, number)
         known = self._tiers.cache.longest_tail(parent, tokens, is_usable=lambda _: True)
         if known is None or known[1] < num_known - number * self._block_size:

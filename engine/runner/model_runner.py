@@ -115,7 +115,8 @@ class ModelRunner:
             zip(inputs.sampled_seq_ids, sample(logits, rows, self._eos_token_ids), strict=True)
         )
         valid = {seq_id: item for seq_id, item in sampled.items() if item.is_valid}
-        for seq_id, item in valid.items():
+        for seq_id, item in sampled.items():
+            # Of a failed one too: a step already planned may count on a token.
             self._batch.append(seq_id, item.token_id)
         return BatchResult(
             step=batch.step,

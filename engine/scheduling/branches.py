@@ -33,6 +33,7 @@ class LiveRequest:
     Attributes:
         sequences: those not finished, by seq_id.
         num_unforked: samples yet to part from the first.
+        aborted: indices of samples given up before they had parted.
         beams: in the order the search knows them, and what each has reported of this step.
         is_parked: of a beam search, whether its client was told that it is.
     """
@@ -40,6 +41,7 @@ class LiveRequest:
     request: Request
     sequences: dict[int, Sequence] = field(default_factory=dict)
     num_unforked: int = 0
+    aborted: set[int] = field(default_factory=set)
     num_cached_tokens: int = 0
     search: BeamSearchState | None = None
     beams: list[Sequence] = field(default_factory=list)
@@ -102,6 +104,8 @@ class Branches:
         self._roster.reserved.pop(root.seq_id, None)
         num_shared = root.num_prompt_tokens - 1  # the last is computed by each, for its draw
         for index in range(1, live.num_unforked + 1):
+            if index in live.aborted:
+                continue
             child = Sequence(live.request, seq_id=next(self._next_seq_id), index=index)
             live.sequences[child.seq_id] = child
             self._roster.fork(root, child, num_tokens=num_shared)
@@ -134,7 +138,7 @@ class Branches:
         live.sequences = {beam.seq_id: beam for beam in live.beams}
         for beam in live.beams:
             self._roster.place_fork(beam)
-        return () if chosen else _found(live)
+        return () if chosen else _found(live) or (failure(live, index=0, is_last=True),)
 
     def _fork_beam(self, parent: Sequence, token_id: int, *, index: int) -> Sequence:
         child = Sequence(parent.request, seq_id=next(self._next_seq_id), index=index)

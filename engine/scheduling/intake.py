@@ -80,9 +80,12 @@ class Intake:
         live = self._requests[sequence.request.request_id]
         if live.search is not None:
             return self._take_row(live, sequence, logprobs[0], prompt_logprobs)
+        sequence.num_in_flight_tokens -= 1
         if live.num_unforked:
             self._branches.fork_samples(live, sequence)
-        sequence.num_in_flight_tokens -= 1
+            if sequence.index in live.aborted:
+                self.finish(live, sequence)
+                return ()
         num_kept, reason = self._append(sequence, token_ids)
         num_cached, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
         if reason is not None:

@@ -74,7 +74,7 @@ class RequestLimits:
             )
         num_prompt = len(request.prompt_token_ids)
         room = self.max_model_len - num_prompt
-        longest = replace(params, max_tokens=min(params.max_tokens, room))
+        longest = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=0)
         num_blocks = num_blocks_needed(longest, num_prompt, self.block_size)
         if num_blocks > self.num_blocks:
             raise InvalidRequestError(

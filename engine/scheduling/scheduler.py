@@ -129,6 +129,11 @@ class Scheduler:
         live = self._requests.get(request_id)
         if live is None:
             return
+        if index is not None and live.num_unforked:
+            live.aborted.add(index)  # it ends when it parts from the others
+            index = None if len(live.aborted) > live.num_unforked else index
+            if index is not None:
+                return
         is_whole = index is None or live.search is not None
         for sequence in list(live.sequences.values()):
             if is_whole or sequence.index == index:
@@ -141,7 +146,8 @@ class Scheduler:
         scheduled: dict[int, ScheduledSequence] = {}
         budget = self._config.max_num_batched_tokens
         has_preempted = False
-        for sequence in list(self._roster.running.values()):
+        # Decode first: a fork may stand behind a long prompt in the order of admission.
+        for sequence in sorted(self._roster.running.values(), key=_is_in_prompt):
             num_new = min(self._num_uncomputed(sequence), budget)
             if num_new > 0:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
@@ -283,3 +289,8 @@ class Scheduler:
         output = live.notice(sequence, notice)
         if output is not None:
             self._notices.append(output)
+
+
+def _is_in_prompt(sequence: Sequence) -> bool:
+    """Whether more than its newest token is left to compute."""
+    return len(sequence.token_ids) - sequence.num_computed_tokens > 1

@@ -85,7 +85,10 @@ class WaitingQueue:
         return len(self._waiting)
 
     def _age(self) -> None:
-        while self._aging and self._aging[0][0] <= self.order.now_s():
-            _, seq_id, sequence = heapq.heappop(self._aging)
-            if seq_id in self._waiting:
+        now_s = self.order.now_s()
+        due = []
+        while self._aging and self._aging[0][0] <= now_s:
+            due.append(heapq.heappop(self._aging)[2])
+        for sequence in due:  # pushed only now: rounding may make its next change due at once
+            if sequence.seq_id in self._waiting:
                 self.push(sequence)

@@ -130,7 +130,10 @@ class FakeDevice:
                 )
                 if entries:
                     prompt_logprobs[item.seq_id] = (first, entries)
-            if row.num_computed < len(row.token_ids) or item.seq_id in self.failing:
+            if row.num_computed < len(row.token_ids):
+                continue
+            if item.seq_id in self.failing:
+                row.token_ids.append(0)  # a step already planned may count on one
                 continue
             token_id = next_token(known, row.entry.index)
             if row.entry.num_logprobs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 from penstock.engine.blocks import BlockManager
@@ -80,7 +81,7 @@ class Stack:
 
     def step(self) -> list[RequestOutput]:
         outputs = self.core.step()
-        self.blocks.check_integrity()
+        self.check_blocks()
         for output in outputs:
             assert output.request_id not in self.ended, "an output after the last"
             branch = self.outputs.setdefault((output.request_id, output.index), [])
@@ -89,6 +90,23 @@ class Stack:
             if output.is_last:
                 self.ended[output.request_id] = None
         return outputs
+
+    def check_blocks(self) -> None:
+        """Every block is accounted for, and whatever can be found holds what it is said to."""
+        self.blocks.check_integrity()
+        for block in self.blocks.tiers.cache:
+            claimed = list(array("I", block.tokens))
+            stored = [
+                blocks[place][: len(claimed)]
+                for place, blocks in (
+                    (block.device_id, self.device.blocks),
+                    (block.host_id, self.device.host),
+                )
+                if place is not None
+            ]
+            for slots in stored:
+                assert [slot and slot[0] for slot in slots] == claimed
+            assert all(slots == stored[0] for slots in stored), "two places, two contents"
 
     def run(self) -> None:
         for _ in range(100_000):

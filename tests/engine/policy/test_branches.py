@@ -147,3 +147,93 @@ def test_the_longest_need_counts_shared_blocks_once() -> None:
     assert num_blocks_needed(params, 40, 16) == 2 + 4 * 1
     alone = make_request("a", [1], max_tokens=9).sampling_params
     assert num_blocks_needed(alone, 40, 16) == 3
+
+
+def test_a_borrowed_block_its_owner_filled_is_left_to_those_who_look_for_it() -> None:
+    """The first sample fills the block it shares and ends; the second must not write over it."""
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=1)  # one after the other
+    stack = Stack(enable_prefix_caching=True, config=config)
+    prompt = [1, 2, 3]
+    stack.add("a", prompt, max_tokens=2, n=2)
+    stack.run()
+    again = [*prompt, stack.tokens("a", 0)[0], 9]
+    stack.add("b", again, max_tokens=2)
+    stack.run()
+    assert stack.tokens("b") == expected_output(again, 2)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_sample_can_be_aborted_before_it_has_parted(index: int) -> None:
+    stack = Stack()
+    stack.add("a", list(range(40)), max_tokens=5, n=3)
+    stack.step()  # inside the prompt
+    stack.core.abort("a", index=index)
+    assert stack.scheduler.has_request("a")
+    stack.run()
+    assert stack.tokens("a", index) == []
+    for other in {0, 1, 2} - {index}:
+        assert stack.tokens("a", other) == expected_output(list(range(40)), 5, other)
+    stack.add("b", list(range(40)), max_tokens=5, n=2)
+    for each in (0, 1):
+        stack.core.abort("b", index=each)
+    assert not stack.scheduler.has_request("b")
+    stack.run()
+
+
+def test_a_search_that_can_find_nothing_fails() -> None:
+    stack = Stack()
+    everything = tuple(range(50))  # every token would end it, and none may yet
+    stack.add(
+        "a", [1, 2, 3], max_tokens=5, min_tokens=2, temperature=0.0,
+        stop_token_ids=everything, beam_search=BeamSearch(width=2),
+    )  # fmt: skip
+    stack.run()
+    assert stack.reason("a") is FinishReason.ERROR
+    assert "a" in stack.ended
+
+
+@pytest.mark.parametrize("kind", ["one", "samples", "beams"])
+def test_forks_do_not_stand_behind_long_prompts(kind: str) -> None:
+    stack = Stack(
+        num_blocks=4000,
+        block_size=16,
+        max_model_len=4096,
+        config=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=64),
+    )
+    params: dict[str, object] = {"max_tokens": 20}
+    if kind == "samples":
+        params["n"] = 4
+    if kind == "beams":
+        params |= {"temperature": 0.0, "beam_search": BeamSearch(width=4, early_stopping="never")}
+    stack.add("short", [1, 2, 3], **params)
+    for number in range(10):
+        stack.add(f"long{number}", [number] * 1000, max_tokens=1, arrival=1.0 + number)
+    for _ in range(22):
+        stack.step()
+    assert "short" in stack.ended
+
+
+def test_min_tokens_beyond_the_room_do_not_trouble_samples() -> None:
+    stack = Stack()
+    stack.add("a", [1] * 60, max_tokens=30, min_tokens=10, n=2)
+    stack.run()
+    assert len(stack.tokens("a", 1)) == 4
+
+
+@pytest.mark.parametrize("is_swapping", [True, False])
+def test_cached_tokens_are_what_the_request_found_when_it_came(is_swapping: bool) -> None:
+    stack = Stack(
+        num_blocks=14,
+        block_size=4,
+        max_model_len=56,
+        num_host_blocks=50 * is_swapping,
+        enable_prefix_caching=True,
+        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+    )
+    stack.add("b", [49] * 9, max_tokens=30)
+    stack.step()
+    stack.add("a", list(range(37)), max_tokens=3, n=3, arrival=1.0)  # nothing of it is cached
+    stack.run()
+    assert stack.scheduler.counters.num_preemptions > 0
+    assert stack.num_cached("a") == 0
+    assert stack.blocks.counters.prefix_queries == 9 + 37

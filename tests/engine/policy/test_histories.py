@@ -144,7 +144,7 @@ def test_any_history_keeps_blocks_and_tokens_right(data: st.DataObject) -> None:
                 stack.core.abort(name, index=data.draw(st.sampled_from([None, None, 1])))
             else:
                 stack.core.drop_prefix(requests[name].prompt_token_ids)
-            stack.blocks.check_integrity()
+            stack.check_blocks()
     stack.run()
     for name, request in requests.items():
         assert name in stack.ended or name in aborted

@@ -137,6 +137,18 @@ def test_a_sequence_the_device_fails_ends_alone() -> None:
     assert stack.tokens("b") == expected_output([2] * 5, 9)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_a_failure_is_no_trouble_to_steps_already_planned(steps_in_flight: int) -> None:
+    config = SchedulerConfig(max_num_seqs=4, max_steps_in_flight=steps_in_flight)
+    stack = Stack(enable_prefix_caching=True, config=config)
+    stack.add("a", list(range(20)), max_tokens=5)
+    stack.add("b", list(range(20)), max_tokens=5)
+    stack.device.failing = {0}
+    stack.run()
+    assert stack.reason("a") is FinishReason.ERROR
+    assert stack.tokens("b") == expected_output(list(range(20)), 5)
+
+
 def test_stop_ids_min_tokens_and_ignore_eos() -> None:
     prompt = [3, 1, 4]
     output = expected_output(prompt, 20)
