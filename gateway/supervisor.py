@@ -218,23 +218,23 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGCHLD into wake-ups of the selector."""
+        """Turn SIGINT, SIGTERM and SIGCHLD into wake-ups of the selector; to the end of the
+        process, whose exit code is settled then, a late SIGINT or SIGTERM changes nothing."""
         receiver, sender = socket.socketpair()
         with receiver, sender:
             receiver.setblocking(False)
             sender.setblocking(False)
             self._selector.register(receiver, selectors.EVENT_READ)
-            before_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-            before = {
-                number: signal.signal(number, self._on_signal)
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-            }
+            signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, self._on_signal)
             try:
                 yield
             finally:
-                signal.set_wakeup_fd(before_fd)
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.set_wakeup_fd(-1)
                 self._selector.close()
 
     def _on_signal(self, number: int, _: object) -> None:
