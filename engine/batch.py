@@ -36,7 +36,7 @@ class SequenceEntry:
     num_prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
 class ScheduledSequence:
     """One sequence's share of a step.
 

@@ -252,7 +252,7 @@ class Notice(enum.Enum):
     RESUMED = "resumed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
 class RequestOutput:
     """What one iteration brought to one branch of a request.
 
