@@ -1,0 +1,150 @@
+"""The client against our own server with the demo model: every record clean, every token there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+
+from penstock.load.client.bodies import Endpoint
+from penstock.load.client.choose import TransportKind, open_transport
+from penstock.load.client.records import Call, Message, StreamRecord
+
+from ..system.processes import Served, metric, serve
+
+_NUM_STREAMS = 40
+_WAYS: list[tuple[TransportKind, Endpoint]] = [
+    ("sse", "completions"),
+    ("sse", "chat"),
+    ("sse", "responses"),
+    ("websocket", "responses"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(log=tmp_path_factory.mktemp("server") / "log") as served:
+        yield served
+
+
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """On the event loop that benches use."""
+    uvloop.run(coroutine)
+
+
+def _call(index: int, **fields: Any) -> Call:
+    asked = Message(role="user", content=f"Hi, I am Zorin{index}. Tell me a story, 好 and 🙂!")
+    values = {"max_tokens": 8 + index, "ignore_eos": True, "messages": (asked,), **fields}
+    return Call(model="demo", extra={"temperature": 1.5, "seed": index}, **values)
+
+
+def _record(call: Call) -> StreamRecord:
+    return StreamRecord(scheduled_s=0.0, expected_tokens=call.max_tokens)
+
+
+@pytest.mark.parametrize(("kind", "endpoint"), _WAYS)
+def test_every_stream_is_clean(server: Served, kind: TransportKind, endpoint: Endpoint) -> None:
+    calls = [_call(index) for index in range(_NUM_STREAMS)]
+    records = [_record(call) for call in calls]
+
+    async def run() -> None:
+        async with open_transport(kind, endpoint, server.base_url) as transport:
+            pairs = zip(calls, records, strict=True)
+            await asyncio.gather(*(transport.stream(call, record) for call, record in pairs))
+
+    _run(run())
+    for call, record in zip(calls, records, strict=True):
+        assert record.faults == [], record.detail
+        assert record.output_tokens == call.max_tokens
+        assert record.prompt_tokens > 10
+        assert record.text
+        assert record.finish_reason in ("length", "max_output_tokens")
+        assert 0 < len(record.event_times_s) <= call.max_tokens
+        assert record.sent_s < record.event_times_s[0] <= record.event_times_s[-1] <= record.ended_s
+        if endpoint != "responses":
+            assert len(record.event_tokens) == len(record.event_times_s)
+    if endpoint != "responses":
+        num_timed = sum(sum(record.event_tokens) for record in records)
+        num_tokens = sum(call.max_tokens for call in calls)
+        assert 0.9 * num_tokens < num_timed <= num_tokens  # the last of a stream may have no text
+
+
+def test_token_ids_are_taken_as_they_are(server: Served) -> None:
+    call = _call(0, messages=(), prompt_token_ids=tuple(range(300, 333)))
+    record = _record(call)
+
+    async def run() -> None:
+        async with open_transport("sse", "completions", server.base_url) as transport:
+            await transport.stream(call, record)
+
+    _run(run())
+    assert (record.faults, record.prompt_tokens) == ([], 33)
+
+
+@pytest.mark.parametrize("kind", ["sse", "websocket"])
+def test_a_conversation_goes_on_by_id(server: Served, kind: TransportKind) -> None:
+    records: list[StreamRecord] = []
+
+    async def run() -> None:
+        async with open_transport(kind, "responses", server.base_url) as transport:
+            previous_id = None
+            for index in range(3):
+                call = _call(index, previous_response_id=previous_id)
+                records.append(_record(call))
+                await transport.stream(call, records[-1])
+                previous_id = records[-1].response_id
+
+    _run(run())
+    assert [record.faults for record in records] == [[], [], []]
+    sizes = [record.prompt_tokens for record in records]
+    assert sizes == sorted(set(sizes))  # each prompt holds the turns before it
+    assert records[2].cached_tokens > records[1].cached_tokens > 0
+
+
+@pytest.mark.parametrize(("kind", "endpoint"), _WAYS)
+def test_walking_away_frees_the_server(
+    server: Served, kind: TransportKind, endpoint: Endpoint
+) -> None:
+    async def run() -> None:
+        async with (
+            open_transport(kind, endpoint, server.base_url) as transport,
+            httpx.AsyncClient(base_url=server.base_url) as metrics,
+        ):
+            records = [_record(_call(index, max_tokens=900)) for index in range(12)]
+            tasks = [
+                asyncio.create_task(transport.stream(_call(index, max_tokens=900), record))
+                for index, record in enumerate(records)
+            ]
+            async with asyncio.timeout(20):
+                while not all(record.event_times_s for record in records):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(task.cancelled() for task in tasks)
+            assert all(record.is_clean for record in records)
+            async with asyncio.timeout(10):
+                while await metric(metrics, "num_requests_running"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            record = _record(_call(0))
+            await transport.stream(_call(0), record)
+            assert record.faults == []
+
+    _run(run())
+
+
+@pytest.mark.parametrize(("kind", "endpoint"), _WAYS)
+def test_a_refusal_is_told(server: Served, kind: TransportKind, endpoint: Endpoint) -> None:
+    record = _record(_call(0))
+
+    async def run() -> None:
+        async with open_transport(kind, endpoint, server.base_url) as transport:
+            await transport.stream(_call(0, max_tokens=-1), record)
+
+    _run(run())
+    assert (record.is_clean, record.status) == (False, 400)
+    assert "max_" in record.detail

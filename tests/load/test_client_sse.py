@@ -1,0 +1,204 @@
+"""The SSE transport against a server that sends exact bytes: good streams, and its connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from penstock.load.client.bodies import Endpoint
+from penstock.load.client.records import Fault
+from penstock.load.client.sse import SseTransport
+
+from .scripted_server import (
+    CALL,
+    CLOSE,
+    DONE,
+    FOREVER,
+    Script,
+    chat,
+    chunk,
+    connected,
+    cut,
+    event,
+    framed,
+    head,
+    record_from,
+    record_of,
+    response_stream,
+    scripted,
+    usage,
+    whole,
+)
+
+_CHUNKS: list[Endpoint] = ["chat", "completions"]
+
+
+# -- good streams ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", _CHUNKS)
+async def test_chunks_fill_a_record(endpoint: Endpoint) -> None:
+    before_s = time.perf_counter()
+    record = await record_from(whole(*chat(endpoint=endpoint)), endpoint)
+    assert (record.faults, record.detail, record.status) == ([], "", 200)
+    assert (record.text, record.finish_reason, record.response_id) == (
+        "one two",
+        "length",
+        "cmpl-1",
+    )
+    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (9, 5, 3)
+    assert record.event_tokens == [1, 1, 1]
+    times_s = [before_s, record.sent_s, *record.event_times_s, record.ended_s, time.perf_counter()]
+    assert times_s == sorted(times_s)
+    assert len(record.event_times_s) == 3
+
+
+async def test_responses_fill_a_record() -> None:
+    record = await record_from(whole(*response_stream("on", "", "e t", "wo")), "responses")
+    assert (record.faults, record.detail, record.status) == ([], "", 200)
+    assert (record.text, record.finish_reason) == ("one two", "max_output_tokens")
+    assert record.response_id == "resp_1"
+    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (9, 5, 3)
+    assert len(record.event_times_s) == 3
+    assert record.event_tokens == []
+
+
+async def test_times_are_those_of_arrival() -> None:
+    script: list[bytes | float | None] = [head()]
+    for piece in chat():
+        script += [framed(piece), 0.1]
+    record = await record_from([*script, framed(b"")])
+    first_s, second_s, third_s = record.event_times_s
+    for gap_s in (second_s - first_s, third_s - second_s):
+        assert 0.05 < gap_s < 1.0
+    assert record.ended_s - third_s > 0.2  # the finish chunk, usage, and [DONE]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses"])
+async def test_a_stream_may_be_cut_anywhere(endpoint: Endpoint) -> None:
+    events = [chunk("½ …", count=1), chunk("🙂", count=3), chunk(finish="stop", count=3), usage(3)]
+    stream = b"".join([*events, DONE])
+    if endpoint == "responses":
+        stream = b"".join(response_stream("½ …", "🙂"))
+    stream = b": ping\r\n\r\n" + stream.replace(b"\n\n", b"\r\n\r\n")
+    scripts: list[Script] = [whole(stream[:at], stream[at:]) for at in range(1, len(stream))]
+    scripts.append(whole(*(stream[at : at + 1] for at in range(len(stream)))))
+    # In one write, so that what the client reads is cut where the chunks are.
+    joined = [[b"".join(step for step in script if isinstance(step, bytes))] for script in scripts]
+    async with connected(*joined, endpoint=endpoint) as (server, transport):
+        for _ in joined:
+            record = record_of(expected_tokens=3)
+            await transport.stream(CALL, record)
+            assert (record.faults, record.text) == ([], "½ …🙂"), record.detail
+        assert server.num_connections == 1
+
+
+async def test_tokens_without_text_count_into_the_next_text() -> None:
+    events = [chunk(count=1), chunk("½", count=2), chunk(count=3), chunk(finish="stop", count=4)]
+    record = await record_from(whole(*events, usage(4), DONE), expected_tokens=4)
+    assert record.faults == []  # the last two tokens never had text, and are not lost
+    assert record.event_tokens == [2]
+
+
+async def test_what_a_server_does_not_say_is_not_known() -> None:
+    events = [chunk("one"), chunk(" two"), chunk(finish="stop"), DONE]
+    record = await record_from(whole(*events))
+    assert record.faults == []
+    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (-1, -1, -1)
+    assert record.event_tokens == []
+    assert len(record.event_times_s) == 2
+
+
+async def test_a_role_is_no_text_and_a_thought_is() -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "a"}]
+    events = [event({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    record = await record_from(whole(*events, chunk(finish="stop"), DONE))
+    assert record.faults == []
+    assert (record.text, len(record.event_times_s)) == ("hma", 2)
+
+
+async def test_our_own_events_have_no_number() -> None:
+    events = response_stream("one two")
+    parked = event({"type": "penstock.preempted", "response_id": "resp_1"})
+    record = await record_from(whole(*events[:2], parked, *events[2:]), "responses")
+    assert record.faults == []
+
+
+async def test_a_body_may_end_with_its_connection() -> None:
+    start = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\r\n"
+    record = await record_from([start, *chat(), CLOSE])
+    assert (record.faults, record.text) == ([], "one two")
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+async def test_walking_away_closes_the_connection() -> None:
+    record = record_of()
+    async with connected([head(), framed(chat()[0]), FOREVER]) as (server, transport):
+        task = asyncio.create_task(transport.stream(CALL, record))
+        while not record.event_times_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(server.hung_up.wait(), 5)
+    assert task.cancelled()
+    assert (record.faults, record.text) == ([], "on")
+
+
+async def test_connections_are_kept_but_not_after_a_fault() -> None:
+    good = whole(*chat())
+    async with connected(good, good, cut(*chat()[:2]), good) as (server, transport):
+        records = [record_of() for _ in range(5)]
+        for record in records:
+            await transport.stream(CALL, record)
+    assert [record.faults for record in records] == [[], [], [Fault.CUT], [], []]
+    assert server.num_connections == 2
+
+
+async def test_a_closed_connection_is_not_used_again() -> None:
+    async with connected([*whole(*chat()), CLOSE]) as (server, transport):
+        for _ in range(3):
+            record = record_of()
+            await transport.stream(CALL, record)
+            assert record.faults == []
+            await asyncio.sleep(0.05)
+    assert server.num_connections == 3
+
+
+async def test_an_answer_that_nobody_asked_for_is_not_taken() -> None:
+    *answer, end = whole(*chat())
+    assert isinstance(end, bytes)
+    async with connected([*answer, end + head("500 Late")], whole(*chat())) as (server, transport):
+        for _ in range(2):
+            record = record_of()
+            await transport.stream(CALL, record)
+            assert record.faults == []
+    assert server.num_connections == 2
+
+
+async def test_connections_may_be_bounded() -> None:
+    async with connected([head(), 0.05, *map(framed, chat()), framed(b"")], max_connections=2) as (
+        server,
+        transport,
+    ):
+        records = [record_of() for _ in range(6)]
+        await asyncio.gather(*(transport.stream(CALL, record) for record in records))
+    assert server.num_connections == 2
+    assert all(record.is_clean for record in records)
+    assert max(record.sent_s for record in records) > min(record.ended_s for record in records)
+
+
+async def test_the_request_says_who_asks_and_where() -> None:
+    async with scripted(whole(*chat())) as server:
+        base_url = f"{server.base_url}/below/v1/"
+        async with SseTransport(base_url, "chat", api_key="secret") as transport:
+            await transport.stream(CALL, record_of())
+    assert server.heads[0].startswith("POST /below/v1/chat/completions HTTP/1.1\r\n")
+    assert "Authorization: Bearer secret\r\n" in server.heads[0]
+    assert f"Host: {server.base_url.removeprefix('http://')}\r\n" in server.heads[0]
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
