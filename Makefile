@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	-e "$(1)" >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 
-.PHONY: install serve test check format bench gpu clean
+.PHONY: install serve test check format bench bench-peers gpu clean
 
 install: $(VENV)/.installed
 
@@ -34,8 +34,13 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 # Start-up time, memory and tokens per second of a server on this machine.
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed
 	$(BIN)/python -m penstock.load.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+# Rivals and ours side by side on this machine. Each gets an environment under build/peers, the first
+# time: a quarter of an hour, and seven gigabytes.
+bench-peers: $(VENV)/.installed-test
+	$(BIN)/python -m penstock.load.peers.matrix $(ARGS)
 
 # On a machine with a GPU, with its own python3 and torch: no install, and no plugin but pytest.
 gpu:

@@ -14,8 +14,29 @@ from typing import Any
 
 # The name users type: its module, and what it shows.
 BENCHES: dict[str, tuple[str, str]] = {
+    "serve": (
+        "penstock.load.serve_bench",
+        "a running server: latencies, throughput and every stream's integrity, over SSE or "
+        "WebSocket",
+    ),
+    "sweep": (
+        "penstock.load.sweep_bench",
+        "running servers, up to saturation: throughput and latency by concurrency or rate",
+    ),
+    "engine": (
+        "penstock.load.engine.bench",
+        "the engine alone: tokens per second, and where a step's time goes",
+    ),
+    "startup": (
+        "penstock.load.startup.bench",
+        "a server's start: seconds to ready and to a first token, memory of each process",
+    ),
+    "soak": (
+        "penstock.load.soak.soak_bench",
+        "minutes of mixed and hostile traffic: every stream right, nothing leaked",
+    ),
     "kv": (
-        "penstock.load.kv_bench",
+        "penstock.load.kv.bench",
         "KV memory: waste and sequences held by paged and by contiguous allocation",
     ),
     "policy": (
@@ -42,20 +63,34 @@ def add_benches(parser: argparse.ArgumentParser) -> None:
         benches.add_parser(name, module=module, help=text, description=f"{text}.")
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default only where there is one to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 class _BenchParser(argparse.ArgumentParser):
     """Learns its arguments from its module when it is about to read some."""
 
     def __init__(self, *, module: str, **settings: Any) -> None:
-        super().__init__(
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            **settings,
-        )
+        super().__init__(formatter_class=_Formatter, **settings)
         self._module = module
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        bench = importlib.import_module(self._module)
+        bench = self._import()
         bench.add_arguments(self)
         self.set_defaults(run=bench.run)
         return super().parse_known_args(args, namespace)
+
+    def _import(self) -> Any:
+        try:
+            return importlib.import_module(self._module)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("penstock"):
+                raise
+            self.exit(2, f"{self.prog} needs {error.name}: pip install 'penstock[bench]'\n")

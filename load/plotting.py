@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, SKY, ORANGE, GREEN, GREY = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#DDDDDD"
+PURPLE = "#CC79A7"
 
 _LOOK: Any = {  # matplotlib types the keys one by one, differently in every release
     "font.size": 9,

@@ -1,133 +1,138 @@
-"""What `make bench` prints: a server's start-up time, memory and tokens per second.
+"""What `make bench` prints: a server's start, memory, and speed with a few streams and with many.
 
-Starts a server of its own on a free port, talks to it over HTTP as any client would, and stops
-it. Greedy, `ignore_eos`, so that every stream has the same length.
+Starts a server of its own and asks it as `penstock bench serve` would, so that the figures can be
+compared. In minutes; for more than a look there is `penstock bench`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import re
-import signal
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import httpx
-import psutil
+import uvloop
 
-_PROMPT = "Tell me a long story about a lighthouse."
-_TOKENS = 256
+from penstock.engine.config import DEMO_MODEL
+from penstock.engine.errors import ConfigError
+from penstock.load.arguments import counts
+from penstock.load.client.bodies import Endpoint
+from penstock.load.client.choose import TransportKind, open_transport
+from penstock.load.launch import Started, server
+from penstock.load.report.summary import Summary, summarize
+from penstock.load.tables import table
+from penstock.load.workloads.arrivals import ClosedLoop
+from penstock.load.workloads.datasets.dataset import Lengths
+from penstock.load.workloads.datasets.random_lengths import RandomLengths
+from penstock.load.workloads.driver import run as drive
+from penstock.load.workloads.prompts import Words
 
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    base_url: str
-    ready_s: float
-    process: psutil.Process
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One run of `concurrency` equal streams."""
-
-    concurrency: int
-    tokens_per_s: float
-    ttft_ms: float
+_PROMPT_TOKENS = 64  # words: a few more tokens of a small vocabulary
+_OUTPUT_TOKENS = 128
+_MIN_REQUESTS, _WAVES = 4, 2
 
 
-@contextmanager
-def server(model: str | None, flags: list[str]) -> Iterator[Started]:
-    """A server of this checkout on a free port, stopped at the end."""
-    penstock = Path(sys.executable).with_name("penstock")
-    command = [str(penstock), "serve", *([model] if model else []), "--port", "0", *flags]
-    started_s = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = re.search(r"http://\S+", line)
-        if match is None:
-            raise SystemExit("the server did not start")
-        ready_s = time.monotonic() - started_s
-        yield Started(match.group(), ready_s, psutil.Process(process.pid))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """So many streams at once, and how they go over the wire."""
+
+    num_streams: int
+    transport: TransportKind = "sse"
+    endpoint: Endpoint = "chat"
 
 
-async def stream(client: httpx.AsyncClient, model: str) -> tuple[int, float]:
-    """One stream; its number of tokens and the seconds to its first one."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": _PROMPT}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0,
-        "max_tokens": _TOKENS,
-        "ignore_eos": True,
-    }
-    sent_s, first_s, num_tokens = time.perf_counter(), 0.0, 0
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if not first_s and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                first_s = time.perf_counter() - sent_s
-            if chunk.get("usage"):
-                num_tokens = chunk["usage"]["completion_tokens"]
-    return num_tokens, first_s
-
-
-async def measure(base_url: str, model: str, concurrency: int) -> Measured:
-    """Start `concurrency` streams together and wait for all."""
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=600) as client:
-        await stream(client, model)  # warm
-        began_s = time.perf_counter()
-        results = await asyncio.gather(*(stream(client, model) for _ in range(concurrency)))
-        took_s = time.perf_counter() - began_s
-    return Measured(
-        concurrency=concurrency,
-        tokens_per_s=sum(tokens for tokens, _ in results) / took_s,
-        ttft_ms=1000 * statistics.median(first for _, first in results),
-    )
-
-
-def _resident(process: psutil.Process) -> dict[str, float]:
-    """MiB of each process of the server."""
-    return {
-        item.name(): item.memory_info().rss / (1 << 20)
-        for item in [process, *process.children(recursive=True)]
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="default: the demo model")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if a stream had a fault, 2 if there was no server."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--model", default=DEMO_MODEL, help="a directory or a Hub id")
+    parser.add_argument("--streams", type=counts, default="1,8,32", help="at once, with commas")
+    parser.add_argument("--output-tokens", type=int, default=_OUTPUT_TOKENS, help="of each answer")
     parser.add_argument("flags", nargs="*", help="flags for the server, after --")
-    arguments = parser.parse_args()
-    with server(arguments.model, arguments.flags) as started:
-        name = httpx.get(f"{started.base_url}/v1/models").json()["data"][0]["id"]
-        print(f"{os.cpu_count()} cores · model {name} · ready after {started.ready_s:.1f} s")
-        for process, mebibytes in _resident(started.process).items():
-            print(f"  {process:<18} {mebibytes:6.0f} MiB resident")
-        print("  streams   tokens/s   TTFT ms (median)")
-        for concurrency in arguments.concurrency:
-            run = asyncio.run(measure(started.base_url, name, concurrency))
-            print(f"  {run.concurrency:>7} {run.tokens_per_s:>10,.0f} {run.ttft_ms:>10.0f}")
+    parsed = parser.parse_args(arguments)
+    try:
+        with server(parsed.model, parsed.flags) as started:
+            return _measure_all(started, parsed)
+    except ConfigError as error:
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure_all(started: Started, parsed: argparse.Namespace) -> int:
+    print(f"{os.cpu_count()} cores · model {parsed.model} · ready after {started.ready_s:.1f} s\n")
+    print(_memory_table(started), end="\n\n", flush=True)
+    rows, num_failed = [], 0
+    for seed, case in enumerate(_cases(parsed.streams)):
+        measure = _measure(case, started, parsed, seed=seed)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            summary = runner.run(measure)
+        rows.append(_row(case, summary))
+        num_failed += summary.num_failed
+        for fault, detail in summary.fault_details.items():
+            print(f"{fault}: {detail}", file=sys.stderr)
+    print(table(_HEADER, rows))
+    return int(num_failed > 0)
+
+
+def _cases(streams: Sequence[int]) -> list[Case]:
+    """Every number of streams as most clients send them; the most also as our own page does."""
+    most = max(streams)
+    return [
+        *(Case(num_streams=num_streams) for num_streams in streams),
+        Case(num_streams=most, endpoint="responses"),
+        Case(num_streams=most, endpoint="responses", transport="websocket"),
+    ]
+
+
+async def _measure(
+    case: Case, started: Started, parsed: argparse.Namespace, *, seed: int
+) -> Summary:
+    """Keep the case's number of streams in flight; the first of them only warm the server up."""
+    num_requests = max(_MIN_REQUESTS, _WAVES * case.num_streams)
+    dialogues = RandomLengths(
+        num_dialogues=num_requests + 1,
+        input_len=Lengths.fixed(_PROMPT_TOKENS),
+        output_len=Lengths.fixed(parsed.output_tokens),
+        seed=seed,
+    ).make(Words())
+    async with open_transport(case.transport, case.endpoint, started.base_url) as transport:
+        for part in (dialogues[:1], dialogues[1:]):
+            result = await drive(
+                transport,
+                part,
+                arrivals=ClosedLoop(case.num_streams),
+                model=parsed.model,
+                extra={"temperature": 0},
+            )
+    return summarize(result)
+
+
+# -- what is said of it -----------------------------------------------------------------------
+
+_HEADER = ("streams", "over", "tokens/s", "TTFT ms p50", "p99", "ITL ms p50", "p99", "faults")
+_NAMES = {"sse": "SSE", "websocket": "WebSocket"}
+
+
+def _row(case: Case, summary: Summary) -> list[str]:
+    latencies = (summary.ttft_ms.p50, summary.ttft_ms.p99, summary.itl_ms.p50, summary.itl_ms.p99)
+    return [
+        f"{case.num_streams:,}",
+        f"{case.endpoint}, {_NAMES[case.transport]}",
+        f"{summary.output_tokens_per_s:,.0f}",
+        *(f"{latency:,.1f}" for latency in latencies),
+        f"{summary.num_failed:,}",
+    ]
+
+
+def _memory_table(started: Started) -> str:
+    rows = [
+        [name, *(f"{size / (1 << 20):,.0f}" for size in (memory.resident_bytes,
+                                                         memory.unique_bytes))]
+        for name, memory in started.memory().items()
+    ]  # fmt: skip
+    return table(("process", "MiB resident", "of its own"), rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

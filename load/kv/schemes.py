@@ -23,7 +23,7 @@ from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.scheduling import Scheduler
-from penstock.load.kv_trace import TracedRequest
+from penstock.load.kv.trace import TracedRequest
 
 _EOS, _WORD = 0, 1
 _FIRST_PROMPT_TOKEN = 2

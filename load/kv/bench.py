@@ -10,11 +10,11 @@ import sys
 from dataclasses import replace
 
 from penstock.engine.errors import ConfigError
-from penstock.load import kv_report
 from penstock.load.arguments import add_out, counts
-from penstock.load.kv_report import Workload
-from penstock.load.kv_schemes import ContiguousScheme, PagedScheme
-from penstock.load.kv_trace import TraceSpec, cut_outputs, make_trace
+from penstock.load.kv import report as pages
+from penstock.load.kv.report import Workload
+from penstock.load.kv.schemes import ContiguousScheme, PagedScheme
+from penstock.load.kv.trace import TraceSpec, cut_outputs, make_trace
 from penstock.load.tables import write_report
 
 _SPEC = TraceSpec()
@@ -65,20 +65,20 @@ def run(parsed: argparse.Namespace) -> int:
     sections, workloads = [], []
     for case, max_tokens in cases:
         workloads.append(_replay(case, max_tokens, parsed))
-        sections.append(kv_report.markdown(workloads[-1]))
+        sections.append(pages.markdown(workloads[-1]))
         print(sections[-1], end="\n\n", flush=True)
     block_size: int = 16 if 16 in parsed.block_size else parsed.block_size[0]
-    closing = [kv_report.verdict(workloads[0], block_size=block_size), kv_report.notes()]
+    closing = [pages.verdict(workloads[0], block_size=block_size), pages.notes()]
     print("\n\n".join(closing))
     paths = write_report(
         parsed.out,
         "kv",
         markdown="\n\n".join(["# KV memory by allocation scheme", *sections, *closing]),
-        data={"workloads": [kv_report.figures(workload) for workload in workloads]},
+        data={"workloads": [pages.figures(workload) for workload in workloads]},
     )
     picture = parsed.out / "kv.png"
     try:
-        kv_report.draw(workloads, block_size=block_size, path=picture)
+        pages.draw(workloads, block_size=block_size, path=picture)
         paths.append(picture)
     except ConfigError as error:
         print(f"no picture: {error}", file=sys.stderr)

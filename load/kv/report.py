@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.load.kv_schemes import Replay
+from penstock.load.kv.schemes import Replay
 from penstock.load.plotting import BLUE, GREEN, GREY, ORANGE, SKY, new_figure
 from penstock.load.tables import table
 

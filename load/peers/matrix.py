@@ -1,0 +1,177 @@
+"""`make bench-peers`: rivals and ours on the same machine, weights and requests, in turns.
+
+    ours, rival, ours, rival, …, for each rival, so many rounds
+
+One system runs at a time. Where a rival has several settings, its first round tries each and the
+fastest one stays. Results are written after every start, so that a run cut short keeps what it
+has; what cannot be installed, started or finished is in the report with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.load.peers import workloads
+from penstock.load.peers.cells import OURS, Observation, chosen_setting
+from penstock.load.peers.environments import InstallError
+from penstock.load.peers.hf import HuggingFace
+from penstock.load.peers.http_server import real_time
+from penstock.load.peers.llamacpp import LlamaCpp
+from penstock.load.peers.observe import Start, observe
+from penstock.load.peers.openvino import OpenVino
+from penstock.load.peers.penstock import Penstock
+from penstock.load.peers.report import Failure, Report, write
+from penstock.load.peers.rival import Rival, RivalError, Running, Setting
+from penstock.load.peers.vllm import Vllm
+
+RIVALS: Mapping[str, Rival] = {
+    rival.name: rival for rival in (Penstock(), Vllm(), LlamaCpp(), OpenVino(), HuggingFace())
+}
+# Together within the hour; S has the workloads that matter most.
+_DEFAULT_REPEATS = {"T": 2, "S": 3, "M": 2}
+
+
+@dataclass(slots=True)
+class Matrix:
+    """A run under way.
+
+    Attributes:
+        report: what is known so far.
+    """
+
+    rivals: Mapping[str, Rival]
+    report: Report
+    out: Path
+
+    def prepare(self, models: Iterable[str]) -> None:
+        """Environments and models; who cannot have them is unavailable."""
+        models = list(models)
+        for name, rival in self.rivals.items():
+            self._say(f"preparing {rival.title}")
+            try:
+                for model in models:
+                    self.report.versions[name] = rival.prepare(model)
+            except InstallError as error:
+                self._say(f"  not available: {error}")
+                self.report.unavailable[name] = str(error)
+
+    def run(self, model: str, names: Sequence[str], repeats: int) -> None:
+        """Every pair of a model, round by round; ours alone if there is no rival."""
+        available = [name for name in self.rivals if name not in self.report.unavailable]
+        pairs = [name for name in available if name != OURS] or [OURS]
+        for number in range(repeats):
+            for pair in pairs:
+                for system in dict.fromkeys((OURS, pair)):
+                    if system in available:
+                        self._run_side(Start(model, system, number, pair), names)
+
+    def _run_side(self, start: Start, names: Sequence[str]) -> None:
+        for setting, chosen in self._plan(start, names):
+            self._say(
+                f"{start.model} round {start.round + 1}: {start.system} ({setting.name}) "
+                f"{', '.join(chosen)}"
+            )
+            try:
+                running = self.rivals[start.system].start(start.model, setting)
+            except RivalError as error:
+                self._fail(start, setting, chosen, error)
+                continue
+            try:
+                self._measure(start, setting, chosen, running)
+            finally:
+                running.stop()
+                write(self.report, self.out)
+
+    def _measure(
+        self, start: Start, setting: Setting, chosen: Sequence[str], running: Running
+    ) -> None:
+        left = list(chosen)
+        try:
+            for observation in observe(running, start, setting, chosen):
+                self.report.observations.append(observation)
+                left.remove(observation.workload)
+                self._say(_line(observation))
+        except RivalError as error:
+            self._fail(start, setting, left, error)
+
+    def _plan(self, start: Start, names: Sequence[str]) -> list[tuple[Setting, list[str]]]:
+        """Which workloads each setting runs: all that fit it, then those it was best at."""
+        plan = []
+        for setting in self.rivals[start.system].settings(start.model):
+            chosen = []
+            for name in names:
+                best = chosen_setting(self.report.observations, (start.model, name, start.system))
+                if setting.fits(name) and best in (None, setting.name):
+                    chosen.append(name)
+            if chosen:
+                plan.append((setting, chosen))
+        return plan
+
+    def _fail(
+        self, start: Start, setting: Setting, names: Sequence[str], error: RivalError
+    ) -> None:
+        self._say(f"  failed: {error}")
+        self.report.failures.append(
+            Failure(
+                model=start.model,
+                system=start.system,
+                setting=str(setting),
+                workloads=tuple(names),
+                round=start.round,
+                reason=str(error),
+            )
+        )
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def _line(seen: Observation) -> str:
+    faults = f"  FAULTS {dict(seen.faults)}" if seen.faults else ""
+    return (
+        f"  {seen.workload:<9} {seen.output_tokens_per_s:8,.0f} tokens/s"
+        f"  TTFT {seen.ttft_ms_p50:6.1f} ms  ITL {seen.itl_ms_p50:6.2f} ms{faults}"
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parsed = _parser().parse_args(words)
+    # Both end a run as Ctrl-C does, event loop or not: what was started is stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    with real_time() as is_real_time:
+        pass
+    rivals = {name: RIVALS[name] for name in RIVALS if name in parsed.systems}
+    matrix = Matrix(rivals, Report.begin(is_real_time=is_real_time), parsed.out)
+    began_s = time.monotonic()
+    matrix.prepare(parsed.models)
+    for model in parsed.models:
+        names = parsed.workloads or workloads.DEFAULT_WORKLOADS[model]
+        matrix.run(model, names, parsed.repeats or _DEFAULT_REPEATS[model])
+    paths = write(matrix.report, parsed.out)
+    print(f"{time.monotonic() - began_s:.0f} s; wrote", ", ".join(map(str, paths)))
+    return int(not matrix.report.observations)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make bench-peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--systems", nargs="+", choices=RIVALS, default=list(RIVALS))
+    parser.add_argument("--models", nargs="+", choices=_DEFAULT_REPEATS, default=["T", "S", "M"])
+    parser.add_argument(
+        "--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model"
+    )
+    parser.add_argument("--repeats", type=int, help="rounds; default: 3 of model S, 2 of T and M")
+    parser.add_argument("--out", type=Path, default=Path("load/results"), help="a folder")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

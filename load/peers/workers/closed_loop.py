@@ -1,0 +1,137 @@
+"""Dialogues held with a library in its own process, timed as the client of a server times them.
+
+The parent sends workloads and gets records, one line of JSON each; times are seconds of
+`time.perf_counter()`, a clock that all processes of a machine share. There is no HTTP in between,
+which is in the library's favour.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol, TextIO
+
+# Turns of one dialogue: the tokens that come before each answer, and the answer's length.
+Turns = Sequence[tuple[list[int], int]]
+
+
+class Event(NamedTuple):
+    """Tokens of one request; the last event of a request says so."""
+
+    at_s: float
+    request_id: int
+    token_ids: Sequence[int]
+    is_last: bool
+
+
+class Library(Protocol):
+    """What is measured."""
+
+    def submit(self, request_id: int, prompt: list[int], max_tokens: int) -> None: ...
+
+    def step(self) -> list[Event]:
+        """Work for a while; what came out of it."""
+        ...
+
+
+@dataclass(slots=True)
+class Record:
+    """The fields of `StreamRecord` that a library can fill."""
+
+    dialogue: int
+    turn: int
+    scheduled_s: float
+    prompt_tokens: int
+    event_times_s: list[float] = field(default_factory=list)
+    event_tokens: list[int] = field(default_factory=list)
+    ended_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Place:
+    """One of so many dialogues in flight."""
+
+    dialogue: int
+    turns: Turns
+    context: list[int] = field(default_factory=list)
+    next_turn: int = 0
+
+
+def hold(library: Library, dialogues: Sequence[Turns], concurrency: int) -> list[Record]:
+    """Every dialogue to its end, so many at a time."""
+    waiting = iter(enumerate(dialogues))
+    records: list[Record] = []
+    running: dict[int, _Place] = {}
+
+    def say(place: _Place, at_s: float) -> None:
+        tokens, max_tokens = place.turns[place.next_turn]
+        place.context += tokens
+        request_id = len(records)
+        records.append(Record(place.dialogue, place.next_turn, at_s, len(place.context)))
+        running[request_id] = place
+        place.next_turn += 1
+        library.submit(request_id, list(place.context), max_tokens)
+
+    def fill(at_s: float) -> None:
+        for index, turns in _take(waiting, concurrency - len(running)):
+            say(_Place(index, turns), at_s)
+
+    fill(time.perf_counter())
+    while running:
+        for event in library.step():
+            _note(records[event.request_id], running[event.request_id], event)
+            if not event.is_last:
+                continue
+            place = running.pop(event.request_id)
+            free_s = time.perf_counter()
+            if place.next_turn < len(place.turns):
+                say(place, free_s)
+            else:
+                fill(free_s)
+    return records
+
+
+def _take(waiting: Iterator[tuple[int, Turns]], num: int) -> Iterator[tuple[int, Turns]]:
+    for _ in range(num):
+        item = next(waiting, None)
+        if item is None:
+            return
+        yield item
+
+
+def _note(record: Record, place: _Place, event: Event) -> None:
+    if event.token_ids:
+        record.event_times_s.append(event.at_s)
+        record.event_tokens.append(len(event.token_ids))
+        place.context += event.token_ids
+    record.ended_s = event.at_s
+
+
+def serve(library: Library, answers: TextIO) -> None:
+    """Say that it is ready, then answer each line of standard input, to its end."""
+    _answer(answers, {"ready": True})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began_s = time.perf_counter()
+        records = hold(library, asked["dialogues"], asked["concurrency"])
+        ended_s = time.perf_counter()
+        _answer(
+            answers,
+            {"began_s": began_s, "ended_s": ended_s, "records": [asdict(each) for each in records]},
+        )
+
+
+def own_stdout() -> TextIO:
+    """Standard output for our answers alone; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: TextIO, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()

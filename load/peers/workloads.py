@@ -1,0 +1,153 @@
+"""What each rival is asked: the same requests for all, drawn from a seed.
+
+    single          one stream, 128 tokens in and 128 out, one request after the other
+    c8, c32         8 and 32 in flight, lognormal lengths
+    turns1, turns8  8 conversations of 4 turns over one system prompt, one and eight at a time
+    front128        128 short streams: on a model that is nearly nothing, the cost of the front end
+
+Prompts of single turns are token ids, so that nobody's tokenizer is part of it. Conversations go
+through the chat endpoint and send the answers back. Knows no rival.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from penstock.load.client.bodies import Endpoint
+from penstock.load.client.records import Dialogue, Turn
+from penstock.load.peers import models
+
+TokenTurns: TypeAlias = list[tuple[list[int], int]]
+
+_MAX_PROMPT_TOKENS, _MAX_OUTPUT_TOKENS = 512, 256
+_SYSTEM_TOKENS, _USER_TOKENS = 512, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    endpoint: Endpoint
+    concurrency: int
+    dialogues: tuple[Dialogue, ...]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(turn.max_tokens for dialogue in self.dialogues for turn in dialogue.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many requests make a cell of some seconds, on a model of this size.
+
+    Attributes:
+        turn_tokens: of each answer in a conversation.
+    """
+
+    num_single: int
+    num_c8: int
+    num_c32: int
+    turn_tokens: int
+    num_front: int = 256
+
+
+SIZES: Mapping[str, Size] = {
+    "T": Size(num_single=8, num_c8=48, num_c32=96, turn_tokens=64),
+    "S": Size(num_single=8, num_c8=32, num_c32=64, turn_tokens=32),
+    "M": Size(num_single=2, num_c8=12, num_c32=32, turn_tokens=16),
+}
+WORKLOADS = ("single", "c8", "c32", "turns1", "turns8", "front128")
+# What a run without flags asks of each model: the rest would only take time.
+DEFAULT_WORKLOADS: Mapping[str, tuple[str, ...]] = {
+    "T": ("front128",),
+    "S": ("single", "c8", "c32", "turns1", "turns8"),
+    "M": ("single", "c8", "c32"),
+}
+
+
+def make(name: str, model: str) -> Workload:
+    """A workload for a model, the same at every call."""
+    draw = _Draw(model, name)
+    size = SIZES[model]
+    if name == "single":
+        return Workload(name, "completions", 1, draw.fixed(size.num_single, 128, 128))
+    if name == "c8":
+        return Workload(name, "completions", 8, draw.lognormal(size.num_c8))
+    if name == "c32":
+        return Workload(name, "completions", 32, draw.lognormal(size.num_c32))
+    if name in ("turns1", "turns8"):
+        concurrency = int(name.removeprefix("turns"))
+        return Workload(name, "chat", concurrency, draw.conversations(8, 4, size.turn_tokens))
+    assert name == "front128", name
+    return Workload(name, "completions", 128, draw.fixed(size.num_front, 32, 96))
+
+
+def warm_up(model: str, concurrency: int) -> Workload:
+    """A short one of its own tokens, so that nothing of it is found again."""
+    dialogues = _Draw(model, f"warm {concurrency}").fixed(concurrency, 64, 8)
+    return Workload("warm", "completions", concurrency, dialogues)
+
+
+class _Draw:
+    """Dialogues from a generator that model and workload seed."""
+
+    def __init__(self, model: str, workload: str) -> None:
+        self._random = np.random.default_rng(list(f"{model} {workload}".encode()))
+        self._ids = models.word_ids(model)
+        self._words = models.words(model)
+
+    def fixed(self, num: int, prompt_tokens: int, output_tokens: int) -> tuple[Dialogue, ...]:
+        return tuple(self._single(prompt_tokens, output_tokens) for _ in range(num))
+
+    def lognormal(self, num: int) -> tuple[Dialogue, ...]:
+        """Prompts of about 160 tokens in the mean, answers of about 128."""
+        prompts = self._lengths(num, mean=160, sigma=0.8, largest=_MAX_PROMPT_TOKENS)
+        outputs = self._lengths(num, mean=128, sigma=0.5, largest=_MAX_OUTPUT_TOKENS)
+        return tuple(self._single(*lengths) for lengths in zip(prompts, outputs, strict=True))
+
+    def conversations(self, num: int, num_turns: int, turn_tokens: int) -> tuple[Dialogue, ...]:
+        system = self._text(_SYSTEM_TOKENS)
+        return tuple(
+            Dialogue(
+                system=system,
+                turns=tuple(
+                    Turn(text=self._text(_USER_TOKENS), max_tokens=turn_tokens)
+                    for _ in range(num_turns)
+                ),
+            )
+            for _ in range(num)
+        )
+
+    def _single(self, prompt_tokens: int, output_tokens: int) -> Dialogue:
+        return Dialogue(turns=(Turn(text=self._tokens(prompt_tokens), max_tokens=output_tokens),))
+
+    def _tokens(self, num: int) -> tuple[int, ...]:
+        return tuple(self._random.integers(self._ids.start, self._ids.stop, num).tolist())
+
+    def _text(self, num_tokens: int) -> str:
+        return "".join(self._words[token_id] for token_id in self._tokens(num_tokens))
+
+    def _lengths(self, num: int, *, mean: float, sigma: float, largest: int) -> list[int]:
+        mu = math.log(mean) - sigma * sigma / 2
+        drawn = self._random.lognormal(mu, sigma, num)
+        lengths: list[int] = np.clip(drawn.round(), 16, largest).astype(int).tolist()
+        return lengths
+
+
+def token_turns(dialogue: Dialogue, tokenizer: Tokenizer) -> TokenTurns:
+    """For a library: the tokens before each answer, as the chat template would have them."""
+    turns: TokenTurns = []
+    before = models.message("system", dialogue.system) if dialogue.system else ""
+    for turn in dialogue.turns:
+        if isinstance(turn.text, str):
+            text = before + models.message("user", turn.text) + models.ANSWER_BEGINS
+            turns.append((tokenizer.encode(text).ids, turn.max_tokens))
+            before = models.MESSAGE_ENDS
+        else:
+            turns.append((list(turn.text), turn.max_tokens))
+    return turns

@@ -1,0 +1,1 @@
+"""What is said of a measured run: figures, tables, pictures."""

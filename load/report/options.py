@@ -1,0 +1,62 @@
+"""The arguments that say what is reported, and what they come to; shared by benches."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+from penstock.engine.errors import ConfigError
+from penstock.load.arguments import add_out
+from penstock.load.report.summary import Slo
+
+_OBJECTIVES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("report")
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="objectives in milliseconds, as ttft:200 tpot:50 e2e:5000",
+    )
+    group.add_argument("--plot", action="store_true", help="draw a picture too")
+    group.add_argument("--label", default="", help="for the title and the names of the files")
+    add_out(parser)
+
+
+def slo_of(parsed: argparse.Namespace) -> Slo:
+    """
+    Raises:
+        ConfigError: an objective that is none.
+    """
+    limits: dict[str, float] = {}
+    for text in parsed.goodput:
+        name, _, value = text.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if name not in _OBJECTIVES or not limit >= 0:
+            raise ConfigError(
+                f"--goodput {text!r}: objectives are ttft, tpot and e2e in ms, as ttft:200"
+            )
+        limits[_OBJECTIVES[name]] = limit
+    return Slo(**limits)
+
+
+def file_stem(bench: str, label: str) -> str:
+    """The name of a report's files: the bench, and the label as far as file names take it."""
+    return f"{bench}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}" if label else bench
+
+
+def settings_of(parsed: argparse.Namespace) -> dict[str, str | int | float | bool | None]:
+    """What was asked for, as plain data: without secrets and without places on this machine."""
+    hidden = ("run", "api_key", "out")
+    return {
+        name: value if isinstance(value, str | int | float | bool) or value is None else str(value)
+        for name, value in vars(parsed).items()
+        if name not in hidden
+    }

@@ -1,0 +1,225 @@
+"""The figures of a run, by the definitions of `vllm bench serve`.
+
+TTFT    from the scheduled time to the first event that brought text.
+ITL     between two such events of one stream; a gap counts once, however many tokens the later
+        event brought.
+E2E     from the scheduled time to the last such event (what ends the stream comes after it).
+TPOT    (E2E − TTFT) ÷ (output tokens − 1), of each request with two tokens or more.
+rates   over the run, from its start to the end of its last request.
+
+Two differences, both so that waiting shows: time counts from when a request was due, where vLLM
+counts from when it was sent; and an event without text (a role, an empty delta) is no first token.
+
+A request with a fault is in no figure but the counts, the faults, the peak and the send lag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from penstock.load.client.records import StreamRecord
+from penstock.load.workloads.driver import RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of a sample; not a number if it is empty."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        if not values:
+            return cls(math.nan, math.nan, math.nan, math.nan)
+        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(float(np.mean(values)), p50, p90, p99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What a good request keeps to; None: anything goes."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self != Slo()
+
+    def holds(self, record: StreamRecord) -> bool:
+        """A failed request keeps to nothing. An answer of one token has a TPOT of 0."""
+        if not record.is_clean or not record.event_times_s:
+            return False
+        pairs = (
+            (self.ttft_ms, ttft_ms(record)),
+            (self.tpot_ms, tpot_ms(record) or 0.0),
+            (self.e2e_ms, e2e_ms(record)),
+        )
+        return all(limit is None or value <= limit for limit, value in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Requests that kept to the objectives.
+
+    Attributes:
+        share: of all requests sent.
+    """
+
+    share: float
+    requests_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One run.
+
+    Attributes:
+        num_unsent: turns not sent, because one before them failed.
+        num_without_text: completed, but with no text to time.
+        num_prompt_tokens, num_cached_tokens, num_output_tokens: of completed requests, as the
+            server counts them; prompt and cached tokens are 0 where it does not say, and output
+            tokens then those of the events.
+        tokens_per_event: more than 1 means that ITL is of several tokens.
+        peak_concurrency: most requests in flight at any moment.
+        goodput: None without objectives.
+        faults: requests by kind; one may have several.
+        fault_details: the first words of each kind.
+        send_lag_ms: from due to sent. Without a cap on concurrency it is the client's own fault.
+        client_cpu_share: of one core, that this process took.
+    """
+
+    num_requests: int
+    num_completed: int
+    num_failed: int
+    num_unsent: int
+    num_without_text: int
+    duration_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    tokens_per_event: float
+    peak_concurrency: int
+    ttft_ms: Quantiles
+    itl_ms: Quantiles
+    tpot_ms: Quantiles
+    e2e_ms: Quantiles
+    send_lag_ms: Quantiles
+    goodput: Goodput | None
+    faults: Mapping[str, int]
+    fault_details: Mapping[str, str]
+    client_cpu_share: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; what is not a number becomes null."""
+        plain: dict[str, Any] = _without_nan(asdict(self))
+        return plain
+
+
+def summarize(result: RunResult, slo: Slo | None = None) -> Summary:
+    """The figures of a run, and its goodput under the objectives if there are any."""
+    records = result.records
+    clean = [record for record in records if record.is_clean]
+    timed = [record for record in clean if record.event_times_s]
+    duration_s = max(result.duration_s, 1e-9)  # an empty run has none
+    num_output = sum(map(num_output_tokens, clean))
+    num_prompt = sum(max(record.prompt_tokens, 0) for record in clean)
+    num_good = sum(map(slo.holds, records)) if slo else 0
+    num_events = sum(len(record.event_times_s) for record in timed)
+    return Summary(
+        num_requests=len(records),
+        num_completed=len(clean),
+        num_failed=len(records) - len(clean),
+        num_unsent=result.num_unsent,
+        num_without_text=len(clean) - len(timed),
+        duration_s=result.duration_s,
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=sum(max(record.cached_tokens, 0) for record in clean),
+        num_output_tokens=num_output,
+        requests_per_s=len(clean) / duration_s,
+        output_tokens_per_s=num_output / duration_s,
+        total_tokens_per_s=(num_prompt + num_output) / duration_s,
+        tokens_per_event=sum(map(num_output_tokens, timed)) / max(num_events, 1),
+        peak_concurrency=_peak(records),
+        ttft_ms=Quantiles.of([ttft_ms(record) for record in timed]),
+        itl_ms=Quantiles.of([gap for record in timed for gap in itls_ms(record)]),
+        tpot_ms=Quantiles.of([tpot for r in timed if (tpot := tpot_ms(r)) is not None]),
+        e2e_ms=Quantiles.of([e2e_ms(record) for record in timed]),
+        send_lag_ms=Quantiles.of([1e3 * (each.sent_s - each.scheduled_s) for each in records]),
+        goodput=Goodput(share=num_good / max(len(records), 1), requests_per_s=num_good / duration_s)
+        if slo and slo.is_set
+        else None,
+        faults=dict(Counter(str(fault) for record in records for fault in record.faults)),
+        fault_details=_details(records),
+        client_cpu_share=result.client_cpu_s / duration_s,
+    )
+
+
+# -- of one request ---------------------------------------------------------------------------
+
+
+def ttft_ms(record: StreamRecord) -> float:
+    return 1e3 * (record.event_times_s[0] - record.scheduled_s)
+
+
+def e2e_ms(record: StreamRecord) -> float:
+    return 1e3 * (record.event_times_s[-1] - record.scheduled_s)
+
+
+def itls_ms(record: StreamRecord) -> list[float]:
+    return [1e3 * (later - earlier) for earlier, later in pairwise(record.event_times_s)]
+
+
+def tpot_ms(record: StreamRecord) -> float | None:
+    """None for an answer of one token."""
+    num_tokens = num_output_tokens(record)
+    return (e2e_ms(record) - ttft_ms(record)) / (num_tokens - 1) if num_tokens > 1 else None
+
+
+def num_output_tokens(record: StreamRecord) -> int:
+    """As the server counts them; else those its events state; else a token for each event."""
+    if record.output_tokens >= 0:
+        return record.output_tokens
+    return sum(record.event_tokens) or len(record.event_times_s)
+
+
+# -- of all -----------------------------------------------------------------------------------
+
+
+def _peak(records: Iterable[StreamRecord]) -> int:
+    """Most requests in flight; one that ends as another is sent makes room first."""
+    changes = [(record.sent_s, 1) for record in records]
+    changes += [(record.ended_s, -1) for record in records]
+    peak = num_in_flight = 0
+    for _, change in sorted(changes):
+        num_in_flight += change
+        peak = max(peak, num_in_flight)
+    return peak
+
+
+def _details(records: Iterable[StreamRecord]) -> dict[str, str]:
+    details: dict[str, str] = {}
+    for record in records:
+        for fault in record.faults:
+            details.setdefault(str(fault), record.detail)
+    return details
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nan(item) for name, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,260 @@
+"""What a server must refuse, and how: requests that make no sense, garbage, broken frames.
+
+A refusal has a status from 400 to 499 and OpenAI's error object, or on a WebSocket an error event
+(the socket stays) or a close code of RFC 6455. All else is a problem, and so is a stream beside it
+that notices. Not known here: how often each acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import random
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from penstock.load.client.integrity import ResponseCheck
+from penstock.load.soak.lanes import Lane, open_socket, socket_body, unended
+from penstock.load.soak.scene import Scene
+
+_ANSWER_S = 20.0
+_LARGE_BYTES = 6 << 20
+_ERROR_FIELDS = frozenset({"message", "type", "param", "code"})
+_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_USER = [{"role": "user", "content": "hello"}]
+
+
+def _json(**values: Any) -> bytes:
+    return orjson.dumps(values)
+
+
+# Where it goes, and the body.
+REQUESTS: tuple[tuple[str, bytes], ...] = (
+    (_CHAT, b""),
+    (_CHAT, b"{"),
+    (_CHAT, b"[]"),
+    (_CHAT, b"null"),
+    (_CHAT, b'{"messages": "\xff\xfe"}'),
+    (_CHAT, b"[" * 50_000),
+    (_CHAT, b'{"a":' * 5_000),
+    (_CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}'),
+    (_CHAT, _json(messages=[])),
+    (_CHAT, _json(messages="hello")),
+    (_CHAT, _json(messages=["hello"])),
+    (_CHAT, _json(messages=[{"role": "boss", "content": "x"}])),
+    (_CHAT, _json(messages=[{"role": "user", "content": 7}])),
+    (_CHAT, _json(messages=_USER, model="no-such-model")),
+    (_CHAT, _json(messages=_USER, model=7)),
+    (_CHAT, _json(messages=_USER, max_tokens=0)),
+    (_CHAT, _json(messages=_USER, max_tokens=1.5)),
+    (_CHAT, _json(messages=_USER, max_tokens="many")),
+    (_CHAT, _json(messages=_USER, temperature="hot")),
+    (_CHAT, _json(messages=_USER, stream="yes")),
+    (_COMPLETIONS, _json()),
+    (_COMPLETIONS, _json(prompt=7)),
+    (_COMPLETIONS, _json(prompt=[])),
+    (_COMPLETIONS, _json(prompt=[-1])),
+    (_COMPLETIONS, _json(prompt=["a", 1])),
+    (_COMPLETIONS, _json(prompt="a", max_tokens=-1)),
+    (_RESPONSES, _json()),
+    (_RESPONSES, _json(input=7)),
+    (_RESPONSES, _json(input="a", previous_response_id="resp_gone")),
+    (_RESPONSES, _json(input="a", max_output_tokens=0)),
+    ("/v1/no/such/path", _json()),
+)
+MESSAGES = (
+    "",
+    "{",
+    "[]",
+    "not JSON",
+    '{"type": 7}',
+    '{"type": "response.destroy"}',
+    '{"type": "response.create"}',
+    '{"type": "response.create", "input": 7}',
+    '{"type": "response.create", "input": "x", "model": "no-such-model"}',
+    '{"type": "response.create", "input": "x", "stream_id": 7}',
+    '{"type": "response.create", "input": "x", "previous_response_id": "resp_gone"}',
+    '{"type": "penstock.cancel", "response_id": "resp_gone"}',
+)
+
+
+async def ask_nonsense(scene: Scene, rng: random.Random) -> None:
+    path, body = rng.choice(REQUESTS)
+    await _refused(scene, path, body, what=f"{path} {body[:60]!r}")
+
+
+async def ask_too_much(scene: Scene, rng: random.Random) -> None:
+    """A prompt beyond the context, as text and as token ids, or a body beyond all measure."""
+    num = scene.max_model_len + 1
+    bodies: tuple[tuple[str, str, Callable[[], bytes]], ...] = (
+        ("too long a text", _COMPLETIONS, lambda: _json(prompt="word " * num)),
+        ("too many token ids", _COMPLETIONS, lambda: _json(prompt=[1] * num)),
+        ("too long a chat", _CHAT, lambda: _json(messages=_USER * num)),
+        ("too long an input", _RESPONSES, lambda: _json(input="word " * num)),
+        ("too large a body", _CHAT, lambda: _json(messages=_USER, user="x" * _LARGE_BYTES)),
+    )
+    what, path, make = rng.choice(bodies)
+    await _refused(scene, path, make(), what=what)
+
+
+async def _refused(scene: Scene, path: str, body: bytes, *, what: str) -> None:
+    """Post, and note whatever is not a refusal as it must be."""
+    headers = {"Content-Type": "application/json"}
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            async with scene.http.post(path, data=io.BytesIO(body), headers=headers) as response:
+                said = await response.read()
+    except TimeoutError:
+        scene.journal.problem("nonsense", f"{what}: no answer within {_ANSWER_S:g} s")
+        return
+    except (aiohttp.ClientError, OSError) as error:
+        # A server may close on a body too large before it has taken all of it.
+        if len(body) < _LARGE_BYTES:
+            scene.journal.problem("nonsense", f"{what}: the connection broke: {error!r}")
+        return
+    if not (400 <= response.status < 500 and _is_error(said)):
+        scene.journal.problem("nonsense", f"{what}: answered {response.status} {said[:200]!r}")
+
+
+def _is_error(body: bytes) -> bool:
+    try:
+        return set(orjson.loads(body)["error"]) >= _ERROR_FIELDS
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return False
+
+
+async def send_nonsense(scene: Scene, rng: random.Random) -> None:
+    """Messages that make no sense, on a socket where a stream runs."""
+    async with open_socket(scene.http) as socket:
+        socket.read()
+        with scene.journal.stream("beside nonsense") as record:
+            call, lane = scene.call(rng), Lane(ResponseCheck(record))
+            record.expected_tokens = call.max_tokens
+            await socket.create("good", socket_body(call), lane)
+            for message in rng.sample(MESSAGES, k=4):
+                await socket.send(message)
+                await _error_event(scene, socket.errors, message)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(lane.ended.wait(), _ANSWER_S)
+            unended(lane)
+
+
+async def _error_event(scene: Scene, errors: asyncio.Queue[dict[str, Any]], message: str) -> None:
+    try:
+        event = await asyncio.wait_for(errors.get(), _ANSWER_S)
+    except TimeoutError:
+        event = {"type": "nothing", "status": 0, "error": {}}
+    is_refusal = event["type"] == "error" and 400 <= event.get("status", 0) < 500
+    if not (is_refusal and set(event["error"]) >= _ERROR_FIELDS):
+        scene.journal.problem("nonsense", f"the message {message!r} was answered by {event}")
+
+
+# -- below HTTP and JSON ----------------------------------------------------------------------
+
+
+def _frame(
+    opcode: int, payload: bytes = b"", *, first: int = 0x80, is_masked: bool = True
+) -> bytes:
+    """A WebSocket frame, rightly or wrongly."""
+    mask = b"\1\2\3\4"
+    if len(payload) < 126:
+        length = struct.pack("!B", len(payload) | 0x80 * is_masked)
+    else:
+        length = struct.pack("!BQ", 127 | 0x80 * is_masked, len(payload))
+    if is_masked:
+        payload = mask + bytes(byte ^ mask[at % 4] for at, byte in enumerate(payload))
+    return bytes([first | opcode]) + length + payload
+
+
+_TEXT, _BINARY, _CLOSE, _PING = 1, 2, 8, 9
+# What is wrong, the frames, and the close codes that answer it.
+FRAMES: tuple[tuple[str, Callable[[], bytes], tuple[int, ...]], ...] = (
+    ("no mask", lambda: _frame(_TEXT, b"{}", is_masked=False), (1002,)),
+    ("a reserved opcode", lambda: _frame(3), (1002,)),
+    ("a reserved bit", lambda: _frame(_TEXT, b"{}", first=0xC0), (1002,)),
+    ("a ping in pieces", lambda: _frame(_PING, first=0), (1002,)),
+    ("a ping too long", lambda: _frame(_PING, b"x" * 126), (1002,)),
+    ("a continuation of nothing", lambda: _frame(0, b"x"), (1002,)),
+    ("a close with half a code", lambda: _frame(_CLOSE, b"\3"), (1002,)),
+    ("a close with a code of nobody", lambda: _frame(_CLOSE, b"\0\1"), (1002,)),
+    ("text that is no UTF-8", lambda: _frame(_TEXT, b"\xff\xfe"), (1007,)),
+    # Its head is enough to be refused; it is not followed by all of the message.
+    ("a message too large", lambda: _frame(_TEXT, b" " * _LARGE_BYTES)[:1000], (1009,)),
+)
+
+
+async def send_garbage(scene: Scene, rng: random.Random) -> None:
+    """Bytes that are no HTTP: an answer of 400, or the end of the connection."""
+    data = rng.choice(
+        (
+            rng.randbytes(rng.randint(1, 4000)) + b"\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+            b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200),  # TLS
+        )
+    )
+    answer = await _answer_to(scene, data, is_whole=bool)
+    if answer is None or (answer and not answer.startswith(b"HTTP/1.1 4")):
+        scene.journal.problem("garbage", f"{data[:40]!r} was answered by {answer!r:.80}")
+
+
+async def send_bad_frames(scene: Scene, rng: random.Random) -> None:
+    what, frames, codes = rng.choice(FRAMES)
+    handshake = (
+        f"GET {_RESPONSES} HTTP/1.1\r\nHost: {scene.address.netloc}\r\n"
+        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        f"Sec-WebSocket-Key: {base64.b64encode(rng.randbytes(16)).decode()}\r\n"
+        f"{scene.authorization}\r\n"
+    ).encode()
+    answer = await _answer_to(scene, frames(), handshake=handshake, is_whole=_close_code)
+    code = _close_code(answer or b"")
+    if code not in codes:
+        scene.journal.problem("bad frames", f"{what}: closed with {code}, must be {codes}")
+
+
+async def _answer_to(
+    scene: Scene, data: bytes, *, is_whole: Callable[[bytes], object], handshake: bytes = b""
+) -> bytes | None:
+    """What a fresh connection answers, as far as it matters; empty for a bare end, None for
+    silence.
+
+    Args:
+        handshake: sent and answered before; the answer's head is left out.
+    """
+    answer, is_over = b"", False
+    reader, writer = await asyncio.open_connection(scene.address.host, scene.address.port)
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            if handshake:
+                writer.write(handshake)
+                await reader.readuntil(b"\r\n\r\n")
+            writer.write(data)
+            while not is_over and not is_whole(answer):
+                piece = await reader.read(65536)
+                is_over, answer = not piece, answer + piece
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return answer
+    except TimeoutError:
+        return answer or None
+    finally:
+        writer.transport.abort()
+    return answer
+
+
+def _close_code(frames: bytes) -> int:
+    """The code of the close frame among what a WebSocket server sent; 0: there is none."""
+    while len(frames) >= 2:
+        opcode, length, begin = frames[0] & 15, frames[1], 2
+        if length == 126 and len(frames) >= 4:
+            length, begin = int.from_bytes(frames[2:4], "big"), 4
+        if opcode == _CLOSE:
+            return int.from_bytes(frames[begin : begin + 2], "big")
+        frames = frames[begin + length :]
+    return 0

@@ -1,0 +1,80 @@
+"""What happened in a soak, as its actors tell it.
+
+Not known here: who the actors are, and what is judged of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.load.client.records import Fault, StreamRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One stream that was let run, or left by its client.
+
+    Attributes:
+        actor: what kind of client it was.
+        began_s, ended_s: on `time.perf_counter()`, as all times here.
+        survives_kills: it had begun, and its client knows how to resume it.
+    """
+
+    actor: str
+    began_s: float
+    ended_s: float
+    survives_kills: bool
+    faults: tuple[Fault, ...]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something else than a stream that did not go as it must."""
+
+    actor: str
+    at_s: float
+    detail: str
+
+
+@dataclass(slots=True)
+class Journal:
+    """
+    Attributes:
+        num_open: streams that a client waits for now.
+        num_done: what each kind of actor has done, by its name.
+        kills: from each kill to the moment the server was ready again.
+    """
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    kills: list[tuple[float, float]] = field(default_factory=list)
+    num_done: Counter[str] = field(default_factory=Counter)
+    num_open: int = 0
+
+    @contextlib.contextmanager
+    def stream(self, actor: str, *, is_resumable: bool = False) -> Iterator[StreamRecord]:
+        """The record of a stream while it runs; noted at its end, also where its client left."""
+        record = StreamRecord(scheduled_s=time.perf_counter())
+        self.num_open += 1
+        try:
+            yield record
+        finally:
+            self.num_open -= 1
+            self.outcomes.append(
+                Outcome(
+                    actor=actor,
+                    began_s=record.scheduled_s,
+                    ended_s=time.perf_counter(),
+                    survives_kills=is_resumable and bool(record.response_id),
+                    faults=tuple(record.faults),
+                    detail=f"{record.detail}; {len(record.event_times_s)} events with text before",
+                )
+            )
+
+    def problem(self, actor: str, detail: str) -> None:
+        self.problems.append(Problem(actor=actor, at_s=time.perf_counter(), detail=detail))

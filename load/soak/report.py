@@ -1,0 +1,146 @@
+"""What a soak showed, for people and for programs: tables, JSON, a picture over time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.load.plotting import BLUE, GREEN, GREY, ORANGE, SKY, new_figure
+from penstock.load.soak.verdict import Bounds, Evidence, Finding, is_forgiven, slopes
+from penstock.load.tables import table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = (BLUE, ORANGE, GREEN, SKY)
+_MIB = 1 << 20
+_NOTES = """\
+KiB/min: a straight line through the process's memory after the warm-up. Descriptors and sockets:
+idle before → idle after. Broken by kills: streams that cannot be resumed and met a kill."""
+
+
+def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> str:
+    """Everything in Markdown, the verdict last."""
+    journal = evidence.journal
+    acts = ", ".join(f"{name} {num:,}" for name, num in sorted(journal.num_done.items()))
+    streams = [[name, *(f"{count:,}" for count in counts)] for name, *counts in _streams(evidence)]
+    processes = _process_rows(evidence, bounds)
+    return "\n\n".join(
+        [
+            table(("streams", "ended", "faulty", "broken by kills"), streams),
+            f"Acts: {acts}. Kills: {len(journal.kills)}.",
+            table(("process", "MiB", "KiB/min", "descriptors", "sockets"), processes)
+            if processes
+            else "No process of the server is on this machine: memory was not watched.",
+            _NOTES,
+            _verdict(found),
+        ]
+    )
+
+
+def report_figures(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> dict[str, Any]:
+    """The same as data, with every sample. Times count from the first of them."""
+    journal, began_s = evidence.journal, evidence.before.at_s
+    samples = [
+        {**asdict(sample), "at_s": round(sample.at_s - began_s, 3)}
+        for sample in (evidence.before, *evidence.samples, evidence.after)
+    ]
+    names = ("actor", "ended", "faulty", "broken_by_kills")
+    return {
+        "is_clean": not found,
+        "findings": [asdict(finding) for finding in found],
+        "bounds": asdict(bounds),
+        "acts": dict(journal.num_done),
+        "streams": [dict(zip(names, row, strict=True)) for row in _streams(evidence)],
+        "kills_s": [
+            [round(at_s - began_s, 3) for at_s in (killed_s, ready_s)]
+            for killed_s, ready_s in journal.kills
+        ],
+        "slopes": [asdict(slope) for slope in slopes(evidence.samples, bounds.warmup_share)],
+        "samples": samples,
+    }
+
+
+def draw_soak(evidence: Evidence, found: Sequence[Finding], *, title: str, path: Path) -> None:
+    """Memory, descriptors and streams over time.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(12, 8)
+    verdict = "not clean" if found else "clean"
+    figure.suptitle(f"{title}\n{verdict}", x=0.01, ha="left", size=12)
+    memory, descriptors, streams = figure.subplots(3, 1, sharex=True)
+    _draw_processes(memory, evidence, "rss_bytes", scale=1 / _MIB)
+    memory.set_title("Memory of each process (MiB resident)")
+    _draw_processes(descriptors, evidence, "num_fds", scale=1)
+    descriptors.set_title("Open descriptors of each process")
+    began_s = evidence.before.at_s
+    times = [sample.at_s - began_s for sample in evidence.samples]
+    open_streams = [sample.num_streams for sample in evidence.samples]
+    running = [sample.metrics.get("num_requests_running", 0) for sample in evidence.samples]
+    streams.plot(times, open_streams, color=SKY, label="that clients wait for")
+    streams.plot(times, running, color=BLUE, label="that the server runs")
+    streams.set_title("Streams")
+    streams.set_xlabel("seconds")
+    streams.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    for axes in (memory, descriptors, streams):
+        axes.set_ylim(bottom=0)
+        for killed_s, ready_s in evidence.journal.kills:
+            axes.axvspan(killed_s - began_s, ready_s - began_s, color=GREY, zorder=0)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_processes(axes: Axes, evidence: Evidence, name: str, *, scale: float) -> None:
+    points: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for sample in (evidence.before, *evidence.samples, evidence.after):
+        for process in sample.processes:
+            at_s = sample.at_s - evidence.before.at_s
+            points[process.name].append((at_s, getattr(process, name) * scale))
+    for index, (process_name, line) in enumerate(points.items()):
+        times, values = zip(*line, strict=True)
+        axes.plot(times, values, label=process_name, color=_COLOURS[index % len(_COLOURS)])
+    if points:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _streams(evidence: Evidence) -> list[tuple[str, int, int, int]]:
+    """Of each kind of actor: streams, those with a fault, those of them that a kill explains."""
+    journal = evidence.journal
+    names = sorted({outcome.actor for outcome in journal.outcomes})
+    rows = []
+    for name in names:
+        mine = [outcome for outcome in journal.outcomes if outcome.actor == name]
+        faulty = [outcome for outcome in mine if outcome.faults]
+        num_forgiven = sum(is_forgiven(outcome, journal.kills) for outcome in faulty)
+        rows.append((name, len(mine), len(faulty), num_forgiven))
+    return rows
+
+
+def _process_rows(evidence: Evidence, bounds: Bounds) -> list[list[str]]:
+    before = {process.name: process for process in evidence.before.processes}
+    rates = {slope.pid: slope for slope in slopes(evidence.samples, bounds.warmup_share)}
+    rows = []
+    for process in evidence.after.processes:
+        first = before.get(process.name, process)
+        rate = rates.get(process.pid)
+        rows.append(
+            [
+                process.name,
+                f"{first.rss_bytes / _MIB:,.1f} → {process.rss_bytes / _MIB:,.1f}",
+                "–" if rate is None else f"{rate.kib_per_min:,.0f}",
+                f"{first.num_fds} → {process.num_fds}",
+                f"{first.num_sockets} → {process.num_sockets}",
+            ]
+        )
+    return rows
+
+
+def _verdict(found: Sequence[Finding]) -> str:
+    if not found:
+        return "Verdict: clean."
+    lines = [f"- {each.what}: {each.count:,}×, {each.detail}" for each in found]
+    return "\n".join(["Verdict: not clean.", "", *lines])

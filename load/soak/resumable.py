@@ -1,0 +1,161 @@
+"""What clients do with streams that outlive their connection: resume, and cancel by id.
+
+    SSE         GET /v1/responses/{id}?stream=true&starting_after=N
+    WebSocket   penstock.resume {response_id, starting_after}, answered by recovered: true | false
+    cancel      POST /v1/responses/{id}/cancel
+
+A stream is one however many connections carried it: its numbers have no gap and no repeat, and its
+text is that of its terminal event. Not known here: how often each acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TypeAlias
+
+import aiohttp
+import orjson
+
+from penstock.load.client.bodies import body_of
+from penstock.load.client.event_stream import EventStreamParser
+from penstock.load.client.integrity import ResponseCheck
+from penstock.load.client.records import Fault
+from penstock.load.soak.lanes import ENDS, Lane, open_socket, socket_body, unended
+from penstock.load.soak.scene import STALL_S, Scene
+
+Request: TypeAlias = AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+_PATH = "/v1/responses"
+_MAX_DROPS = 3
+_MAX_EVENTS = 60  # before a drop
+_MAX_AWAY_S = 1.5
+_RETRY_S = 0.2
+_BACK_WITHIN_S = 60.0  # a server that was killed
+_BROKEN = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+async def resume_sse(scene: Scene, rng: random.Random) -> None:
+    """Over HTTP: each connection is dropped after some events, the last is not."""
+    call = scene.call(rng, max_tokens=rng.randint(32, 128))
+    with scene.journal.stream("resume, sse", is_resumable=True) as record:
+        record.expected_tokens = call.max_tokens
+        lane = Lane(ResponseCheck(record))
+
+        async def attach(max_events: float) -> None:
+            query = {"stream": "true", "starting_after": str(lane.last_number)}
+            request = (
+                scene.http.get(f"{_PATH}/{record.response_id}", params=query)
+                if record.response_id
+                else scene.http.post(_PATH, json=body_of("responses", call))
+            )
+            await _read_events(request, lane, max_events)
+
+        await _carry(lane, attach, rng)
+
+
+async def resume_socket(scene: Scene, rng: random.Random) -> None:
+    """Over WebSockets: each is dropped after some events, the last is not."""
+    call = scene.call(rng, max_tokens=rng.randint(32, 128))
+    with scene.journal.stream("resume, websocket", is_resumable=True) as record:
+        record.expected_tokens = call.max_tokens
+        lane = Lane(ResponseCheck(record))
+
+        async def attach(max_events: float) -> None:
+            async with open_socket(scene.http) as socket:
+                socket.read()
+                if record.response_id:
+                    await socket.resume("again", record.response_id, lane)
+                else:
+                    await socket.create("first", socket_body(call), lane)
+                await _hear(lane, max_events)
+                if not lane.check.is_ended:
+                    socket.drop()
+
+        await _carry(lane, attach, rng)
+
+
+async def cancel_by_id(scene: Scene, rng: random.Random) -> None:
+    """Cancel a stream from another connection than the one that reads it."""
+    call = scene.call(rng, max_tokens=128)
+    with scene.journal.stream("cancel by id") as record:
+        lane = Lane(ResponseCheck(record))
+        request = scene.http.post(_PATH, json=body_of("responses", call))
+        reading = asyncio.create_task(_read_events(request, lane, math.inf))
+        reading.add_done_callback(lambda _: lane.heard.set())  # where no event comes at all
+        await lane.heard.wait()
+        await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
+        if record.response_id:
+            await _cancel(scene, record.response_id)
+        await asyncio.gather(reading, return_exceptions=True)
+        unended(lane)
+    if record.is_clean and record.finish_reason not in ENDS:
+        scene.journal.problem("cancel by id", f"it ended as {record.finish_reason!r}")
+
+
+async def _cancel(scene: Scene, response_id: str) -> None:
+    try:
+        async with scene.http.post(f"{_PATH}/{response_id}/cancel") as response:
+            said = await response.read()
+    except _BROKEN as error:
+        scene.journal.problem("cancel by id", f"no answer: {error!r}")
+        return
+    if response.status != 200:
+        scene.journal.problem("cancel by id", f"answered {response.status} {said[:200]!r}")
+
+
+async def _carry(
+    lane: Lane, attach: Callable[[float], Awaitable[None]], rng: random.Random
+) -> None:
+    """Read a stream over several connections, the lost ones and those we drop."""
+    num_drops = rng.randint(1, _MAX_DROPS)
+    give_up_s, last_number = time.monotonic() + _BACK_WITHIN_S, -1
+    while not lane.check.is_ended and time.monotonic() < give_up_s:
+        max_events = rng.randint(1, _MAX_EVENTS) if num_drops > 0 else math.inf
+        num_drops -= 1
+        lane.ended.clear()
+        try:
+            await attach(max_events)
+        except _BROKEN:
+            if not lane.record.response_id:  # it was never begun: nothing to resume
+                break
+            await asyncio.sleep(_RETRY_S)
+        if lane.last_number > last_number:
+            give_up_s, last_number = time.monotonic() + _BACK_WITHIN_S, lane.last_number
+        if not lane.check.is_ended:
+            await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
+    unended(lane)
+
+
+async def _read_events(request: Request, lane: Lane, max_events: float) -> None:
+    """Read so many events of a response, or all up to the end of the connection."""
+    parser, num_events = EventStreamParser(), 0
+    async with request as response:
+        if response.status == 503:
+            raise aiohttp.ClientConnectionError("not ready")
+        if response.status != 200:
+            detail = f"{response.status} {(await response.read())[:200]!r}"
+            lane.check.fail(Fault.REFUSED, detail, time.perf_counter())
+            return
+        async for piece in response.content.iter_any():
+            for data in parser.feed(piece):
+                lane.take(orjson.loads(data))
+                num_events += 1
+                if num_events >= max_events and not lane.check.is_ended:
+                    response.close()
+                    return
+
+
+async def _hear(lane: Lane, max_events: float) -> None:
+    """Wait for so many events of a lane, or for its end."""
+    enough = lane.num_events + max_events
+    while lane.num_events < enough and not lane.ended.is_set():
+        lane.heard.clear()
+        await asyncio.wait_for(lane.heard.wait(), STALL_S)
+        if lane.recovered is False:
+            lane.check.fail(Fault.FAILED, "not recovered", time.perf_counter())
+            return

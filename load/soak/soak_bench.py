@@ -1,0 +1,118 @@
+"""`penstock bench soak`: minutes of mixed and hostile traffic, and a verdict.
+
+Streams of every kind, conversations, clients that leave, cancel, read slowly or not at all, crowds,
+nonsense, garbage and broken frames, all drawn from one seed. The exit code is 1 unless the verdict
+is clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from penstock.engine.errors import ConfigError
+from penstock.load.arguments import add_out
+from penstock.load.soak.course import Plan, soak
+from penstock.load.soak.report import draw_soak, report_figures, report_text
+from penstock.load.soak.target import Target, given_server, own_server, synthetic_server
+from penstock.load.soak.verdict import Bounds, findings
+from penstock.load.tables import write_report
+
+_LATER = (
+    "so far shown with --synthetic alone: penstock's gateway does not resume or cancel by id yet"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    servers = parser.add_argument_group("server", "one of these; by default the demo model")
+    which = servers.add_mutually_exclusive_group()
+    which.add_argument("--base-url", help="a server that runs already")
+    which.add_argument("--model", help="start a penstock server of this model")
+    which.add_argument(
+        "--synthetic",
+        nargs="?",
+        const="",
+        metavar="FLAGS",
+        help="start the synthetic server, to try soak itself; FLAGS as '--fault lose:5'",
+    )
+    servers.add_argument("--serve-flags", default="", help="further flags of the server started")
+    servers.add_argument("--api-key", help="sent with every request")
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument("--minutes", type=float, default=10.0, help="how long")
+    traffic.add_argument("--concurrency", type=int, default=8, help="clients at once, at least")
+    traffic.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    traffic.add_argument(
+        "--resumes", action="store_true", help=f"drop connections and resume; {_LATER}"
+    )
+    traffic.add_argument("--cancels-by-id", action="store_true", help=f"over HTTP; {_LATER}")
+    traffic.add_argument(
+        "--kills",
+        action="store_true",
+        help="kill the engine of the server started (of the synthetic one: all), which must be "
+        "back within a minute; so far shown with --synthetic alone: penstock does not restart its "
+        "engine yet",
+    )
+    bounds = parser.add_argument_group("bounds")
+    bounds.add_argument(
+        "--max-memory-growth",
+        type=float,
+        default=Bounds().memory_kib_per_min,
+        metavar="KIB_PER_MIN",
+        help="of one process after the warm-up, the first third",
+    )
+    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw")
+    add_out(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Soak; print and write the report; 1 unless the verdict is clean.
+
+    Raises:
+        ConfigError: the settings make no sense, or the server did not start.
+    """
+    if parsed.minutes <= 0 or parsed.concurrency < 1:
+        raise ConfigError("--minutes and --concurrency must be more than 0")
+    if parsed.serve_flags and (parsed.base_url is not None or parsed.synthetic is not None):
+        raise ConfigError("--serve-flags is for a penstock server that soak starts")
+    if parsed.kills and parsed.base_url is not None:
+        raise ConfigError("--kills is for a server that soak starts, not for --base-url")
+    plan = Plan(
+        duration_s=parsed.minutes * 60,
+        concurrency=parsed.concurrency,
+        seed=parsed.seed,
+        has_resumes=parsed.resumes,
+        has_cancels_by_id=parsed.cancels_by_id,
+        has_kills=parsed.kills,
+        api_key=parsed.api_key,
+    )
+    bounds = Bounds(memory_kib_per_min=parsed.max_memory_growth)
+    with _target(parsed) as target:
+        title = f"{parsed.minutes:g} minutes of {plan.concurrency} clients at once: {target.name}"
+        print(title, flush=True)
+        evidence = asyncio.run(soak(target, plan, bounds))
+    found = findings(evidence, bounds)
+    report = report_text(evidence, bounds, found)
+    print(f"\n{report}")
+    figures = {"title": title, "seed": plan.seed, **report_figures(evidence, bounds, found)}
+    paths = write_report(
+        parsed.out, "soak", markdown=f"# Soak\n\n{title}\n\n{report}", data=figures
+    )
+    if parsed.plot:
+        paths.append(parsed.out / "soak.png")
+        draw_soak(evidence, found, title=title, path=paths[-1])
+    print("\nwrote", ", ".join(map(str, paths)))
+    return int(bool(found))
+
+
+@contextlib.contextmanager
+def _target(parsed: argparse.Namespace) -> Iterator[Target]:
+    if parsed.base_url is not None:
+        yield given_server(parsed.base_url)
+    elif parsed.synthetic is not None:
+        with synthetic_server(parsed.synthetic) as target:
+            yield target
+    else:
+        with own_server(parsed.model, parsed.serve_flags) as target:
+            yield target

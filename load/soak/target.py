@@ -1,0 +1,121 @@
+"""The server that is soaked: one of ours started for it, one that runs already, or the synthetic
+one. Knows how to kill it, and not when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from penstock.engine.errors import ConfigError
+from penstock.load.client.address import Address
+from penstock.load.launch import server as launch_server
+from penstock.load.soak.watch import Family
+from penstock.load.synthetic import settings as synthetic_settings
+from penstock.load.synthetic.server import serve as serve_synthetic
+
+# Small stores fill during the warm-up, and a small pool has to preempt.
+_OWN_FLAGS = "--session-store-bytes 8M --num-blocks 512 --num-host-blocks 512"
+_READY_WITHIN_S = 60.0
+_DOWN_S = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """
+    Attributes:
+        family: its processes by name, as they are when asked; none where they cannot be known.
+        kill: kills what is to be killed, and returns when the server is ready again; None where
+            nothing may be killed.
+    """
+
+    name: str
+    base_url: str
+    family: Callable[[], Family]
+    kill: Callable[[], Awaitable[None]] | None = None
+
+
+@contextlib.contextmanager
+def own_server(model: str | None, flags: str) -> Iterator[Target]:
+    """A penstock server. A kill is of its engine."""
+    arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
+    with launch_server(model, arguments) as started:
+
+        async def kill() -> None:
+            started.family()["engine"].kill()
+            await asyncio.sleep(_DOWN_S)
+            async with asyncio.timeout(_READY_WITHIN_S):
+                while not await asyncio.to_thread(_is_ready, started.base_url):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+
+        name = f"penstock serve {shlex.join([model or 'demo', *arguments])}"
+        yield Target(name=name, base_url=started.base_url, family=started.family, kill=kill)
+
+
+@contextlib.contextmanager
+def synthetic_server(flags: str) -> Iterator[Target]:
+    """The synthetic server. A kill is of all of it, as of a gateway."""
+    parser = argparse.ArgumentParser(prog="--synthetic")
+    synthetic_settings.add_arguments(parser)
+    settings = synthetic_settings.from_arguments(parser.parse_args(shlex.split(flags)))
+    with serve_synthetic(settings) as server:
+
+        async def kill() -> None:
+            server.kill()
+            await asyncio.sleep(_DOWN_S)
+            server.restart()
+
+        def family() -> Family:
+            if server.process.poll() is not None:
+                return {}
+            return {"synthetic": psutil.Process(server.process.pid)}
+
+        name = f"the synthetic server {flags}".strip()
+        yield Target(name=name, base_url=server.base_url, family=family, kill=kill)
+
+
+def given_server(base_url: str) -> Target:
+    """A server that runs. Its processes are those that listen at its port, if they are on this
+    machine, and their children.
+
+    Raises:
+        ConfigError: the address is none that can be soaked.
+    """
+    address = Address.parse(base_url)
+    if address.is_tls or address.prefix:
+        raise ConfigError(f"--base-url {base_url!r}: soak needs plain http://host:port")
+    is_here = address.host in ("127.0.0.1", "::1", "localhost")
+    everybody = psutil.process_iter() if is_here else ()
+    listeners = [process for process in everybody if _listens(process, address.port)]
+    found = {process.pid: process for process in listeners}
+    for process in listeners:
+        found.update({child.pid: child for child in process.children(recursive=True)})
+    family = {f"{process.name()} {pid}": process for pid, process in found.items()}
+    return Target(name=base_url, base_url=f"http://{address.netloc}", family=lambda: family)
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    try:
+        connections = process.net_connections(kind="inet")
+    except psutil.Error:  # not ours to look into
+        return False
+    return any(
+        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        for connection in connections
+    )
+
+
+def _is_ready(base_url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{base_url}/ready", timeout=5) as response:  # noqa: S310
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False

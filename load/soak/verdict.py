@@ -1,0 +1,217 @@
+"""From what was seen of a soak to what is wrong: findings, or none.
+
+    streams     no fault in any that was let run; none of integrity in any at all
+    refusals    everything bad was refused as it must be
+    memory      of no process grows faster than a bound, once it has warmed up
+    idle        nothing runs, no KV block is held, descriptors and sockets are those of before
+    processes   all live
+
+A stream that was broken while the server was being killed, by that alone, is no finding. Pure: no
+clock, no process, no socket.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.load.client.records import Fault
+from penstock.load.soak.journal import Journal, Outcome
+from penstock.load.soak.watch import IDLE_METRICS, ProcessSample, Sample
+
+# What the end of a server does to a stream that nobody can resume.
+_BROKEN_BY_KILLS = frozenset({Fault.CUT, Fault.FAILED, Fault.REFUSED, Fault.UNREACHABLE})
+_KILL_MARGIN_S = 1.0  # clients and server do not notice at once
+_MIN_FIT_SAMPLES = 5
+_KIB = 1 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What is still clean.
+
+    Attributes:
+        memory_kib_per_min: growth of one process, by a straight line through its samples.
+        memory_floor_mib: growth in all that is no leak whatever its rate: an allocator takes
+            memory in steps, which a short soak sees as a slope.
+        warmup_share: of the samples, the first, in which caches fill.
+        spare_descriptors: more than before that are no leak.
+    """
+
+    memory_kib_per_min: float = 512.0
+    memory_floor_mib: float = 4.0
+    warmup_share: float = 0.3
+    spare_descriptors: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that was seen.
+
+    Attributes:
+        before, after: idle, with no client connected.
+        samples: of the traffic between.
+    """
+
+    before: Sample
+    samples: Sequence[Sample]
+    after: Sample
+    journal: Journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something wrong."""
+
+    what: str
+    count: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slope:
+    """How a process's memory went after the warm-up."""
+
+    name: str
+    pid: int
+    kib_per_min: float
+    duration_s: float
+    last_bytes: int
+
+    @property
+    def growth_mib(self) -> float:
+        return self.kib_per_min * self.duration_s / 60 / 1024
+
+
+def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
+    """What is wrong, the streams first; nothing: the verdict is clean."""
+    return [
+        *_stream_findings(evidence.journal),
+        *_problem_findings(evidence.journal),
+        *_memory_findings(evidence.samples, bounds),
+        *_idle_findings(evidence, bounds),
+        *_process_findings(evidence),
+    ]
+
+
+def is_settled(before: Sample, sample: Sample, bounds: Bounds) -> bool:
+    """Whether all is again as it was before."""
+    is_told = bool(sample.metrics) or not before.metrics
+    return is_told and sample.is_idle and not list(_held_findings(before, sample, bounds))
+
+
+def is_forgiven(outcome: Outcome, kills: Sequence[tuple[float, float]]) -> bool:
+    """Whether a stream was broken, and by a kill alone."""
+    return (
+        not outcome.survives_kills
+        and set(outcome.faults) <= _BROKEN_BY_KILLS
+        and _meets(kills, outcome.began_s, outcome.ended_s)
+    )
+
+
+def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
+    """Of every process with enough samples after the warm-up."""
+    by_process: defaultdict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    for sample in samples[round(len(samples) * warmup_share) :]:
+        for process in sample.processes:
+            by_process[process.name, process.pid].append((sample.at_s, process.rss_bytes))
+    found = []
+    for (name, pid), points in by_process.items():
+        if len(points) >= _MIN_FIT_SAMPLES:
+            times, sizes = zip(*points, strict=True)
+            bytes_per_s = statistics.linear_regression(times, sizes).slope
+            found.append(
+                Slope(
+                    name=name,
+                    pid=pid,
+                    kib_per_min=bytes_per_s * 60 / _KIB,
+                    duration_s=times[-1] - times[0],
+                    last_bytes=sizes[-1],
+                )
+            )
+    return found
+
+
+def _stream_findings(journal: Journal) -> Iterator[Finding]:
+    bad: defaultdict[tuple[str, Fault], list[str]] = defaultdict(list)
+    for outcome in journal.outcomes:
+        if not is_forgiven(outcome, journal.kills):
+            for fault in outcome.faults:
+                bad[outcome.actor, fault].append(outcome.detail)
+    for (actor, fault), details in bad.items():
+        yield Finding(what=f"{fault} ({actor})", count=len(details), detail=details[0])
+
+
+def _problem_findings(journal: Journal) -> Iterator[Finding]:
+    bad: defaultdict[str, list[str]] = defaultdict(list)
+    for problem in journal.problems:
+        if not _meets(journal.kills, problem.at_s, problem.at_s):
+            bad[problem.actor].append(problem.detail)
+    for actor, details in bad.items():
+        yield Finding(what=actor, count=len(details), detail=details[0])
+
+
+def _memory_findings(samples: Sequence[Sample], bounds: Bounds) -> Iterator[Finding]:
+    for slope in slopes(samples, bounds.warmup_share):
+        if (
+            slope.kib_per_min > bounds.memory_kib_per_min
+            and slope.growth_mib > bounds.memory_floor_mib
+        ):
+            yield Finding(
+                what=f"memory of {slope.name}",
+                count=1,
+                detail=f"grows by {slope.kib_per_min:,.0f} KiB/min, by {slope.growth_mib:.1f} MiB "
+                f"in {slope.duration_s:.0f} s; the bound is {bounds.memory_kib_per_min:,.0f}",
+            )
+
+
+def _idle_findings(evidence: Evidence, bounds: Bounds) -> Iterator[Finding]:
+    if evidence.before.metrics and not evidence.after.metrics:
+        yield Finding(what="/metrics", count=1, detail="not answered any more")
+    for name in IDLE_METRICS:
+        value = evidence.after.metrics.get(name, 0.0)
+        if value:
+            detail = f"{value:g} with no client connected"
+            yield Finding(what=f"{name} when idle", count=1, detail=detail)
+    yield from _held_findings(evidence.before, evidence.after, bounds)
+
+
+def _held_findings(before: Sample, after: Sample, bounds: Bounds) -> Iterator[Finding]:
+    by_name = {process.name: process for process in before.processes}
+    for process in after.processes:
+        if process.name in by_name:
+            yield from _descriptor_findings(by_name[process.name], process, bounds)
+
+
+def _descriptor_findings(
+    before: ProcessSample, after: ProcessSample, bounds: Bounds
+) -> Iterator[Finding]:
+    counts = (
+        ("descriptors", before.num_fds, after.num_fds),
+        ("sockets", before.num_sockets, after.num_sockets),
+    )
+    for what, num_before, num_after in counts:
+        if num_after > num_before + bounds.spare_descriptors:
+            yield Finding(
+                what=f"{what} of {after.name}",
+                count=num_after - num_before,
+                detail=f"{num_before} before, {num_after} after, with no client connected",
+            )
+
+
+def _process_findings(evidence: Evidence) -> Iterator[Finding]:
+    """All processes are there; the same ones, unless there were kills."""
+    after = {process.name: process.pid for process in evidence.after.processes}
+    for process in evidence.before.processes:
+        if process.name not in after:
+            yield Finding(what=f"process {process.name}", count=1, detail="it is gone")
+        elif after[process.name] != process.pid and not evidence.journal.kills:
+            yield Finding(what=f"process {process.name}", count=1, detail="it is another one now")
+
+
+def _meets(kills: Sequence[tuple[float, float]], began_s: float, ended_s: float) -> bool:
+    return any(
+        began_s <= ready_s + _KILL_MARGIN_S and ended_s >= killed_s for killed_s, ready_s in kills
+    )

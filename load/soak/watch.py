@@ -1,0 +1,151 @@
+"""Samples of a server while it is soaked: memory and descriptors of its processes, its metrics.
+
+Not known here: what the samples mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+Family = Mapping[str, psutil.Process]
+
+# Figures of /metrics that are 0 when nothing runs: those whose names end so, in these states.
+IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "num_requests_swapped",
+                "kv_cache_usage_perc", "kv_blocks used", "kv_slots allocated")  # fmt: skip
+_MAX_INTERVAL_S = 1.0
+_NUM_SAMPLES = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """One process at one time."""
+
+    name: str
+    pid: int
+    rss_bytes: int
+    num_fds: int
+    num_sockets: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A server at one time.
+
+    Attributes:
+        at_s: on `time.perf_counter()`.
+        processes: those that live.
+        metrics: by name, with a state if it has one, summed over the other labels; empty where
+            the server gave none.
+        num_streams: that clients wait for.
+    """
+
+    at_s: float
+    processes: tuple[ProcessSample, ...]
+    metrics: Mapping[str, float]
+    num_streams: int
+
+    @property
+    def holds(self) -> list[tuple[int, int, int]]:
+        """What each process has open."""
+        return [(each.pid, each.num_fds, each.num_sockets) for each in self.processes]
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.metrics.get(name, 0.0) for name in IDLE_METRICS)
+
+
+@dataclass(slots=True)
+class Watch:
+    """Takes samples.
+
+    Args:
+        family: the server's processes by name, as they are when asked.
+        num_streams: asked for each sample.
+    """
+
+    family: Callable[[], Family]
+    http: aiohttp.ClientSession
+    num_streams: Callable[[], int]
+    samples: list[Sample] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def running(self, duration_s: float) -> AsyncIterator[None]:
+        """Take samples meanwhile."""
+        interval_s = min(_MAX_INTERVAL_S, duration_s / _NUM_SAMPLES * 10)
+        task = asyncio.create_task(self._run(interval_s))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def sample(self) -> Sample:
+        return Sample(
+            at_s=time.perf_counter(),
+            processes=tuple(self._processes()),
+            metrics=await self._metrics(),
+            num_streams=self.num_streams(),
+        )
+
+    async def settled(self, within_s: float, is_settled: Callable[[Sample], bool]) -> Sample:
+        """The first sample that is settled and like the one before it; the last one if none is in
+        time."""
+        give_up_s = time.perf_counter() + within_s
+        last, sample = None, await self.sample()
+        while time.perf_counter() < give_up_s:
+            if last is not None and is_settled(sample) and last.holds == sample.holds:
+                break
+            await asyncio.sleep(_MAX_INTERVAL_S / 2)
+            last, sample = sample, await self.sample()
+        return sample
+
+    async def _run(self, interval_s: float) -> None:
+        while True:
+            self.samples.append(await self.sample())
+            await asyncio.sleep(interval_s)
+
+    def _processes(self) -> Iterator[ProcessSample]:
+        """Of those that live; one may end while it is looked at."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for name, process in self.family().items():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        yield _sample(name, process)
+
+    async def _metrics(self) -> Mapping[str, float]:
+        try:
+            async with self.http.get("/metrics", timeout=aiohttp.ClientTimeout(5)) as response:
+                return read_metrics(await response.text()) if response.status == 200 else {}
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return {}
+
+
+def read_metrics(text: str) -> Mapping[str, float]:
+    """Prometheus text as a sample has it. Names lose what stands before their colon."""
+    values: defaultdict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.rpartition(":")[2]
+            values[f"{name} {sample.labels.get('state', '')}".strip()] += sample.value
+    return dict(values)
+
+
+def _sample(name: str, process: psutil.Process) -> ProcessSample:
+    with process.oneshot():
+        return ProcessSample(
+            name=name,
+            pid=process.pid,
+            rss_bytes=process.memory_info().rss,
+            num_fds=process.num_fds(),
+            num_sockets=len(process.net_connections(kind="all")),
+        )

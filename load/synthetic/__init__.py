@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server of exactly known latency, to measure measuring clients with."""

@@ -1,0 +1,227 @@
+"""The engine bench: tokens counted, time put where it was spent, figures that follow from it."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageColor
+
+from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigError
+from penstock.engine.messages import EngineInfo
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner import model_runner
+from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.startup import build_core
+from penstock.load.engine import bench as engine_bench
+from penstock.load.engine.bench import measure
+from penstock.load.engine.report import Cell, split
+from penstock.load.engine.runs import Lengths, Phase, Run, Step
+from penstock.load.engine.step_split import OTHER, PARTS
+from penstock.load.plotting import BLUE, ORANGE
+
+from .conftest import Penstock
+
+LENGTHS = Lengths(prompt_tokens=24, output_tokens=12)
+SLEEP_S = 0.004
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tuple[EngineCore, EngineInfo]]:
+    """The demo model; three prompts of 24 tokens do not fit into one step."""
+    core, info = build_core(
+        EngineConfig(
+            cache=CacheConfig(num_blocks=256),
+            scheduler=SchedulerConfig(max_num_batched_tokens=60),
+        )
+    )
+    yield core, info
+    core.close()
+
+
+@pytest.fixture(scope="module")
+def cells(engine: tuple[EngineCore, EngineInfo]) -> list[Cell]:
+    return measure(*engine, LENGTHS, num_seqs=(1, 4), repeats=2, seed=0)
+
+
+def test_every_token_is_counted_once(cells: list[Cell]) -> None:
+    assert [cell.num_seqs for cell in cells] == [1, 4]
+    for cell in cells:
+        assert len(cell.runs) == len(cell.split_runs) == 2
+        for run in (*cell.runs, *cell.split_runs):
+            assert [len(tokens) for tokens in run.tokens] == [12] * cell.num_seqs
+            assert sum(step.num_tokens for step in run.steps) == 12 * cell.num_seqs
+
+
+def test_while_decoding_all_sequences_take_a_token(cells: list[Cell]) -> None:
+    alone, together = (cell.runs[0] for cell in cells)
+    assert [step.num_tokens for step in alone.phase("prefill")] == [1]
+    assert [step.num_tokens for step in alone.phase("decode")] == [1] * 11
+    # 60 tokens: two prompts and half of the third, which then has to wait for its rest.
+    assert [step.num_tokens for step in together.phase("prefill")] == [2, 4]
+    assert {step.num_tokens for step in together.phase("decode")} == {4}
+    assert sum(step.num_tokens for step in together.phase("tail")) == 2
+
+
+def test_the_parts_are_the_whole_step(cells: list[Cell]) -> None:
+    for cell in cells:
+        assert all(not step.parts_s for run in cell.runs for step in run.steps)
+        for run in cell.split_runs:
+            for step in (*run.phase("prefill"), *run.phase("decode")):
+                assert tuple(step.parts_s) == PARTS
+                assert sum(step.parts_s.values()) == pytest.approx(step.step_s)
+                assert min(step.parts_s.values()) > 0.0, "of none, or counted twice"
+
+
+def test_prompts_differ_from_run_to_run(cells: list[Cell]) -> None:
+    # Equal ones would be found in the prefix cache, and prefill would look fast.
+    runs = [run.tokens for cell in cells for run in (*cell.runs, *cell.split_runs)]
+    assert len({str(tokens) for tokens in runs}) == len(runs)
+
+
+def test_timing_leaves_the_engine_as_it_was(cells: list[Cell]) -> None:
+    del cells
+    for call in (Scheduler.schedule, Scheduler.update, Decoder.forward, model_runner.sample):
+        assert not hasattr(call, "__wrapped__"), call
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "part"),
+    [
+        (Scheduler, "schedule", "schedule"),
+        (InputBatch, "prepare", "prepare"),
+        (Decoder, "forward", "forward"),
+        (Decoder, "logits", "forward"),
+        (model_runner, "sample", "sample"),
+        (Scheduler, "update", "update"),
+        (InputBatch, "append", OTHER),
+    ],
+)
+def test_time_is_put_where_it_was_spent(
+    engine: tuple[EngineCore, EngineInfo],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    part: str,
+) -> None:
+    original = getattr(owner, name)
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return original(*args, **settings)
+
+    monkeypatch.setattr(owner, name, slow)
+    (cell,) = measure(*engine, LENGTHS, num_seqs=(1,), repeats=1, seed=1)
+    parts = split(cell.split_steps("decode"))
+    assert parts[part].median_ms >= 1e3 * SLEEP_S
+    others = [parts[other].median_ms for other in PARTS if other not in (part, "forward")]
+    assert max(others) < 1e3 * SLEEP_S
+
+
+def test_an_engine_without_a_tokenizer_is_measured_too(
+    engine: tuple[EngineCore, EngineInfo], cells: list[Cell], tmp_path: Path
+) -> None:
+    core, info = engine
+    lengths = replace(LENGTHS, output_tokens=4)
+    bare = replace(info, model_path=str(tmp_path))
+    (cell,) = measure(core, bare, lengths, num_seqs=(1,), repeats=1, seed=0)
+    assert cell.detokenize_s_per_token is None
+    assert all((with_text.detokenize_s_per_token or 0.0) > 0.0 for with_text in cells)
+
+
+# -- what follows from steps ------------------------------------------------------------------
+
+
+def step(phase: Phase, num_tokens: int, **parts_ms: float) -> Step:
+    parts_s = {part: parts_ms.get(part, 0.0) / 1e3 for part in PARTS}
+    return Step(phase=phase, step_s=sum(parts_s.values()), num_tokens=num_tokens, parts_s=parts_s)
+
+
+def test_figures_of_known_steps() -> None:
+    run = Run(
+        lengths=Lengths(prompt_tokens=100, output_tokens=4),
+        steps=[
+            step("prefill", 2, forward=50.0),
+            step("decode", 2, schedule=1.0, prepare=1.0, forward=6.0, update=1.0, other=1.0),
+            step("decode", 2, schedule=3.0, forward=7.0),
+            step("tail", 2, forward=30.0),
+        ],
+        tokens=[[1] * 4, [1] * 4],
+    )
+    assert run.output_tokens_per_s == pytest.approx(8 / 0.1)
+    assert run.prefill_tokens_per_s == pytest.approx(200 / 0.05)
+    assert run.decode_tokens_per_s == pytest.approx(4 / 0.02)
+    parts = split(run.phase("decode"))
+    assert parts["schedule"].median_ms == pytest.approx(2.0)
+    assert parts["schedule"].p99_ms == pytest.approx(2.98)
+    assert parts["schedule"].share == pytest.approx(0.2)
+    assert parts["step"].mean_ms == pytest.approx(10.0)
+    assert sum(parts[part].share for part in PARTS) == pytest.approx(1.0)
+    cell = Cell(num_seqs=2, runs=[run], split_runs=[run], detokenize_s_per_token=None)
+    assert cell.policy_share() == pytest.approx(6 / 20)
+    with_text = replace(cell, detokenize_s_per_token=0.001)  # four tokens
+    assert with_text.policy_share() == pytest.approx((6 + 4) / (20 + 4))
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Path) -> None:
+    arguments = ("--num-seqs", "1,3", "--prompt-tokens", "16", "--output-tokens", "8",
+                 "--repeats", "2", "--plot", "--out", str(tmp_path))  # fmt: skip
+    done = penstock("bench", "engine", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "engine.json",
+        "engine.md",
+        "engine.png",
+    ]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(rows) == (2 + 2) + 2 * (2 + len(PARTS) + 1)
+    assert set(rows) <= set((tmp_path / "engine.md").read_text().splitlines())
+    assert "of a decode step with 3 sequences" in done.stdout
+    figures = json.loads((tmp_path / "engine.json").read_text())
+    assert (figures["model"], figures["num_threads"] >= 1) == ("demo", True)
+    for cell, num_seqs in zip(figures["cells"], (1, 3), strict=True):
+        assert cell["num_seqs"] == num_seqs
+        assert cell["num_output_tokens"] == 8 * num_seqs
+        assert cell["num_decode_steps"] == 2 * 7
+        assert len(cell["decode_tokens_per_s"]) == 2
+        shares = [cell["decode"][part]["share"] for part in PARTS]
+        assert sum(shares) == pytest.approx(1.0)
+        assert cell["decode"]["forward"]["share"] == max(shares)
+        assert 0.0 < cell["policy_share"] < 0.9
+    with Image.open(tmp_path / "engine.png") as picture:
+        colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
+    counts: dict[Any, int] = {colour: count for count, colour in colours or ()}
+    assert counts[ImageColor.getrgb(ORANGE)] > 10_000  # forward
+    assert counts[ImageColor.getrgb(BLUE)] > 1_000  # schedule
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("--output-tokens", "1"), "--output-tokens 2"),
+        (("--prompt-tokens", "100000"), "exceed the context"),
+        (("--num-seqs", "1,100000"), "KV blocks, and there are"),
+        (("--num-seqs", "64", "--output-tokens", "3"), "too few: not once did all 64"),
+    ],
+)
+def test_settings_without_sense_are_refused(
+    tmp_path: Path, arguments: tuple[str, ...], fault: str
+) -> None:
+    parser = ArgumentParser()
+    engine_bench.add_arguments(parser)
+    parsed: Namespace = parser.parse_args([*arguments, "--out", str(tmp_path / "none")])
+    with pytest.raises(ConfigError, match=fault):
+        engine_bench.run(parsed)
+    assert not (tmp_path / "none").exists()

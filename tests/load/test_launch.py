@@ -1,0 +1,97 @@
+"""Starting our own server for a bench: real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import psutil
+import pytest
+
+from penstock.engine.errors import ConfigError
+from penstock.load import launch
+from penstock.load.launch import Started, server
+
+FAMILY = {"supervisor", "gateway", "engine"}
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it still does anything: an orphan may stay a zombie for a while."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Started]:
+    with server() as running:
+        yield running
+
+
+def test_it_is_ready_when_it_is_given(started: Started) -> None:
+    with urlopen(f"{started.base_url}/v1/models", timeout=10) as answer:
+        assert json.load(answer)["data"][0]["id"] == "demo"
+    assert started.ready_s > 0.2  # to import torch alone takes longer
+    assert started.launched_s + started.ready_s < time.perf_counter()
+
+
+def test_the_family_is_known_by_title(started: Started) -> None:
+    family = started.family()
+    assert set(family) == FAMILY
+    assert family["supervisor"].pid == started.process.pid
+    assert {family[name].ppid() for name in ("gateway", "engine")} == {started.process.pid}
+
+
+def test_memory_is_each_process_own(started: Started) -> None:
+    memory = started.memory()
+    assert set(memory) == FAMILY
+    for each in memory.values():
+        assert 0 < each.unique_bytes <= each.proportional_bytes <= each.resident_bytes
+    # Torch is in one of them alone, and the supervisor has no framework at all.
+    sizes = {name: each.resident_bytes >> 20 for name, each in memory.items()}
+    assert sizes["engine"] > 150 > sizes["gateway"] > 40 > sizes["supervisor"] > 5
+
+
+def test_a_failure_inside_stops_the_server_and_keeps_a_named_log(tmp_path: Path) -> None:
+    family: list[psutil.Process] = []
+
+    def fail() -> None:
+        with server(flags=["--log-level", "debug"], log=tmp_path / "log") as running:
+            family.extend(running.family().values())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(family) == len(FAMILY)
+    assert not any(map(lives, family))
+    assert "DEBUG" in (tmp_path / "log").read_text()
+
+
+def test_what_does_not_heed_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_STOP_WITHIN_S", 0.5)
+    with server() as running:
+        family = running.family()
+        for name in ("supervisor", "engine"):
+            family[name].send_signal(signal.SIGSTOP)
+    assert not any(map(lives, family.values()))
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"(?s)the server ended.*nowhere' is not a directory"),
+        server(str(tmp_path / "nowhere")),
+    ):
+        pytest.fail("it started")
+
+
+def test_a_server_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_READY_WITHIN_S", 0.1)
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError, match=r"was not ready within 0\.1 s"), server():
+        pytest.fail("it started")
+    assert set(psutil.Process().children()) == before

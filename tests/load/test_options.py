@@ -1,0 +1,142 @@
+"""What the arguments choose: dialogues and their times, or a refusal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.config import DEMO_MODEL
+from penstock.engine.errors import ConfigError
+from penstock.load.client.bodies import Endpoint
+from penstock.load.client.records import Dialogue
+from penstock.load.workloads.arrivals import ClosedLoop, OpenLoop
+from penstock.load.workloads.options import (
+    add_arrival_arguments,
+    add_dataset_arguments,
+    make_arrivals,
+    make_dialogues,
+)
+from penstock.load.workloads.prompts import load_tokenizer, plain_ids
+
+DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
+TRACE = tuple(
+    {"timestamp": time_ms, "input_length": 20, "output_length": 1} for time_ms in (1000, 3500, 2000)
+)
+
+
+def write_lines(path: Path, items: Sequence[object]) -> Path:
+    path.write_text("\n".join(json.dumps(item) for item in items))
+    return path
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_dataset_arguments(parser, num_prompts=6)
+    add_arrival_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def dialogues_of(*arguments: str, endpoint: Endpoint = "completions") -> list[Dialogue]:
+    parsed = parse(*arguments)
+    return make_dialogues(parsed, endpoint, num_dialogues=parsed.num_prompts, seed=parsed.seed)
+
+
+@pytest.mark.parametrize("name", ["random", "sharegpt", "shared-prefix"])
+def test_completions_get_token_ids_and_the_others_words(name: str) -> None:
+    kinds: dict[Endpoint, type] = {"completions": tuple, "chat": str, "responses": str}
+    for endpoint, kind in kinds.items():
+        dialogues = dialogues_of("--dataset", name, endpoint=endpoint)
+        assert len(dialogues) == 6
+        assert {type(dialogue.turns[0].text) for dialogue in dialogues} == {kind}
+
+
+def test_conversations_are_words_everywhere() -> None:
+    dialogues = dialogues_of("--dataset", "conversations", "--turns", "2")
+    assert {type(turn.text) for dialogue in dialogues for turn in dialogue.turns} == {str}
+
+
+def test_token_ids_stay_below_the_bound() -> None:
+    for arguments, bound in (((), 1000), (("--vocab-size", "7"), 7)):
+        drawn = {token for item in dialogues_of(*arguments) for token in item.turns[0].text}
+        assert bound * 0.9 < max(drawn) + 1 <= bound
+
+
+def test_a_tokenizer_bounds_token_ids() -> None:
+    dialogues = dialogues_of("--tokenizer", str(DEMO_TOKENIZER), "--input-len", "4000")
+    drawn = {token for dialogue in dialogues for token in dialogue.turns[0].text}
+    assert drawn == set(plain_ids(load_tokenizer(DEMO_TOKENIZER)))
+
+
+def test_ignore_eos_reaches_every_turn() -> None:
+    for flag, expected in (("--ignore-eos", True), ("--no-ignore-eos", False)):
+        dialogues = dialogues_of("--dataset", "conversations", flag)
+        assert {turn.ignore_eos for item in dialogues for turn in item.turns} == {expected}
+
+
+def test_own_token_ids_need_completions(tmp_path: Path) -> None:
+    path = str(write_lines(tmp_path / "own.jsonl", [{"prompt": [1, 2]}]))
+    arguments = ("--dataset", "jsonl", "--dataset-path", path)
+    assert dialogues_of(*arguments)[0].turns[0].max_tokens == 128
+    with pytest.raises(ConfigError, match="--endpoint completions"):
+        dialogues_of(*arguments, endpoint="chat")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("--num-prompts", "0"), "--num-prompts"),
+        (("--dataset", "trace"), "--dataset-path"),
+        (("--dataset", "jsonl"), "--dataset-path"),
+        (("--dataset", "shared-prefix", "--num-prefixes", "0"), "--num-prefixes"),
+        (("--dataset", "conversations", "--turns", "0"), "--turns"),
+        (("--dataset", "conversations", "--think-s", "-1"), "--think-s"),
+        (("--dataset", "sharegpt", "--sigma", "-1"), "--sigma"),
+        (("--vocab-size", "0"), "--vocab-size"),
+    ],
+)
+def test_datasets_without_sense_are_refused(arguments: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        dialogues_of(*arguments)
+
+
+def test_arrivals_follow_from_the_arguments(tmp_path: Path) -> None:
+    plain = dialogues_of()
+    path = str(write_lines(tmp_path / "trace.jsonl", TRACE))
+    trace = dialogues_of("--dataset", "trace", "--dataset-path", path)
+
+    assert make_arrivals(parse(), plain) == OpenLoop((0.0,) * 6)
+    assert make_arrivals(parse("--max-concurrency", "3"), plain) == ClosedLoop(3)
+    assert make_arrivals(parse(), trace) == OpenLoop((0.0, 1.0, 2.5))
+    capped = make_arrivals(parse("--max-concurrency", "3"), trace)
+    assert capped == OpenLoop((0.0, 1.0, 2.5), max_concurrency=3)
+    for dialogues in (plain, trace):  # a rate counts more than a trace's times
+        rated = make_arrivals(parse("--request-rate", "4", "--max-concurrency", "2"), dialogues)
+        assert isinstance(rated, OpenLoop)
+        assert rated.offsets_s[-1] == pytest.approx(len(dialogues) / 4)
+        assert rated.max_concurrency == 2
+    even = parse("--ramp-from", "1", "--ramp-to", "2", "--burstiness", str(math.inf))
+    ramp = make_arrivals(even, plain)
+    assert isinstance(ramp, OpenLoop)
+    assert ramp.offsets_s[:2] == pytest.approx((1.0, 1.0 + 1 / 1.2))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--ramp-from", "1"),
+        ("--ramp-to", "1"),
+        ("--ramp-from", "1", "--ramp-to", "2", "--request-rate", "3"),
+        ("--burstiness", "2"),
+        ("--burstiness", "2", "--max-concurrency", "4"),
+        ("--request-rate", "0"),
+        ("--max-concurrency", "0"),
+    ],
+)
+def test_arrivals_without_sense_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        make_arrivals(parse(*arguments), dialogues_of())

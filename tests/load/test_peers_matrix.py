@@ -1,0 +1,169 @@
+"""The matrix itself: a real server of ours, and rivals that stand in for the real ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.load.client.records import Dialogue, StreamRecord, Turn
+from penstock.load.peers import environments, matrix, models, workloads
+from penstock.load.peers.environments import Environment, InstallError
+from penstock.load.peers.http_server import HttpServer, free_port
+from penstock.load.peers.matrix import Matrix
+from penstock.load.peers.penstock import Penstock
+from penstock.load.peers.report import Report
+from penstock.load.peers.rival import RivalError, Setting
+from penstock.load.peers.workloads import Workload
+from penstock.load.workloads.driver import RunResult
+
+
+@pytest.fixture(autouse=True)
+def _own_build(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of these tests goes to the build folder of the checkout."""
+    build = tmp_path_factory.getbasetemp() / "peers"
+    monkeypatch.setattr(environments, "BUILD", build)
+    monkeypatch.setattr(models, "MODELS", build / "models")
+    monkeypatch.setattr("penstock.load.peers.penstock.BUILD", build)
+
+
+class Scripted:
+    """A rival whose speeds are given: tokens per second by setting, for each round."""
+
+    name = title = "vllm"
+    process = psutil.Process()
+    ready_s = 0.1
+
+    def __init__(self, speeds: dict[str, float]) -> None:
+        self.speeds = speeds
+        self.log: list[str] = []
+
+    def prepare(self, model: str) -> str:
+        return "0"
+
+    def settings(self, model: str) -> Sequence[Setting]:
+        return [Setting(name=name) for name in self.speeds]
+
+    def start(self, model: str, setting: Setting) -> Scripted:
+        self.log.append(setting.name)
+        if not self.speeds[setting.name]:
+            raise RivalError("it ended with 1")
+        return self
+
+    def measure(self, workload: Workload) -> RunResult:
+        took_s = workload.num_output_tokens / self.speeds[self.log[-1]]
+        records = [
+            StreamRecord(dialogue=index, scheduled_s=0.0, sent_s=0.0, ended_s=took_s)
+            for index in range(len(workload.dialogues))
+        ]
+        for record, dialogue in zip(records, workload.dialogues, strict=True):
+            record.event_times_s = [took_s / 2, took_s]
+            record.output_tokens = dialogue.turns[0].max_tokens
+        return RunResult(records=records, began_s=0.0, ended_s=took_s, client_cpu_s=0.0)
+
+    def stop(self) -> None:
+        self.log.append("stop")
+
+
+class Missing(Scripted):
+    def prepare(self, model: str) -> str:
+        raise InstallError("no such wheel")
+
+
+def run(rivals: dict[str, Scripted | Penstock], out: Path, repeats: int) -> Report:
+    report = Report.begin(is_real_time=False)
+    running = Matrix(rivals, report, out)  # type: ignore[arg-type]
+    running.prepare(["T"])
+    running.run("T", ["single"], repeats)
+    return report
+
+
+def test_rounds_alternate_and_keep_the_setting_that_was_best(tmp_path: Path) -> None:
+    ours, rival = Scripted({"default": 100.0}), Scripted({"slow": 40.0, "fast": 80.0, "broken": 0})
+    report = run({"penstock": ours, "vllm": rival}, tmp_path, 2)
+    seen = [(each.system, each.setting, each.round) for each in report.observations]
+    assert seen == [
+        ("penstock", "default", 0), ("vllm", "slow", 0), ("vllm", "fast", 0),
+        ("penstock", "default", 1), ("vllm", "fast", 1),
+    ]  # fmt: skip
+    assert rival.log.count("stop") == 3
+    assert [failure.reason for failure in report.failures] == ["it ended with 1"]
+    data = json.loads(next(tmp_path.glob("*-peers.json")).read_text("utf-8"))
+    ratios = {cell["system"]: cell["ratio_to_penstock"] for cell in data["cells"]}
+    assert ratios == {"penstock": 1.0, "vllm": pytest.approx(0.8)}
+
+
+def test_who_cannot_be_installed_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    rivals = {"penstock": Scripted({"default": 100.0}), "hf": Missing({"x": 1.0})}
+    report = run(rivals, tmp_path, 1)
+    assert report.unavailable == {"hf": "no such wheel"}
+    assert [each.system for each in report.observations] == ["penstock"]
+
+
+def test_our_server_answers_every_kind_of_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = "".join(models.words("T")[900:920])
+    turns = (Turn(text=models.words("T")[950], max_tokens=6),) * 2
+    tiny = {
+        "single": Workload(
+            "single", "completions", 1, (Dialogue(turns=(Turn(text=(500, 501), max_tokens=8),)),)
+        ),
+        "turns8": Workload("turns8", "chat", 2, (Dialogue(system=system, turns=turns),) * 2),
+    }
+    monkeypatch.setattr(workloads, "make", lambda name, model: tiny[name])
+    monkeypatch.setattr(Penstock, "settings", lambda self, model: [Setting(name="default")])
+    report = Report.begin(is_real_time=False)
+    running = Matrix({"penstock": Penstock()}, report, tmp_path)
+    running.prepare(["T"])
+    running.run("T", ["single", "turns8"], 1)
+    single, turns8 = report.observations
+    assert single.counts
+    assert turns8.counts
+    assert len(turns8.turn_ttft_ms) == 2
+    assert turns8.num_cached_tokens > 0  # the second turn found the first, by its text
+    assert single.idle_memory_bytes > 1 << 20
+    assert {"penstock-engine", "penstock-gateway"} <= single.cpu_s_per_1k_tokens.keys()
+
+
+def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"]
+    with pytest.raises(RivalError, match=r"ended with 3: out of luck"):
+        HttpServer(command, port=free_port(), model="T", env={}, log=tmp_path / "log")
+
+
+def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
+    code = (
+        "import http.server, subprocess, sys\n"
+        "class H(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self): self.send_response(200); self.end_headers()\n"
+        "    def log_message(self, *_): pass\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
+    )
+    port = free_port()
+    command = [sys.executable, "-c", code, str(port)]
+    running = HttpServer(command, port=port, model="T", env={}, log=tmp_path / "log")
+    [child] = running.process.children()
+    running.stop()
+    assert not running.process.is_running()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_failed_step_of_an_installation_says_what_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "BUILD", tmp_path)
+    code = "print('wheel not found'); raise SystemExit(1)"
+    with pytest.raises(InstallError, match="wheel not found"):
+        Environment("x").run(sys.executable, "-c", code, cwd=tmp_path)
+
+
+def test_flags_choose_systems_and_workloads(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        matrix.main(["--systems", "nobody"])
+    assert "nobody" in capsys.readouterr().err

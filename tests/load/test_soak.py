@@ -1,0 +1,89 @@
+"""Whole soaks: clean where nothing is wrong, and not clean where something is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.load.soak.course import Plan, soak
+from penstock.load.soak.target import Target, given_server, synthetic_server
+from penstock.load.soak.verdict import Bounds, findings
+
+from .conftest import Penstock
+
+QUICK = "--ttft-ms 10 --itl-ms 2"
+
+
+def test_with_resumes_cancels_and_kills_it_is_clean(penstock: Penstock, tmp_path: Path) -> None:
+    flags = ("--resumes", "--cancels-by-id", "--kills")
+    done = penstock(
+        "bench", "soak", "--synthetic", QUICK, "--minutes", "0.1", *flags, "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Verdict: clean." in done.stdout
+    report = json.loads((tmp_path / "soak.json").read_text())
+    assert report["is_clean"]
+    assert report["kills_s"]
+    streams = {row["actor"]: row for row in report["streams"]}
+    for name in ("resume, sse", "resume, websocket", "cancel by id", "read to the end, chat"):
+        assert streams[name]["ended"] > streams[name]["faulty"]
+    assert {process["name"] for process in report["samples"][0]["processes"]} == {"synthetic"}
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
+    assert "Verdict: clean." in (tmp_path / "soak.md").read_text()
+
+
+async def whats(target: Target, **plan: Any) -> list[str]:
+    seen = await soak(target, Plan(duration_s=2, concurrency=6, seed=1, **plan), Bounds())
+    return [finding.what for finding in findings(seen, Bounds())]
+
+
+async def test_faults_of_streams_are_found_in_a_given_server() -> None:
+    flags = "--fault lose:5 --fault-share 0.5 --refuse-share 0.1"
+    with synthetic_server(f"{QUICK} {flags}") as started:
+        target = given_server(started.base_url)
+        assert target.kill is None
+        (process,) = target.family().values()
+        assert process.pid == started.family()["synthetic"].pid
+        found = await whats(target, has_resumes=True)
+    for fault in ("lost_tokens", "text_differs", "refused"):
+        assert any(what.startswith(fault) for what in found), found
+
+
+async def test_a_leak_of_memory_is_found() -> None:
+    with synthetic_server(f"{QUICK} --leak-bytes 1000000") as target:
+        assert await whats(target) == ["memory of synthetic"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (("--base-url", "http://127.0.0.1:1", "--kills"), "--kills is for a server that soak"),
+        (("--synthetic", "--serve-flags", "x"), "--serve-flags is for a penstock server"),
+        (("--base-url", "http://127.0.0.1:1"), "GET /v1/models names no model"),
+        (("--base-url", "https://127.0.0.1:1"), "soak needs plain http://host:port"),
+        (("--minutes", "0"), "--minutes and --concurrency must be"),
+    ],
+)
+def test_settings_without_sense_are_refused(
+    penstock: Penstock, tmp_path: Path, flags: tuple[str, ...], fault: str
+) -> None:
+    done = penstock("bench", "soak", *flags, "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert fault in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_demo_model_is_clean_for_a_moment(penstock: Penstock, tmp_path: Path) -> None:
+    # Memory has its say in longer runs: the first seconds of a server are all warm-up.
+    flags = ("--minutes", "0.1", "--max-memory-growth", "1e9", "--no-plot")
+    done = penstock("bench", "soak", *flags, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "soak.json").read_text())
+    assert {each["name"] for each in report["samples"][0]["processes"]} == {
+        "supervisor", "gateway", "engine",
+    }  # fmt: skip
+    assert sum(row["ended"] for row in report["streams"]) > 20

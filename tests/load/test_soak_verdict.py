@@ -1,0 +1,188 @@
+"""The verdict of a soak, on made-up evidence: it can be clean, and it can be not."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from penstock.load.client.records import Fault
+from penstock.load.soak.journal import Journal, Outcome, Problem
+from penstock.load.soak.verdict import Bounds, Evidence, Finding, findings, is_settled, slopes
+from penstock.load.soak.watch import ProcessSample, Sample, read_metrics
+
+MIB, KIB = 1 << 20, 1 << 10
+
+
+def sample(
+    at_s: float,
+    *,
+    rss_bytes: float = 100 * MIB,
+    num_fds: int = 10,
+    num_sockets: int = 4,
+    pid: int = 7,
+    **metrics: float,
+) -> Sample:
+    process = ProcessSample(
+        name="gateway", pid=pid, rss_bytes=int(rss_bytes), num_fds=num_fds, num_sockets=num_sockets
+    )
+    return Sample(at_s=at_s, processes=(process,), metrics=metrics, num_streams=0)
+
+
+def outcome(*faults: Fault, **values: Any) -> Outcome:
+    defaults: dict[str, Any] = {
+        "actor": "read to the end",
+        "began_s": 10.0,
+        "ended_s": 12.0,
+        "survives_kills": False,
+        "detail": "what it said",
+    }
+    return Outcome(faults=faults, **{**defaults, **values})
+
+
+def evidence(
+    samples: list[Sample] | None = None,
+    *,
+    before: Sample | None = None,
+    after: Sample | None = None,
+    **journal: Any,
+) -> Evidence:
+    return Evidence(
+        before=before or sample(0),
+        samples=[sample(at_s) for at_s in range(100)] if samples is None else samples,
+        after=after or sample(100),
+        journal=Journal(**journal),
+    )
+
+
+def whats(seen: Evidence, bounds: Bounds | None = None) -> list[str]:
+    return [finding.what for finding in findings(seen, bounds or Bounds())]
+
+
+def test_nothing_wrong_is_clean() -> None:
+    assert findings(evidence(outcomes=[outcome()]), Bounds()) == []
+
+
+def test_every_fault_of_a_stream_is_found_and_counted() -> None:
+    bad = [outcome(Fault.GAP), outcome(Fault.GAP, Fault.LOST_TOKENS), outcome()]
+    assert findings(evidence(outcomes=bad), Bounds()) == [
+        Finding(what="gap (read to the end)", count=2, detail="what it said"),
+        Finding(what="lost_tokens (read to the end)", count=1, detail="what it said"),
+    ]
+
+
+def test_a_kill_excuses_what_it_breaks_and_nothing_else() -> None:
+    kills = [(11.0, 14.0)]
+
+    def excused(*faults: Fault, **values: Any) -> bool:
+        return not whats(evidence(outcomes=[outcome(*faults, **values)], kills=kills))
+
+    assert excused(Fault.CUT)
+    assert excused(Fault.UNREACHABLE, began_s=13, ended_s=13)
+    assert excused(Fault.CUT, Fault.FAILED)
+    assert not excused(Fault.CUT, survives_kills=True)
+    assert not excused(Fault.CUT, began_s=5, ended_s=10.9)
+    assert not excused(Fault.CUT, began_s=15.1, ended_s=16)
+    for fault in set(Fault) - {Fault.CUT, Fault.FAILED, Fault.REFUSED, Fault.UNREACHABLE}:
+        assert not excused(fault), fault
+        assert not excused(Fault.CUT, fault), fault
+
+
+def test_problems_are_found_outside_of_kills() -> None:
+    problems = [Problem(actor="nonsense", at_s=at_s, detail=f"at {at_s}") for at_s in (1, 5, 9)]
+    seen = evidence(problems=problems, kills=[(4.0, 6.0)])
+    assert findings(seen, Bounds()) == [Finding(what="nonsense", count=2, detail="at 1")]
+
+
+def noisy(slope_kib_per_min: float, *, noise_kib: float = 800, seconds: int = 600) -> list[Sample]:
+    rng = random.Random(0)
+    return [
+        sample(
+            at_s,
+            rss_bytes=100 * MIB
+            + slope_kib_per_min * KIB * at_s / 60
+            + rng.uniform(-noise_kib, noise_kib) * KIB,
+        )
+        for at_s in range(seconds)
+    ]
+
+
+def test_a_leak_of_memory_is_found_through_noise() -> None:
+    bounds = Bounds(memory_kib_per_min=600)
+    assert whats(evidence(noisy(900)), bounds) == ["memory of gateway"]
+    assert whats(evidence(noisy(300)), bounds) == []
+    (slope,) = slopes(noisy(900), 0.3)
+    assert slope.kib_per_min == pytest.approx(900, rel=0.1)
+
+
+def test_a_cache_that_fills_is_no_leak() -> None:
+    filling = [sample(at_s, rss_bytes=(100 + min(at_s, 150) * 0.5) * MIB) for at_s in range(600)]
+    assert whats(evidence(filling)) == []
+    assert whats(evidence(filling), Bounds(warmup_share=0.0)) == ["memory of gateway"]
+
+
+def test_a_short_soak_is_not_led_astray_by_one_step() -> None:
+    step = [sample(at_s / 10, rss_bytes=(100 + 2 * (at_s > 60)) * MIB) for at_s in range(100)]
+    (slope,) = slopes(step, 0.3)
+    assert slope.kib_per_min > Bounds().memory_kib_per_min
+    assert whats(evidence(step)) == []
+
+
+def test_each_process_has_a_slope_of_its_own() -> None:
+    """A process that was restarted begins anew: its first memory is no fall of the old one's."""
+    old = [sample(at_s, rss_bytes=200 * MIB, pid=7) for at_s in range(300)]
+    new = [sample(at_s, rss_bytes=100 * MIB, pid=8) for at_s in range(300, 600)]
+    found = slopes([*old, *new], 0.3)
+    assert [(slope.pid, slope.kib_per_min) for slope in found] == [(7, 0.0), (8, 0.0)]
+
+
+def test_what_is_held_when_idle_is_found() -> None:
+    held = {
+        "num_requests_running": 1,
+        "num_requests_waiting": 2,
+        "num_requests_swapped": 1,
+        "kv_cache_usage_perc": 0.01,
+        "kv_blocks used": 3,
+        "kv_slots allocated": 16,
+    }
+    for name, value in held.items():
+        assert whats(evidence(after=sample(100, **{name: value}))) == [f"{name} when idle"]
+        assert whats(evidence([sample(at_s, **{name: value}) for at_s in range(100)])) == []
+
+
+def test_descriptors_and_sockets_must_come_back() -> None:
+    spare = Bounds().spare_descriptors
+    assert whats(evidence(after=sample(100, num_fds=10 + spare, num_sockets=4 + spare))) == []
+    leaked = sample(100, num_fds=11 + spare, num_sockets=5 + spare)
+    assert whats(evidence(after=leaked)) == ["descriptors of gateway", "sockets of gateway"]
+
+
+def test_processes_must_live() -> None:
+    gone = dataclasses.replace(sample(100), processes=())
+    assert whats(evidence(after=gone)) == ["process gateway"]
+    assert whats(evidence(after=sample(100, pid=8))) == ["process gateway"]
+    assert whats(evidence(after=sample(100, pid=8), kills=[(1.0, 2.0)])) == []
+
+
+def test_metrics_are_read_with_their_states() -> None:
+    text = (
+        "# TYPE penstock:num_requests_running gauge\n"
+        'penstock:num_requests_running{model_name="m"} 3.0\n'
+        "# TYPE penstock:kv_blocks gauge\n"
+        'penstock:kv_blocks{model_name="m",state="used",tier="device"} 2.0\n'
+        'penstock:kv_blocks{model_name="m",state="used",tier="host"} 1.0\n'
+        'penstock:kv_blocks{model_name="m",state="free",tier="host"} 9.0\n'
+    )
+    values = read_metrics(text)
+    assert values == {"num_requests_running": 3, "kv_blocks used": 3, "kv_blocks free": 9}
+    assert not dataclasses.replace(sample(0), metrics=values).is_idle
+
+
+def test_silence_of_the_metrics_is_not_taken_for_rest() -> None:
+    before, after = sample(0, num_requests_running=0), sample(100)
+    assert whats(evidence(before=before, after=after)) == ["/metrics"]
+    assert not is_settled(before, after, Bounds())
+    assert is_settled(before, sample(100, num_requests_running=0), Bounds())
+    assert is_settled(sample(0), after, Bounds())  # it never had any

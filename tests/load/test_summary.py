@@ -1,0 +1,305 @@
+"""Figures of made-up runs, each known beforehand, and what is said of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+
+import numpy as np
+import pytest
+
+from penstock.engine.errors import ConfigError
+from penstock.load.client.records import Fault, StreamRecord
+from penstock.load.report.options import add_report_arguments, file_stem, slo_of
+from penstock.load.report.server_metrics import ServerMetrics
+from penstock.load.report.summary import Goodput, Quantiles, Slo, summarize
+from penstock.load.report.sweep import Curve, Point, sweep_table
+from penstock.load.report.text import latency_table, notes, rate_table, warnings
+from penstock.load.workloads.driver import RunResult
+
+BEGAN_S = 500.0
+
+
+def record(
+    events_ms: Sequence[float],
+    *,
+    due_ms: float = 0.0,
+    sent_ms: float | None = None,
+    num_tokens: int | None = None,
+    fault: Fault | None = None,
+) -> StreamRecord:
+    """Of a request with these events, in ms from the start of the run."""
+
+    def at(time_ms: float) -> float:
+        return BEGAN_S + time_ms / 1e3
+
+    made = StreamRecord(
+        scheduled_s=at(due_ms),
+        sent_s=at(due_ms if sent_ms is None else sent_ms),
+        event_times_s=[at(event_ms) for event_ms in events_ms],
+        ended_s=at(events_ms[-1] + 1.0 if events_ms else due_ms),
+        prompt_tokens=10,
+        cached_tokens=4,
+        output_tokens=len(events_ms) if num_tokens is None else num_tokens,
+    )
+    if fault:
+        made.fault(fault, f"it was {fault}")
+    return made
+
+
+def result_of(*records: StreamRecord, seconds: float = 2.0, cpu_s: float = 0.1) -> RunResult:
+    return RunResult(
+        records=list(records), began_s=BEGAN_S, ended_s=BEGAN_S + seconds, client_cpu_s=cpu_s
+    )
+
+
+def equal(quantiles: Quantiles, value: float) -> bool:
+    return astuple(quantiles) == pytest.approx((value,) * 4)
+
+
+# -- latencies --------------------------------------------------------------------------------
+
+
+def test_one_request_by_hand() -> None:
+    """Due at 100, sent at 120, events at 150, 180 and 210 of 4 tokens in all."""
+    summary = summarize(result_of(record([150, 180, 210], due_ms=100, sent_ms=120, num_tokens=4)))
+    assert equal(summary.ttft_ms, 50)
+    assert equal(summary.itl_ms, 30)  # of events
+    assert equal(summary.e2e_ms, 110)  # to the last text, not to what ends the stream
+    assert equal(summary.tpot_ms, (110 - 50) / 3)
+    assert equal(summary.send_lag_ms, 20)
+    assert summary.tokens_per_event == pytest.approx(4 / 3)
+
+
+def test_quantiles_are_over_requests_and_gaps_over_all_streams() -> None:
+    ttfts_ms = [10.0 * number for number in range(1, 101)]
+    summary = summarize(result_of(*(record([ttft, ttft + 2, ttft + 8]) for ttft in ttfts_ms)))
+    assert astuple(summary.ttft_ms) == pytest.approx((505, 505, 901, 990.1))
+    gaps_ms = [2.0, 6.0] * 100
+    assert astuple(summary.itl_ms) == pytest.approx(
+        (4.0, *np.percentile(gaps_ms, (50, 90, 99)).tolist())
+    )
+    assert equal(summary.tpot_ms, 4.0)
+
+
+def test_an_answer_of_one_token_has_no_tpot() -> None:
+    summary = summarize(result_of(record([30]), record([10, 20])))
+    assert equal(summary.tpot_ms, 10)
+    assert math.isnan(summarize(result_of(record([30]))).tpot_ms.mean)
+
+
+def test_tokens_are_those_the_server_counts_or_the_events_say() -> None:
+    silent = record([10, 20], num_tokens=-1)
+    assert summarize(result_of(silent)).num_output_tokens == 2
+    assert summarize(result_of(replace(silent, event_tokens=[3, 4]))).num_output_tokens == 7
+    assert summarize(result_of(replace(silent, output_tokens=9))).num_output_tokens == 9
+
+
+def test_what_a_server_does_not_say_counts_as_nothing() -> None:
+    unsaid = replace(record([10]), prompt_tokens=-1, cached_tokens=-1)
+    summary = summarize(result_of(unsaid, record([10])))
+    assert (summary.num_prompt_tokens, summary.num_cached_tokens) == (10, 4)
+
+
+# -- counts and rates -------------------------------------------------------------------------
+
+
+def test_rates_are_over_the_run() -> None:
+    summary = summarize(result_of(record([1, 2, 3]), record([4, 5, 6]), seconds=4.0, cpu_s=1.0))
+    assert summary.requests_per_s == 0.5
+    assert summary.output_tokens_per_s == 1.5
+    assert summary.total_tokens_per_s == 6.5
+    assert summary.client_cpu_share == 0.25
+    assert summary.num_cached_tokens == 8
+
+
+def test_failed_requests_are_shown_and_left_out() -> None:
+    good = [record([10, 20]), record([30, 40], due_ms=20)]
+    bad = [record([9000], fault=Fault.CUT), record([], fault=Fault.REFUSED)]
+    bad[0].fault(Fault.LOST_TOKENS)
+    alone, mixed = summarize(result_of(*good)), summarize(result_of(*good, *bad))
+    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "output_tokens_per_s", "num_completed"):
+        assert getattr(alone, name) == getattr(mixed, name)
+    assert (mixed.num_requests, mixed.num_failed) == (4, 2)
+    assert mixed.faults == {"cut": 1, "lost_tokens": 1, "refused": 1}
+    assert mixed.fault_details["refused"] == "it was refused"
+
+
+def test_an_answer_without_text_is_counted_and_not_timed() -> None:
+    summary = summarize(result_of(record([], num_tokens=3), record([10, 20])), Slo(ttft_ms=1e9))
+    assert (summary.num_completed, summary.num_without_text) == (2, 1)
+    assert equal(summary.ttft_ms, 10)
+    assert summary.num_output_tokens == 5
+    assert summary.goodput == Goodput(share=0.5, requests_per_s=0.5)
+
+
+def test_peak_concurrency_is_of_any_moment() -> None:
+    # In flight from sending to the terminal event, 1 ms after the last text.
+    one_after_another = [record([begin + 9], due_ms=begin) for begin in (0, 10, 20)]
+    assert summarize(result_of(*one_after_another)).peak_concurrency == 1
+    overlapping = [record([begin + 14], due_ms=begin) for begin in (0, 10, 20)]
+    assert summarize(result_of(*overlapping)).peak_concurrency == 2
+    waiting = [replace(each, sent_s=BEGAN_S) for each in overlapping]
+    assert summarize(result_of(*waiting)).peak_concurrency == 3
+
+
+# -- goodput ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slo", "num_good"),
+    [
+        (Slo(ttft_ms=49.9), 1),
+        (Slo(ttft_ms=50.1), 2),
+        (Slo(tpot_ms=9.9), 1),
+        (Slo(tpot_ms=10.1), 3),
+        (Slo(e2e_ms=85), 1),
+        (Slo(e2e_ms=96), 2),
+        (Slo(ttft_ms=50.1, e2e_ms=85), 1),
+        (Slo(ttft_ms=1, tpot_ms=1, e2e_ms=1), 0),
+    ],
+)
+def test_goodput_counts_who_kept_to_every_objective(slo: Slo, num_good: int) -> None:
+    records = (
+        record([50, 60, 70, 80]),  # TTFT 50, TPOT 10, E2E 80
+        record([10, 20, 95], num_tokens=11),  # 10, 8.5, 95
+        record([70, 80, 90, 100]),  # 70, 10, 100
+        record([1, 2], fault=Fault.STALLED),
+    )
+    assert summarize(result_of(*records), slo).goodput == Goodput(
+        share=num_good / 4, requests_per_s=num_good / 2
+    )
+
+
+def test_one_token_keeps_to_any_tpot() -> None:
+    goodput = summarize(result_of(record([10])), Slo(tpot_ms=0.001)).goodput
+    assert goodput == Goodput(share=1.0, requests_per_s=0.5)
+
+
+def test_without_objectives_there_is_no_goodput() -> None:
+    for slo in (None, Slo()):
+        assert summarize(result_of(record([10])), slo).goodput is None
+
+
+def parsed(*goodput: str) -> Slo:
+    parser = argparse.ArgumentParser()
+    add_report_arguments(parser)
+    return slo_of(parser.parse_args(["--goodput", *goodput] if goodput else []))
+
+
+def test_objectives_read_as_in_vllm() -> None:
+    assert parsed() == Slo()
+    assert parsed("ttft:200", "tpot:50.5", "e2e:3000") == Slo(
+        ttft_ms=200, tpot_ms=50.5, e2e_ms=3000
+    )
+    assert parsed("e2el:7") == Slo(e2e_ms=7)
+    for text in ("ttft", "ttft:", "ttft:fast", "itl:3", "ttft:-1", "ttft:nan"):
+        with pytest.raises(ConfigError, match="--goodput"):
+            parsed(text)
+
+
+# -- what is said -----------------------------------------------------------------------------
+
+
+def test_a_run_without_any_success_is_plain_json() -> None:
+    summary = summarize(result_of(record([], fault=Fault.UNREACHABLE)), Slo(ttft_ms=5))
+    data = json.loads(json.dumps(summary.to_json(), allow_nan=False))
+    assert data["ttft_ms"] == {"mean": None, "p50": None, "p90": None, "p99": None}
+    assert data["faults"] == {"unreachable": 1}
+    assert data["goodput"] == {"share": 0.0, "requests_per_s": 0.0}
+    assert "| TTFT |    – |" in latency_table(summary)
+    assert json.loads(json.dumps(summarize(result_of()).to_json()))["num_requests"] == 0
+
+
+def test_tables_say_what_the_summary_says() -> None:
+    summary = summarize(result_of(record([1000, 1010, 1030])), Slo(ttft_ms=1))
+    assert latency_table(summary).splitlines()[2].split("|")[1:-1] == [
+        " TTFT ", " 1,000.0 ", " 1,000.0 ", " 1,000.0 ", " 1,000.0 ",
+    ]  # fmt: skip
+    rates = rate_table(summary)
+    assert [line.split("|")[1:-1] for line in rates.splitlines()[2:]] == [
+        [" requests                 ", "      1 ", "       0.50 "],
+        [" output tokens            ", "      3 ", "        1.5 "],
+        [" prompt and output tokens ", "     13 ", "        6.5 "],
+        [" good requests            ", "      0 ", "       0.00 "],
+    ]
+
+
+def test_notes_name_each_fault_and_what_the_server_says() -> None:
+    bad = record([5], fault=Fault.CUT)
+    result = replace(result_of(record([1, 2]), bad, bad), num_unsent=7)
+    server = ServerMetrics(
+        prefix_cache_hit_rate=0.25, num_preemptions=3, peak_kv_usage=0.5, kv_waste=0.03
+    )
+    text = notes(summarize(result), server)
+    assert "2 of 3 requests had a fault" in text
+    assert "7 turns after them were not sent" in text
+    assert "cut ×2: it was cut" in text
+    for said in ("hit rate 25.0%", "3 preemptions", "50.0%", "but empty 3.0%"):
+        assert said in text
+    assert "server" not in notes(summarize(result), None)
+    assert "no stream had a fault" in notes(summarize(result_of(record([1]))), None)
+
+
+def test_a_busy_or_late_client_is_doubted() -> None:
+    calm = result_of(record([10]), cpu_s=1.0)
+    assert warnings(summarize(calm), has_cap=False) == []
+    [busy] = warnings(summarize(replace(calm, client_cpu_s=1.5)), has_cap=False)
+    assert "75% of a core" in busy
+    late = summarize(result_of(*[record([90], sent_ms=30)] * 3))
+    [lag] = warnings(late, has_cap=False)
+    assert "30 ms late" in lag
+    assert warnings(late, has_cap=True) == []
+
+
+def test_files_are_named_after_the_label() -> None:
+    assert file_stem("serve", "") == "serve"
+    assert file_stem("serve", "my run/../2") == "serve-my-run-..-2"
+
+
+# -- sweeps -----------------------------------------------------------------------------------
+
+
+def point(load: float, *, tokens_per_s: float, e2e_ms: float) -> Point:
+    num_tokens = round(tokens_per_s * 2)
+    return Point(load, [summarize(result_of(record([5, e2e_ms], num_tokens=num_tokens)))])
+
+
+@pytest.mark.parametrize(
+    ("points", "is_saturated"),
+    [
+        ([], False),
+        ([(100, 50)], False),
+        ([(100, 50), (190, 52)], False),
+        ([(100, 50), (104, 100)], True),
+        ([(100, 50), (106, 100)], False),  # it still gains
+        ([(100, 50), (104, 55)], False),  # it does not answer later
+        ([(100, 50), (90, 55), (91, 80)], True),  # against the best, not the last
+        ([(100, 50), (50, 55), (101, 80)], True),
+    ],
+)
+def test_saturation_is_no_more_tokens_and_more_waiting(
+    points: list[tuple[int, int]], is_saturated: bool
+) -> None:
+    curve = Curve(
+        "a", [point(load, tokens_per_s=rate, e2e_ms=e2e) for load, (rate, e2e) in enumerate(points)]
+    )
+    assert curve.is_saturated(min_gain=0.05) is is_saturated
+
+
+def test_a_load_that_nothing_survives_is_the_last() -> None:
+    dead = Point(4, [summarize(result_of(record([], fault=Fault.UNREACHABLE)))])
+    assert Curve("a", [dead]).is_saturated(min_gain=0.05)
+
+
+def test_a_point_is_its_median_run() -> None:
+    runs = [point(1, tokens_per_s=rate, e2e_ms=50).runs[0] for rate in (30, 10, 20)]
+    assert Point(1, runs).summary is runs[2]
+    assert Point(1, runs[:2]).summary is runs[1]
+    curve = Curve("server", [Point(1, runs), point(2, tokens_per_s=25, e2e_ms=90)])
+    assert curve.best.load == 2
+    row = sweep_table([curve]).splitlines()[2].split("|")
+    assert [cell.strip() for cell in row[1:6]] == ["server", "1", "20", "3.00", "0.50"]
