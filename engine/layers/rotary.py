@@ -34,9 +34,10 @@ class RotaryEmbedding(nn.Module):
         self.config = config
         self.head_dim = head_dim
         self.scale = attention_factor(config)
-        self.register_buffer(
-            "inverse_frequencies", inverse_frequencies(config, head_dim), persistent=False
-        )
+        # On the CPU whatever the default device: under "meta" it would cost a second of imports.
+        with torch.device("cpu"):
+            frequencies = inverse_frequencies(config, head_dim)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     @property
     def needs_prompt_lens(self) -> bool:

@@ -113,5 +113,9 @@ class Decoder(nn.Module):
         return self.norm.weight.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
     def needs_prompt_lens(self) -> bool:
         return self.rotary.needs_prompt_lens

@@ -40,7 +40,7 @@ def allocate_pool(
     Raises:
         ConfigError: it would not hold max_model_len tokens, or the machine does not hold it.
     """
-    device = model.norm.weight.device
+    device = model.device
     num_blocks = choose_num_blocks(
         config.cache,
         shape,
@@ -69,7 +69,7 @@ def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> Ho
 
 def available_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int:
     """Bytes for the KV pool on the device the model is on."""
-    device = model.norm.weight.device
+    device = model.device
     if device.type != "cuda":
         return min(_MAX_CPU_BYTES, free_cpu_bytes() // _CPU_SHARE)
     peak = _profile_peak_bytes(config, model, shape)
@@ -84,7 +84,7 @@ def available_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int
 @torch.inference_mode()
 def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int:
     """Memory a forward takes at most beside weights and KV pool: one of a full step's tokens."""
-    device = model.norm.weight.device
+    device = model.device
     num_tokens = min(config.scheduler.max_num_batched_tokens, model.config.context_len)
     num_blocks = shape.num_blocks_for(num_tokens)
     positions = torch.arange(num_tokens, device=device)

@@ -13,6 +13,7 @@ import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
+from penstock.engine.models.fast_path import fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.device import select_device, settle_max_model_len
 from penstock.engine.runner.input_batch import InputBatch
@@ -63,13 +64,14 @@ class ModelRunner:
         self, config: EngineConfig, model_path: Path, *, eos_token_ids: tuple[int, ...] = ()
     ) -> None:
         self._device = select_device(config.device)
-        self._model = load_model(config.model, model_path, self._device)
+        model = load_model(config.model, model_path, self._device)
         self._eos_token_ids = eos_token_ids
-        decoder, dtype = self._model.config, self._model.dtype
+        decoder, dtype = model.config, model.dtype
         max_model_len = settle_max_model_len(config.model, decoder)
         shape = KVShape.of(decoder, config.cache.block_size, dtype)
-        self._kv_pool = allocate_pool(config, self._model, shape, max_model_len)
+        self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
+        self._model = fastest(model)  # last: it takes the weights
         num_blocks = self._kv_pool.shape[2]
         self._batch = InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.fast_path import LanguageModel, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.paged_layout import PagedLayout
@@ -19,9 +21,12 @@ PagedLogits = Callable[..., Tensor]
 BLOCK_SIZE = 4
 
 
-@pytest.fixture
-def paged_logits() -> PagedLogits:
-    """Logits of all tokens of one sequence, computed in chunks: [num_tokens, vocab_size]."""
+@pytest.fixture(params=["torch", "kernels"])
+def paged_logits(request: pytest.FixtureRequest) -> PagedLogits:
+    """Logits of all tokens of one sequence, computed in chunks: [num_tokens, vocab_size].
+
+    By the decoder in torch, and by the one whose weights the CPU kernels own.
+    """
 
     def run(
         path: Path,
@@ -31,7 +36,10 @@ def paged_logits() -> PagedLogits:
         num_prompt: int | None = None,
     ) -> Tensor:
         assert sum(chunks) == len(token_ids)
-        model = load_model(ModelConfig(), path, torch.device("cpu"))
+        model: LanguageModel = load_model(ModelConfig(), path, torch.device("cpu"))
+        if request.param == "kernels":
+            model = fastest(model)
+            assert isinstance(model, CpuDecoder)
         shape = KVShape.of(model.config, BLOCK_SIZE, model.dtype)
         num_blocks = shape.num_blocks_for(len(token_ids))
         pool = shape.allocate(num_blocks + 3, torch.device("cpu")).fill_(torch.nan)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.batch import Batch
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
@@ -188,9 +190,12 @@ def test_logprobs_and_min_tokens_reach_the_recipe(tiny_checkpoint, driver):
     assert drive.output(1).index(2) == 5  # EOS as soon as it is allowed
 
 
-def test_broken_logits_leave_the_neighbours_alone(tiny_checkpoint, driver):
-    healthy, broken = driver(tiny_checkpoint()), driver(tiny_checkpoint())
-    broken.runner._model.embed_tokens.weight.data[150] = torch.nan
+def test_broken_logits_leave_the_neighbours_alone(tiny_checkpoint, driver, tmp_path):
+    path = shutil.copytree(tiny_checkpoint(), tmp_path / "broken")
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][150] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    healthy, broken = driver(tiny_checkpoint()), driver(path)
     for drive in (healthy, broken):
         drive.add(1, [9, 8, 7])
         drive.add(2, [150, 8, 7])

@@ -1,0 +1,79 @@
+/* All CPU kernels as one translation unit, for one dtype: -DDTYPE=f32, f16 or b16. */
+#include "ops.h"
+#include "pool.h"
+#include "simd.h"
+
+#include <math.h>
+
+/* Register tiles: MAX_ROWS × MAX_PANELS accumulators of 16 floats have to stay in registers. */
+#if defined(__AVX512F__)
+enum { MAX_ROWS = 8, MAX_PANELS = 3, SINGLE_PANELS = 4 };
+#elif defined(__AVX2__)
+enum { MAX_ROWS = 4, MAX_PANELS = 1, SINGLE_PANELS = 4 };
+#else
+enum { MAX_ROWS = 2, MAX_PANELS = 1, SINGLE_PANELS = 2 };
+#endif
+enum {
+    WIDEST = MAX_PANELS > SINGLE_PANELS ? MAX_PANELS : SINGLE_PANELS,
+    MAX_TILE = MAX_ROWS * MAX_PANELS > SINGLE_PANELS ? MAX_ROWS * MAX_PANELS : SINGLE_PANELS
+};
+
+enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
+
+#ifdef DTYPE_PAIRS /* b16: values of neighbouring k are multiplied in pairs */
+enum { PAIR = 2 };
+#else
+enum { PAIR = 1 };
+#endif
+
+static const ivec LANE_NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* sum + x[2i] · w[2i] + x[2i + 1] · w[2i + 1] in lane i, for 32 bfloat16 values each */
+INLINE vec dot_pairs(vec sum, uvec x, uvec w) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+#else
+    sum += (vec)(x << 16) * (vec)(w << 16);
+    return sum + (vec)(x & 0xffff0000) * (vec)(w & 0xffff0000);
+#endif
+}
+
+/* How a sequence's queries become items: up to num_tokens tokens with up to num_heads of the
+ * query heads that share a key head; num_parts of these make up the group. */
+struct attention_split {
+    long num_tokens, num_heads, num_parts;
+};
+
+INLINE struct attention_split split_attention(const struct attention_args *a) {
+    long group = a->num_heads / a->num_kv_heads;
+    struct attention_split split;
+    split.num_heads = group < MAX_QUERIES ? group : MAX_QUERIES;
+    split.num_parts = (group + split.num_heads - 1) / split.num_heads;
+    split.num_tokens = MAX_QUERIES / split.num_heads;
+    return split;
+}
+
+INLINE long num_attention_items(
+    const struct attention_args *a, const struct attention_split *split, long seq) {
+    long num_queries = a->step->query_start_loc[seq + 1] - a->step->query_start_loc[seq];
+    long num_tiles = (num_queries + split->num_tokens - 1) / split->num_tokens;
+    return num_tiles * a->num_kv_heads * split->num_parts;
+}
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define NAME(name) JOIN(name, DTYPE)
+#define LOAD(p) JOIN(load, DTYPE)(p)
+#define STORE(p, x) JOIN(store, DTYPE)(p, x)
+#define GET(p) JOIN(get, DTYPE)(p)
+#define PUT(p, x) JOIN(put, DTYPE)(p, x)
+#define ROUND(x) JOIN(round, DTYPE)(x)
+
+#include "attention.inc.c"
+#include "elementwise.inc.c"
+#include "linear.inc.c"
+
+/* Run recorded calls one after the other. */
+void run_calls(const struct call *calls, long num_calls) {
+    for (long i = 0; i < num_calls; i++) calls[i].run(calls[i].args);
+}

@@ -1,0 +1,93 @@
+"""The compiled kernels as Python calls them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from ctypes import CDLL, Structure, byref
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.build import BuildError, build_library
+from penstock.kernels.cpu.isa import select_isa
+from penstock.kernels.cpu.structures import Call
+
+_log = logging.getLogger(__name__)
+LANES = 16
+_DTYPES = {
+    torch.float32: ("f32", ()),
+    torch.float16: ("f16", ()),
+    torch.bfloat16: ("b16", ("DTYPE_PAIRS",)),
+}
+
+
+class CpuLibrary:
+    """The kernels for one dtype.
+
+    Args:
+        library: as compiled for that dtype.
+        name: of the dtype in C.
+    """
+
+    def __init__(self, library: CDLL, dtype: torch.dtype, name: str, isa: str) -> None:
+        self.dtype = dtype
+        self.isa = isa
+        self._library = library
+        self._name = name
+        library.run_calls.argtypes = (ctypes.c_void_p, ctypes.c_long)
+        library.run_calls.restype = None
+
+    def start_threads(self, num_threads: int) -> int:
+        """Let kernels use so many threads, the caller's counted; how many there are."""
+        return int(self._library.pool_start(num_threads))
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """weight [out_features, in_features] in the layout of `linear.inc.c`; one dimension."""
+        out_features, in_features = weight.shape
+        weight = weight.contiguous()
+        packed = torch.empty(-(-out_features // LANES) * LANES * in_features, dtype=self.dtype)
+        self._library[f"pack_{self._name}"](
+            ctypes.c_void_p(packed.data_ptr()),
+            ctypes.c_void_p(weight.data_ptr()),
+            ctypes.c_int64(in_features),
+            ctypes.c_int64(out_features),
+        )
+        return packed
+
+    def run(self, operation: str, args: Structure) -> None:
+        """Run one operation now."""
+        self._library[f"{operation}_{self._name}"](byref(args))
+
+    def record(self, calls: Sequence[tuple[str, Structure]]) -> RecordedCalls:
+        """Operations with their arguments, to be run together as often as wanted."""
+        return RecordedCalls(self._library, self._name, calls)
+
+
+class RecordedCalls:
+    """Calls that run one after the other, outside Python."""
+
+    def __init__(self, library: CDLL, name: str, calls: Sequence[tuple[str, Structure]]) -> None:
+        self._args = [args for _, args in calls]  # their memory is pointed to
+        self._calls = (Call * len(calls))()
+        for call, (operation, args) in zip(self._calls, calls, strict=True):
+            function = library[f"{operation}_{name}"]
+            call.run = ctypes.cast(function, ctypes.c_void_p)
+            call.args = ctypes.addressof(args)
+        self._run = library.run_calls
+
+    def run(self) -> None:
+        self._run(self._calls, len(self._calls))
+
+
+def load_library(dtype: torch.dtype) -> CpuLibrary | None:
+    """The kernels for a dtype; None, and a line in the log, where they cannot be had."""
+    try:
+        isa = select_isa()
+        name, defines = _DTYPES[dtype]
+        library = CDLL(str(build_library(isa, (f"DTYPE={name}", *defines))))
+    except (BuildError, OSError, ValueError) as error:
+        _log.warning("no CPU kernels, torch computes instead, slower: %s", error)
+        return None
+    return CpuLibrary(library, dtype, name, isa.name)

@@ -1,0 +1,201 @@
+/* Sixteen lanes of float on any machine, and the three dtypes that reach them.
+ *
+ * GCC's and Clang's vector extensions lower `vec` to whatever the -m flags allow: one AVX-512
+ * register, two of AVX2, four of SSE2 or NEON. Only what they cannot say, the bf16 dot product
+ * and half-precision conversion, is written with intrinsics, each beside its portable twin.
+ */
+#ifndef PENSTOCK_SIMD_H
+#define PENSTOCK_SIMD_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 16 };
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+
+typedef float f32;
+typedef struct { uint16_t bits; } b16; /* bfloat16: the upper half of a float */
+typedef struct { uint16_t bits; } f16; /* IEEE half precision */
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+INLINE uvec usplat(uint32_t x) { return x - (uvec){0}; }
+
+/* The lanes of `yes` where `mask` is set, those of `no` elsewhere. */
+INLINE vec choose(ivec mask, vec yes, vec no) {
+    return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
+}
+
+INLINE vec vmax(vec a, vec b) { return choose(a > b, a, b); }
+
+/* --- float --------------------------------------------------------------------------------- */
+
+INLINE vec load_f32(const f32 *p) {
+    vec x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE void store_f32(f32 *p, vec x) { memcpy(p, &x, sizeof x); }
+INLINE float get_f32(const f32 *p) { return *p; }
+INLINE void put_f32(f32 *p, float x) { *p = x; }
+INLINE vec round_f32(vec x) { return x; }
+
+/* --- bfloat16: rounds to nearest even ------------------------------------------------------- */
+
+INLINE vec widen_b16(hvec bits) { return (vec)(__builtin_convertvector(bits, uvec) << 16); }
+
+INLINE hvec narrow_b16(vec x) {
+    uvec bits = (uvec)x;
+    uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    uvec quiet = (bits >> 16) | 0x40; /* rounding could carry a NaN into an infinity */
+    ivec is_nan = x != x;
+    return __builtin_convertvector(((uvec)is_nan & quiet) | (~(uvec)is_nan & rounded), hvec);
+}
+
+INLINE vec load_b16(const b16 *p) {
+    hvec bits;
+    memcpy(&bits, p, sizeof bits);
+    return widen_b16(bits);
+}
+INLINE void store_b16(b16 *p, vec x) {
+    hvec bits = narrow_b16(x);
+    memcpy(p, &bits, sizeof bits);
+}
+INLINE float get_b16(const b16 *p) {
+    uint32_t bits = (uint32_t)p->bits << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+INLINE void put_b16(b16 *p, float x) { p->bits = narrow_b16(splat(x))[0]; }
+INLINE vec round_b16(vec x) { return widen_b16(narrow_b16(x)); }
+
+/* --- half precision ------------------------------------------------------------------------- */
+
+INLINE vec widen_f16(hvec bits) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+    union { hvec all; __m128i part[2]; } half = {bits};
+    union { __m256 part[2]; vec all; } full;
+    full.part[0] = _mm256_cvtph_ps(half.part[0]);
+    full.part[1] = _mm256_cvtph_ps(half.part[1]);
+    return full.all;
+#else
+    /* Shift exponent and mantissa into place; the product moves the bias and mends subnormals. */
+    uvec wide = __builtin_convertvector(bits, uvec);
+    uvec magnitude = (wide & 0x7fff) << 13;
+    uvec is_special = (uvec)((wide & 0x7c00) == 0x7c00); /* infinity or NaN */
+    vec scaled = (vec)magnitude * splat(0x1p112f);
+    uvec result = (is_special & (magnitude | 0x7f800000)) | (~is_special & (uvec)scaled);
+    return (vec)(result | (wide & 0x8000) << 16);
+#endif
+}
+
+INLINE hvec narrow_f16(vec x) {
+#if defined(__AVX512F__)
+    return (hvec)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+    union { vec all; __m256 part[2]; } full = {x};
+    union { __m128i part[2]; hvec all; } half;
+    half.part[0] = _mm256_cvtps_ph(full.part[0], _MM_FROUND_TO_NEAREST_INT);
+    half.part[1] = _mm256_cvtps_ph(full.part[1], _MM_FROUND_TO_NEAREST_INT);
+    return half.all;
+#else
+    uvec bits = (uvec)x, sign = (bits >> 16) & 0x8000;
+    uvec magnitude = bits & 0x7fffffff;
+    uvec is_nan = (uvec)(magnitude > 0x7f800000), is_big = (uvec)(magnitude >= 0x477ff000);
+    uvec is_small = (uvec)(magnitude < 0x38800000); /* below 2^-14: subnormal */
+    /* Adding 2^-1 aligns a subnormal's last place with the last place of a float, rounded. */
+    uvec small = (uvec)((vec)magnitude + splat(0.5f)) - 0x3f000000;
+    uvec normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    uvec result = (is_small & small) | (~is_small & normal);
+    result = (is_big & 0x7c00) | (~is_big & result);
+    result = (is_nan & 0x7e00) | (~is_nan & result);
+    return __builtin_convertvector(result | sign, hvec);
+#endif
+}
+
+INLINE vec load_f16(const f16 *p) {
+    hvec bits;
+    memcpy(&bits, p, sizeof bits);
+    return widen_f16(bits);
+}
+INLINE void store_f16(f16 *p, vec x) {
+    hvec bits = narrow_f16(x);
+    memcpy(p, &bits, sizeof bits);
+}
+INLINE float get_f16(const f16 *p) { return widen_f16((hvec){p->bits})[0]; }
+INLINE void put_f16(f16 *p, float x) { p->bits = narrow_f16(splat(x))[0]; }
+INLINE vec round_f16(vec x) { return widen_f16(narrow_f16(x)); }
+
+/* --- over lanes ------------------------------------------------------------------------------ */
+
+INLINE float sum_lanes(vec x) {
+    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return x[0];
+}
+
+INLINE float max_lanes(vec x) {
+    float best = x[0];
+    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
+    return best;
+}
+
+/* Lane i of the result is the sum of rows[i]: a tree of 15 joins instead of 16 sums. */
+INLINE vec sum_rows(vec rows[LANES]) {
+    vec w8[8], w4[4], w2[2];
+    for (int i = 0; i < 8; i++) { /* i and i + 8: halves */
+        vec a = rows[i], b = rows[i + 8];
+        w8[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 4; i++) { /* i and i + 4: quarters */
+        vec a = w8[i], b = w8[i + 4];
+        w4[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+                __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 2; i++) {
+        vec a = w4[i], b = w4[i + 2];
+        w2[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    return __builtin_shufflevector(w2[0], w2[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(w2[0], w2[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+/* e^x to 2 units in the last place for x in [-87, 88]; 0 below.
+ * Source: Cephes `expf` (Moshier): x = n ln 2 + r, a polynomial of degree 5 in r. */
+INLINE vec exp_vec(vec x) {
+    ivec is_zero = x < splat(-87.3f);
+    x = choose(x > splat(88.0f), splat(88.0f), x);
+    x = choose(is_zero, splat(0.0f), x);
+    vec shifted = x * splat(1.44269504f) + splat(0x1.8p23f); /* rounds to an integer */
+    vec n = shifted - splat(0x1.8p23f);
+    vec r = x - n * splat(0.693359375f);
+    r = r + n * splat(2.12194440e-4f);
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    vec scale = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+    return choose(is_zero, splat(0.0f), p * scale);
+}
+
+#endif

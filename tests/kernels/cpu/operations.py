@@ -1,0 +1,182 @@
+"""The kernels called one by one, on tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import addressof
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.structures import (
+    ArgmaxArgs,
+    AttentionArgs,
+    EmbedArgs,
+    LinearArgs,
+    RmsNormArgs,
+    RopeStoreArgs,
+    SiluMulArgs,
+    Step,
+)
+from penstock.kernels.paged_layout import PagedLayout
+
+
+def step_of(layout: PagedLayout, num_tokens: int) -> Step:
+    return Step(
+        num_tokens=num_tokens,
+        num_seqs=layout.num_seqs,
+        table_stride=layout.block_tables.stride(0),
+        slot_mapping=layout.slot_mapping.data_ptr(),
+        query_start_loc=layout.query_start_loc.data_ptr(),
+        seq_lens=layout.seq_lens.data_ptr(),
+        block_tables=layout.block_tables.data_ptr(),
+    )
+
+
+def linear(
+    library: CpuLibrary,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    packed = library.pack(weight)
+    y = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype)
+    rows = ctypes.c_int64(len(x))
+    args = LinearArgs(
+        y=y.data_ptr(),
+        x=x.data_ptr(),
+        weight=packed.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
+        num_rows=addressof(rows),
+        in_features=x.shape[1],
+        out_features=len(weight),
+    )
+    library.run("linear", args)
+    return y
+
+
+def attention(
+    library: CpuLibrary,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    layout: PagedLayout,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    out = torch.full_like(query, torch.nan)
+    step = step_of(layout, len(query))
+    args = AttentionArgs(
+        out=out.data_ptr(),
+        query=query.data_ptr(),
+        key_cache=key_cache.data_ptr(),
+        value_cache=value_cache.data_ptr(),
+        step=addressof(step),
+        block_size=key_cache.shape[1],
+        num_heads=query.shape[1],
+        num_kv_heads=key_cache.shape[2],
+        head_dim=query.shape[2],
+        window=window or 0,
+        scale=scale,
+    )
+    library.run("attention", args)
+    return out
+
+
+def rms_norm(library: CpuLibrary, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    rows = ctypes.c_int64(len(x))
+    args = RmsNormArgs(
+        y=y.data_ptr(),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        num_rows=addressof(rows),
+        size=x.shape[1],
+        eps=eps,
+    )
+    library.run("rms_norm", args)
+    return y
+
+
+def silu_mul(library: CpuLibrary, x: Tensor) -> Tensor:
+    y = torch.full((len(x), x.shape[1] // 2), torch.nan, dtype=x.dtype)
+    rows = ctypes.c_int64(len(x))
+    args = SiluMulArgs(
+        y=y.data_ptr(), x=x.data_ptr(), num_rows=addressof(rows), size=x.shape[1] // 2
+    )
+    library.run("silu_mul", args)
+    return y
+
+
+def embed(library: CpuLibrary, token_ids: Tensor, weight: Tensor, *, is_packed: bool) -> Tensor:
+    held = library.pack(weight) if is_packed else weight
+    y = torch.full((len(token_ids), weight.shape[1]), torch.nan, dtype=weight.dtype)
+    step = Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr())
+    args = EmbedArgs(
+        y=y.data_ptr(),
+        weight=held.data_ptr(),
+        step=addressof(step),
+        size=weight.shape[1],
+        is_packed=is_packed,
+    )
+    library.run("embed", args)
+    return y
+
+
+def argmax(library: CpuLibrary, x: Tensor) -> tuple[Tensor, Tensor]:
+    best, index = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+    rows = ctypes.c_int64(len(x))
+    args = ArgmaxArgs(
+        best=best.data_ptr(),
+        index=index.data_ptr(),
+        x=x.data_ptr(),
+        num_rows=addressof(rows),
+        size=x.shape[1],
+    )
+    library.run("argmax", args)
+    return best, index
+
+
+def rope_store(
+    library: CpuLibrary,
+    qkv: Tensor,
+    caches: tuple[Tensor, Tensor],
+    slots: Tensor,
+    angles: tuple[Tensor, Tensor, Tensor],
+    norms: tuple[Tensor, Tensor] | None,
+    *,
+    eps: float,
+) -> Tensor:
+    """qkv [num_tokens, num_heads + 2 · num_kv_heads, head_dim] → the queries; caches changed.
+    angles: cosines, sines and each token's row in them."""
+    num_tokens, num_all, head_dim = qkv.shape
+    num_kv_heads = caches[0].shape[2]
+    num_heads = num_all - 2 * num_kv_heads
+    query = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=qkv.dtype)
+    cosines, sines, rows = angles
+    step = Step(
+        num_tokens=num_tokens,
+        slot_mapping=slots.data_ptr(),
+        cosines=cosines.data_ptr(),
+        sines=sines.data_ptr(),
+        rotary_rows=rows.data_ptr(),
+    )
+    args = RopeStoreArgs(
+        query=query.data_ptr(),
+        key_cache=caches[0].data_ptr(),
+        value_cache=caches[1].data_ptr(),
+        qkv=qkv.data_ptr(),
+        query_norm=None if norms is None else norms[0].data_ptr(),
+        key_norm=None if norms is None else norms[1].data_ptr(),
+        step=addressof(step),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        eps=eps,
+    )
+    library.run("rope_store", args)
+    return query

@@ -1,0 +1,116 @@
+"""Compiling at first use: the cache, and machines where nothing can be compiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels.cpu import operations
+
+from penstock.kernels.cpu import build
+from penstock.kernels.cpu.build import CACHE_VARIABLE, BuildError, build_library
+from penstock.kernels.cpu.isa import ISA_VARIABLE, Isa, select_isa
+from penstock.kernels.cpu.library import load_library
+
+DEFINES = ("DTYPE=f32",)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that notes when it compiles: a line each in this file."""
+    notes, compiler = tmp_path / "notes", tmp_path / "noting-cc"
+    notes.touch()
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo x >> {notes}\nexec cc "$@"\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("CC", str(compiler))
+    return notes
+
+
+def num_compilations(notes: Path) -> int:
+    return len(notes.read_text().splitlines())
+
+
+def test_it_is_compiled_once(compilations):
+    first = build_library(select_isa(), DEFINES)
+    assert build_library(select_isa(), DEFINES) == first
+    assert num_compilations(compilations) == 1
+    other = build_library(Isa("portable", ()), DEFINES)
+    assert other != first or select_isa().flags == ()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "unsealed"])
+def test_a_damaged_file_is_compiled_again(compilations, damage):
+    path = build_library(select_isa(), DEFINES)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:5000])
+    elif damage == "garbage":
+        path.write_bytes(b"not a library")
+    else:
+        path.with_suffix(".sha256").unlink()
+    library = load_library(torch.float32)
+    assert num_compilations(compilations) == 2
+    assert library is not None
+    x = torch.ones(1, 4)
+    assert operations.linear(library, x, torch.ones(3, 4)).tolist() == [[4.0] * 3]
+
+
+def test_processes_that_start_together_get_a_whole_file_each(cache):
+    code = (
+        "import torch; from penstock.kernels.cpu.library import load_library;"
+        "assert load_library(torch.float32) is not None"
+    )
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert sorted(path.suffix for path in cache.iterdir()) == [".sha256", ".so"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"PATH": ""}, "no C compiler"),
+        ({"CC": "no-such-compiler"}, "no C compiler (no-such-compiler)"),
+        ({"CC": "false"}, "failed"),
+        ({CACHE_VARIABLE: "/proc/nowhere"}, "cannot be written"),
+        ({ISA_VARIABLE: "vax"}, "this CPU can run"),
+    ],
+)
+def test_without_kernels_there_is_one_line_in_the_log(monkeypatch, caplog, variables, reason):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        assert load_library(torch.float32) is None
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_an_error_of_the_compiler_is_told(monkeypatch, tmp_path):
+    broken = tmp_path / "sources"
+    broken.mkdir()
+    for name in ("kernels.c", "pool.c"):
+        (broken / name).write_text("int main(void) { return }\n")
+    monkeypatch.setattr(build, "_SOURCES", broken)
+    with pytest.raises(BuildError, match="error"):
+        build_library(select_isa(), DEFINES)
+
+
+def test_an_isa_can_be_forced_and_an_unknown_cpu_runs_the_portable_one(monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    assert select_isa() == Isa("portable", ())
+    monkeypatch.delenv(ISA_VARIABLE)
+    monkeypatch.setattr("penstock.kernels.cpu.isa._cpu_features", frozenset)
+    assert select_isa().name == "portable"
+    assert os.environ.get(ISA_VARIABLE) is None

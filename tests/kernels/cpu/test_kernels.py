@@ -1,0 +1,174 @@
+"""Every kernel against its reference in torch, for each dtype and set of instructions.
+
+The reference computes in float32 from the same rounded inputs. In float32 results agree to 1e-5 of
+their size; narrower types are rounded once or twice more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.kernels.cpu import operations
+from tests.kernels.test_paged_attention import PagedCase
+from torch import Tensor
+
+from penstock.engine.layers.rotary import rotate
+from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.paged_attention_reference import paged_attention_reference
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# One library serves all examples of a test; examples do not change it.
+SHARED = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(result: Tensor, expected: Tensor) -> None:
+    """Within the dtype's tolerance of the largest value."""
+    bound = TOLERANCES[result.dtype] * max(1.0, expected.abs().max().item())
+    assert (result.float() - expected.float()).abs().max().item() <= bound
+
+
+@SHARED
+@given(
+    num_rows=st.integers(1, 20),
+    size=st.integers(1, 40).map(lambda n: 2 * n),
+    out=st.integers(1, 150),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+)
+def test_linear(library, num_rows, size, out, has_bias, has_residual):
+    dtype = library.dtype
+    x, weight = random(num_rows, size, dtype=dtype), random(out, size, seed=1, dtype=dtype)
+    bias = random(out, seed=2, dtype=dtype) if has_bias else None
+    residual = random(num_rows, out, seed=3, dtype=dtype) if has_residual else None
+    expected = F.linear(x.float(), weight.float(), bias.float() if has_bias else None)
+    if has_residual:
+        expected = expected + residual.float()
+    assert_near(operations.linear(library, x, weight, bias, residual), expected)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(library):
+    dtype = library.dtype
+    x, weight = random(37, 96, dtype=dtype), random(200, 96, seed=1, dtype=dtype)
+    together = operations.linear(library, x, weight)
+    for size in (1, 2, 3, 8, 9):
+        parts = [operations.linear(library, part, weight) for part in x.split(size)]
+        assert torch.equal(torch.cat(parts), together)
+
+
+@SHARED
+@given(
+    step=st.lists(
+        st.tuples(st.sampled_from([0, 1, 15, 16, 17, 255, 256, 300]), st.integers(1, 20)),
+        min_size=1,
+        max_size=4,
+    ),
+    block_size=st.sampled_from([8, 16, 32, 128]),
+    heads=st.sampled_from([(1, 1), (6, 2), (7, 1), (3, 3), (20, 1)]),
+    head_dim=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
+    window=st.sampled_from([None, 1, 5, 100, 1000]),
+)
+def test_attention(library, step, block_size, heads, head_dim, window):
+    case = PagedCase(
+        step, block_size=block_size, heads=heads, head_dim=head_dim, dtype=library.dtype
+    )
+    case.store_new()
+    inputs = (case.query, case.key_cache, case.value_cache)
+    scale = head_dim**-0.5
+    result = operations.attention(library, *inputs, case.layout, scale=scale, window=window)
+    expected = paged_attention_reference(
+        *(each.float() for each in inputs), case.layout, scale=scale, window=window
+    )
+    assert_near(result, expected)
+
+
+def test_attention_of_a_token_does_not_depend_on_its_chunk(library):
+    """All tokens at once, or each by itself with the same cache before it: the same bits."""
+    case = PagedCase([(0, 300)], block_size=16, heads=(6, 2), head_dim=64, dtype=library.dtype)
+    case.store_new()
+    caches = (case.key_cache, case.value_cache)
+    scale = 64**-0.5
+    whole = operations.attention(library, case.query, *caches, case.layout, scale=scale, window=70)
+    for position in (0, 1, 15, 255, 256, 299):
+        layout = replace(
+            case.layout,
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=torch.tensor([position + 1], dtype=torch.int32),
+        )
+        query = case.query[position : position + 1]
+        alone = operations.attention(library, query, *caches, layout, scale=scale, window=70)
+        assert torch.equal(alone[0], whole[position]), position
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 100])
+def test_rms_norm(library, size):
+    x, weight = random(5, size, dtype=library.dtype), random(size, seed=1, dtype=library.dtype)
+    expected = F.rms_norm(x.float(), (size,), weight.float(), 1e-5)
+    assert_near(operations.rms_norm(library, x, weight, 1e-5), expected)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 100])
+def test_silu_mul(library, size):
+    x = 4 * random(5, 2 * size, dtype=library.dtype)
+    x[0, 0], x[1, 0] = 90.0, -90.0  # where e^x runs out
+    gate, up = x.float().chunk(2, dim=1)
+    assert_near(operations.silu_mul(library, x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_embed(library, is_packed):
+    weight = random(50, 34, dtype=library.dtype)
+    token_ids = torch.tensor([0, 49, 15, 16, 16])
+    result = operations.embed(library, token_ids, weight, is_packed=is_packed)
+    assert torch.equal(result, weight[token_ids])
+
+
+def test_argmax_finds_the_first_of_equals_and_nan_above_all(library):
+    x = random(6, 37, dtype=library.dtype)
+    x[0, [3, 30]] = 9.0
+    x[1, 36] = 9.0
+    x[2, [5, 20]] = torch.nan
+    x[3] = -torch.inf
+    x[4, 33] = torch.inf
+    best, index = operations.argmax(library, x)
+    expected = x.float().max(dim=1)
+    assert torch.equal(best.isnan(), expected.values.isnan())
+    assert torch.equal(best.nan_to_num(), expected.values.nan_to_num())
+    assert index.tolist()[:5] == [3, 36, 5, 0, 33]
+    assert index[5] == expected.indices[5]
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 80])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rope_store(library: CpuLibrary, head_dim: int, has_norm: bool):
+    dtype, num_heads, num_kv_heads = library.dtype, 5, 2
+    qkv = random(4, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    caches = tuple(torch.full((3, 8, num_kv_heads, head_dim), torch.nan).to(dtype) for _ in "kv")
+    slots, rows = torch.tensor([23, 0, 9, 1]), torch.tensor([6, 2, 0, 2])
+    angles = random(7, head_dim // 2, seed=4, dtype=torch.float32)
+    norms = tuple(random(head_dim, seed=seed, dtype=dtype) for seed in (5, 6)) if has_norm else None
+    query = operations.rope_store(
+        library, qkv, caches, slots, (angles.cos(), angles.sin(), rows), norms, eps=1e-6
+    )
+    heads = qkv.float()
+    queries, keys, values = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norms is not None:
+        queries = F.rms_norm(queries, (head_dim,), norms[0].float(), 1e-6)
+        keys = F.rms_norm(keys, (head_dim,), norms[1].float(), 1e-6)
+    turn = (angles.cos()[rows][:, None], angles.sin()[rows][:, None])
+    assert_near(query, rotate(queries, *turn))
+    assert_near(caches[0].flatten(0, 1)[slots], rotate(keys, *turn))
+    assert torch.equal(caches[1].flatten(0, 1)[slots].float(), values)
+    untouched = torch.ones(24, dtype=torch.bool)
+    untouched[slots] = False
+    assert caches[0].flatten(0, 1)[untouched].isnan().all()
