@@ -107,6 +107,9 @@ class CpuDecoder:
         return self._rotary.needs_prompt_lens
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        return self.forward(input_ids, context)
+
+    def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], good until the
         next call"""
         num_tokens, layout = len(input_ids), context.layout

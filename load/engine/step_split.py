@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner import model_runner
 from penstock.engine.runner.input_batch import InputBatch
@@ -17,7 +18,12 @@ from penstock.load.engine.call_timer import CallTimer, Places, no_wait
 _PLACES: Places = {
     "schedule": ((Scheduler, "schedule"),),
     "prepare": ((InputBatch, "update"), (InputBatch, "prepare")),
-    "forward": ((Decoder, "forward"), (Decoder, "logits")),
+    "forward": (
+        (CpuDecoder, "forward"),
+        (CpuDecoder, "logits"),
+        (Decoder, "forward"),
+        (Decoder, "logits"),
+    ),
     "sample": ((InputBatch, "sampling_rows"), (model_runner, "sample")),
     "update": ((Scheduler, "update"),),
 }

@@ -17,7 +17,7 @@ from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
 from penstock.engine.messages import EngineInfo
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.runner import model_runner
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.scheduling import Scheduler
@@ -90,7 +90,7 @@ def test_prompts_differ_from_run_to_run(cells: list[Cell]) -> None:
 
 def test_timing_leaves_the_engine_as_it_was(cells: list[Cell]) -> None:
     del cells
-    for call in (Scheduler.schedule, Scheduler.update, Decoder.forward, model_runner.sample):
+    for call in (Scheduler.schedule, Scheduler.update, CpuDecoder.forward, model_runner.sample):
         assert not hasattr(call, "__wrapped__"), call
 
 
@@ -99,8 +99,8 @@ def test_timing_leaves_the_engine_as_it_was(cells: list[Cell]) -> None:
     [
         (Scheduler, "schedule", "schedule"),
         (InputBatch, "prepare", "prepare"),
-        (Decoder, "forward", "forward"),
-        (Decoder, "logits", "forward"),
+        (CpuDecoder, "forward", "forward"),
+        (CpuDecoder, "logits", "forward"),
         (model_runner, "sample", "sample"),
         (Scheduler, "update", "update"),
         (InputBatch, "append", OTHER),
