@@ -23,7 +23,7 @@ from penstock.load.synthetic import settings as synthetic_settings
 from penstock.load.synthetic.server import serve as serve_synthetic
 
 # Small stores fill during the warm-up, and a small pool has to preempt.
-_OWN_FLAGS = "--session-store-bytes 8M --num-blocks 512 --num-host-blocks 512"
+_OWN_FLAGS = "--session-store-bytes 4M --num-blocks 512 --num-host-blocks 512"
 _READY_WITHIN_S = 60.0
 _DOWN_S = 0.3
 

@@ -23,11 +23,12 @@ _MAX_STAY_S = 1.0  # of a client that leaves
 _CROWD = 24
 _HOARD_S = 2.0  # how long it does not read
 _HOARD_LANES = 12
-_TEMPTATIONS: dict[
-    str, dict[str, Any]
-] = {  # a token is some kilobytes then, where the server knows these
+_MUCH = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "store": False}
+# A token is some kilobytes then, where the server knows these; too much to be kept by it.
+_TEMPTATIONS: dict[str, dict[str, Any]] = {
     "chat": {"logprobs": True, "top_logprobs": 20},
-    "responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 20},
+    "responses": _MUCH,
+    "websocket": _MUCH,
 }
 
 
@@ -127,7 +128,7 @@ async def hoard(scene: Scene, rng: random.Random) -> None:
 
 
 async def _hoard_lane(scene: Scene, rng: random.Random, socket: LaneSocket, name: str) -> None:
-    call = scene.call(rng, extra=_TEMPTATIONS["responses"], max_tokens=48)
+    call = scene.call(rng, extra=_MUCH, max_tokens=48)
     with scene.journal.stream("hoard") as record:
         record.expected_tokens = call.max_tokens
         lane = Lane(ResponseCheck(record))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,21 @@ async def whats(target: Target, **plan: Any) -> list[str]:
     return [finding.what for finding in findings(seen, Bounds())]
 
 
-async def test_faults_of_streams_are_found_in_a_given_server() -> None:
-    flags = "--fault lose:5 --fault-share 0.5 --refuse-share 0.1"
-    with synthetic_server(f"{QUICK} {flags}") as started:
-        target = given_server(started.base_url)
-        assert target.kill is None
-        (process,) = target.family().values()
-        assert process.pid == started.family()["synthetic"].pid
-        found = await whats(target, has_resumes=True)
-    for fault in ("lost_tokens", "text_differs", "refused"):
+async def test_what_is_wrong_is_found() -> None:
+    """Faulty streams of a server given by its address, and a leak, at the same time."""
+    faults = "--fault lose:5 --fault-share 0.5 --refuse-share 0.1"
+    with (
+        synthetic_server(f"{QUICK} {faults}") as faulty,
+        synthetic_server(f"{QUICK} --leak-bytes 1000000") as leaking,
+    ):
+        given = given_server(faulty.base_url)
+        assert given.kill is None
+        (process,) = given.family().values()
+        assert process.pid == faulty.family()["synthetic"].pid
+        found, leaks = await asyncio.gather(whats(given, has_resumes=True), whats(leaking))
+    for fault in ("text_differs", "refused"):
         assert any(what.startswith(fault) for what in found), found
-
-
-async def test_a_leak_of_memory_is_found() -> None:
-    with synthetic_server(f"{QUICK} --leak-bytes 1000000") as target:
-        assert await whats(target) == ["memory of synthetic"]
+    assert leaks == ["memory of synthetic"]
 
 
 @pytest.mark.parametrize(
