@@ -27,7 +27,11 @@ from penstock.load.synthetic.settings import SyntheticSettings
 from penstock.load.tables import table, write_report
 
 _TTFT_MS, _ITL_MS, _IN_FLIGHT = 50.0, 10.0, 32
-_NUM_REQUESTS, _TOKENS = 192, 128
+_NUM_REQUESTS = 320
+# In and out. Answers of one length would end, and the next begin, all in the same millisecond:
+# then each harness is measured by how fast it sends 32 requests.
+_SHORTEST, _LONGEST = 64, 192
+_MEAN, _LENGTHS = (_SHORTEST + _LONGEST) // 2, f"{_SHORTEST}-{_LONGEST}"
 # A figure, by its name in each harness' result, and how far the medians may lie apart.
 _FIGURES = {
     "output tokens/s": ("output_throughput", ("output_tokens_per_s",), 0.05),
@@ -71,7 +75,8 @@ def _vllm(base_url: str) -> Figures:
             *("--backend", "openai", "--base-url", base_url, "--endpoint", "/v1/completions"),
             *("--model", "synthetic", "--tokenizer", models.make("S"), "--ignore-eos"),
             *("--dataset-name", "random", "--num-prompts", _NUM_REQUESTS, "--disable-tqdm"),
-            *("--random-input-len", _TOKENS, "--random-output-len", _TOKENS),
+            *("--random-input-len", _MEAN, "--random-output-len", _MEAN),
+            *("--random-range-ratio", (_LONGEST - _SHORTEST) / (2 * _MEAN)),
             *("--max-concurrency", _IN_FLIGHT, "--save-result", "--result-dir", folder),
             *("--result-filename", "result.json"),
         ]
@@ -87,8 +92,17 @@ def _penstock(base_url: str) -> Figures:
         command = [
             *(Path(sys.executable).with_name("penstock"), "bench", "serve"),
             *("--base-url", base_url, "--endpoint", "completions", "--dataset", "random"),
-            *("--input-len", _TOKENS, "--output-len", _TOKENS, "--num-prompts", _NUM_REQUESTS),
-            *("--max-concurrency", _IN_FLIGHT, "--label", "result", "--out", folder),
+            *("--input-len", _LENGTHS, "--output-len", _LENGTHS),
+            *(
+                "--num-prompts",
+                _NUM_REQUESTS,
+                "--max-concurrency",
+                _IN_FLIGHT,
+                "--label",
+                "result",
+                "--out",
+                folder,
+            ),
         ]
         _run(command, {})
         (path,) = Path(folder).glob("*.json")
@@ -141,8 +155,8 @@ def _markdown(
         [
             "# Our harness beside `vllm bench serve`",
             f"Both against the synthetic server (first token after {_TTFT_MS:g} ms, then one each "
-            f"{_ITL_MS:g} ms), {_NUM_REQUESTS} requests of {_TOKENS} tokens in and out, "
-            f"{_IN_FLIGHT} in flight, in turns.",
+            f"{_ITL_MS:g} ms), {_NUM_REQUESTS} requests of {_SHORTEST} to {_LONGEST} tokens "
+            f"in and out, {_IN_FLIGHT} in flight, in turns.",
             table(["harness", *_FIGURES], rows),
             "They agree." if agrees else "**They do not agree.**",
         ]

@@ -34,7 +34,7 @@ RIVALS: Mapping[str, Rival] = {
     rival.name: rival for rival in (Penstock(), Vllm(), LlamaCpp(), OpenVino(), HuggingFace())
 }
 # Together within the hour; S has the workloads that matter most.
-_DEFAULT_REPEATS = {"T": 2, "S": 3, "M": 2}
+_DEFAULT_REPEATS = {"T": 2, "S": 2, "M": 1}
 
 
 @dataclass(slots=True)
@@ -168,7 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model"
     )
-    parser.add_argument("--repeats", type=int, help="rounds; default: 3 of model S, 2 of T and M")
+    parser.add_argument(
+        "--repeats", type=int, help="rounds; default: 2, and 1 of the largest model"
+    )
     parser.add_argument("--out", type=Path, default=Path("load/results"), help="a folder")
     return parser
 
