@@ -1,14 +1,18 @@
 """What a comparison leaves: `DATE-peers.json`, and tables and a picture for people.
 
 The JSON holds every observation, and the cells made of them. Ours comes first in every table, and
-the fastest is bold, whoever it is.
+the fastest is bold, whoever it is. From the JSON the rest can be made again:
+
+    python -m penstock.load.peers.report load/results/DATE-peers.json
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -68,6 +72,20 @@ class Report:
             day=date.today().isoformat(),
             machine={**machine(), "client_scheduling": scheduling},
             commit=commit(),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """From the JSON that `write` made."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            day=data["date"],
+            machine=data["machine"],
+            commit=data["commit"],
+            observations=[Observation(**each) for each in data["observations"]],
+            versions=data["versions"],
+            unavailable=data["unavailable"],
+            failures=[Failure(**each) for each in data["failures"]],
         )
 
 
@@ -190,6 +208,23 @@ def _what_is_missing(report: Report) -> Iterator[str]:
     if faults or failed:
         yield "## Failed, and in no figure above"
         yield "\n".join([*failed, *faults])
+    unseen = _unseen(report)
+    if unseen:
+        yield "## Not measured: the run was ended before"
+        yield "\n".join(f"- {model} {system}" for model, system in unseen)
+
+
+def _unseen(report: Report) -> list[tuple[str, str]]:
+    """Models and systems that a run which was cut short had not come to."""
+    seen = {(each.model, each.system) for each in report.observations}
+    seen |= {(each.model, each.system) for each in report.failures}
+    models = dict.fromkeys(model for model, _ in sorted(seen))
+    return [
+        (model, system)
+        for model in models
+        for system in report.versions
+        if (model, system) not in seen and system not in report.unavailable
+    ]
 
 
 def _number(value: float) -> str:
@@ -232,3 +267,8 @@ def commit() -> str:
 
     commit = git("rev-parse", "--short=12", "HEAD")
     return f"{commit} with changes" if commit and git("status", "--porcelain", "-uno") else commit
+
+
+if __name__ == "__main__":  # the tables and the picture once more, from the JSON of a run
+    for name in sys.argv[1:]:
+        print(*write(Report.read(Path(name)), Path(name).parent), sep="\n")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+
+from penstock.load.synthetic.server import SyntheticServer, serve
+from penstock.load.synthetic.settings import SyntheticSettings
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -21,3 +25,17 @@ def penstock() -> Penstock:
         return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SyntheticServer]:
+    """A synthetic server for the tests of a module."""
+    with serve(SyntheticSettings(max_model_len=100, max_body_bytes=10_000)) as server:
+        yield server
+
+
+@pytest.fixture
+async def http(server: SyntheticServer) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of it."""
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
+        yield client

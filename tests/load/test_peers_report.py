@@ -106,6 +106,22 @@ def test_files_say_who_wins_and_who_is_missing(tmp_path: Path) -> None:
     assert data["cells"][-1]["turn_ttft_ms"] == [9.0, 3.0]
 
 
+def test_the_json_is_all_there_is_and_says_what_was_not_reached(tmp_path: Path) -> None:
+    report = Report.begin(is_real_time=True)
+    report.observations += [*pair(0, 100, 50), replace(SEEN, model="M")]
+    report.versions.update(penstock="1", vllm="2", hf="3")
+    report.unavailable["hf"] = "no such wheel"
+    report.failures.append(
+        Failure(
+            model="M", system="gone", setting="x", workloads=("c8",), round=0, reason="it ended"
+        )
+    )
+    first, path, *_ = write(report, tmp_path / "first")
+    again, *_ = write(Report.read(path), tmp_path / "again")
+    assert again.read_text("utf-8") == first.read_text("utf-8")
+    assert first.read_text("utf-8").rstrip().endswith("ended before\n\n- M vllm")
+
+
 def test_a_rival_alone_has_figures_but_no_ratio(tmp_path: Path) -> None:
     report = Report.begin(is_real_time=True)
     report.observations.append(pair(0, 100, 50)[1])

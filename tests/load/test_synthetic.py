@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -11,8 +10,7 @@ import openai
 import pytest
 
 from penstock.load.launch import server as real_server
-from penstock.load.synthetic.server import SyntheticServer, serve
-from penstock.load.synthetic.settings import SyntheticSettings
+from penstock.load.synthetic.server import SyntheticServer
 
 from .synthetic_client import (
     FAST,
@@ -21,18 +19,6 @@ from .synthetic_client import (
     lines,
     text_of,
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[SyntheticServer]:
-    with serve(SyntheticSettings(max_model_len=100, max_body_bytes=10_000)) as server:
-        yield server
-
-
-@pytest.fixture
-async def http(server: SyntheticServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
-        yield client
 
 
 async def test_completions_with_usage(http: httpx.AsyncClient) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -23,18 +23,6 @@ from .synthetic_client import (
     messages,
     text_of,
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[SyntheticServer]:
-    with serve(SyntheticSettings(max_model_len=100, max_body_bytes=10_000)) as server:
-        yield server
-
-
-@pytest.fixture
-async def http(server: SyntheticServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
-        yield client
 
 
 async def test_numbers_tell_of_lost_and_repeated_events(http: httpx.AsyncClient) -> None:

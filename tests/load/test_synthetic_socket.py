@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -25,18 +24,6 @@ from .synthetic_client import (
     resume,
     text_of,
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[SyntheticServer]:
-    with serve(SyntheticSettings(max_model_len=100, max_body_bytes=10_000)) as server:
-        yield server
-
-
-@pytest.fixture
-async def http(server: SyntheticServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
-        yield client
 
 
 async def test_lanes_run_side_by_side_and_each_in_order(server: SyntheticServer) -> None:
