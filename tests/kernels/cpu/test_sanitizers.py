@@ -1,0 +1,83 @@
+"""The kernel tests once more, with every access of the C code checked by the compiler's sanitizers.
+
+torch's own allocations are watched too, so that a kernel that reads or writes past a tensor ends
+the process with a report.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels.cpu.build import CACHE_VARIABLE
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parents[2]
+
+
+def sanitizer_library() -> str | None:
+    """The runtime that has to be loaded before all else; None where the compiler has none."""
+    if shutil.which("cc") is None:
+        return None
+    command = ["cc", "-print-file-name=libasan.so"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return found if Path(found).is_absolute() else None
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    library = sanitizer_library()
+    if library is None:
+        pytest.skip("the compiler has no address sanitizer")
+    compiler = tmp_path / "checking-cc"
+    compiler.write_text('#!/bin/sh\nexec cc -fsanitize=address,undefined -g "$@"\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
+    return {
+        **os.environ,
+        "CC": str(compiler),
+        CACHE_VARIABLE: str(tmp_path / "cache"),
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at exit
+        "UBSAN_OPTIONS": "halt_on_error=1",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_kernel_leaves_its_tensors(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "--timeout=0"]
+    done = subprocess.run(
+        # The widest and the narrowest registers; what differs between dtypes is pairs or none.
+        [*command, "-k", "not avx2 and not float16", str(TESTS / "test_kernels.py")],
+        cwd=ROOT,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_a_kernel_that_leaves_its_tensors_is_caught(tmp_path):
+    """Were the check not there, the test above could not fail."""
+    code = (
+        "import torch; from tests.kernels.cpu import operations;"
+        "from penstock.kernels.cpu.library import load_library;"
+        "library = load_library(torch.float32);"
+        "operations.embed(library, torch.tensor([5000]), torch.ones(4, 64), is_packed=False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "AddressSanitizer" in done.stderr
