@@ -19,7 +19,7 @@ from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.kernels.cpu.library import CpuLibrary, RecordedCalls
+from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary, RecordedCalls
 from penstock.kernels.cpu.structures import (
     AttentionArgs,
     EmbedArgs,
@@ -30,13 +30,11 @@ from penstock.kernels.cpu.structures import (
     Step,
 )
 
-_LANES, _MAX_HEAD_DIM = 16, 256
-
 
 def can_run(config: DecoderConfig) -> bool:
     """Whether the kernels take its shapes."""
     is_even = config.hidden_size % 2 == 0 and config.intermediate_size % 2 == 0
-    return is_even and config.head_dim % _LANES == 0 and config.head_dim <= _MAX_HEAD_DIM
+    return is_even and config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
 
 
 class PackedLinear:

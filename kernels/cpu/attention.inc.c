@@ -148,8 +148,7 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
             STORE(tile->out[r] + d, load_f32(sums + r * a->head_dim + d) / splat(total[r]));
 }
 
-static void NAME(attention_item)(const void *args, long item, int thread) {
-    (void)thread;
+static void NAME(attention_item)(const void *args, long item) {
     const struct attention_args *a = args;
     struct attention_split split = split_attention(a);
     long seq = 0, count;

@@ -12,8 +12,7 @@ INLINE float NAME(rms_scale)(const DTYPE *x, long size, double eps) {
     return 1.0f / sqrtf(total / (float)size + (float)eps);
 }
 
-static void NAME(rms_norm_item)(const void *args, long row, int thread) {
-    (void)thread;
+static void NAME(rms_norm_item)(const void *args, long row) {
     const struct rms_norm_args *a = args;
     const DTYPE *x = (const DTYPE *)a->x + row * a->size, *weight = a->weight;
     DTYPE *y = (DTYPE *)a->y + row * a->size;
@@ -53,8 +52,7 @@ INLINE void NAME(rotate)(
     }
 }
 
-static void NAME(rope_store_item)(const void *args, long token, int thread) {
-    (void)thread;
+static void NAME(rope_store_item)(const void *args, long token) {
     const struct rope_store_args *a = args;
     const long size = a->head_dim;
     const DTYPE *qkv = (const DTYPE *)a->qkv + token * (a->num_heads + 2 * a->num_kv_heads) * size;
@@ -75,8 +73,7 @@ void NAME(rope_store)(const struct rope_store_args *a) {
     pool_run(NAME(rope_store_item), a, a->step->num_tokens);
 }
 
-static void NAME(silu_mul_item)(const void *args, long row, int thread) {
-    (void)thread;
+static void NAME(silu_mul_item)(const void *args, long row) {
     const struct silu_mul_args *a = args;
     const DTYPE *gate = (const DTYPE *)a->x + row * 2 * a->size, *up = gate + a->size;
     DTYPE *y = (DTYPE *)a->y + row * a->size;
@@ -93,8 +90,7 @@ static void NAME(silu_mul_item)(const void *args, long row, int thread) {
 
 void NAME(silu_mul)(const struct silu_mul_args *a) { pool_run(NAME(silu_mul_item), a, *a->num_rows); }
 
-static void NAME(embed_item)(const void *args, long token, int thread) {
-    (void)thread;
+static void NAME(embed_item)(const void *args, long token) {
     const struct embed_args *a = args;
     long id = a->step->token_ids[token];
     DTYPE *y = (DTYPE *)a->y + token * a->size;
@@ -109,8 +105,7 @@ static void NAME(embed_item)(const void *args, long token, int thread) {
 
 void NAME(embed)(const struct embed_args *a) { pool_run(NAME(embed_item), a, a->step->num_tokens); }
 
-static void NAME(argmax_item)(const void *args, long row, int thread) {
-    (void)thread;
+static void NAME(argmax_item)(const void *args, long row) {
     const struct argmax_args *a = args;
     const DTYPE *x = (const DTYPE *)a->x + row * a->size;
     vec most = splat(-INFINITY);

@@ -15,7 +15,7 @@ from penstock.kernels.cpu.isa import select_isa
 from penstock.kernels.cpu.structures import Call
 
 _log = logging.getLogger(__name__)
-LANES = 16
+LANES, MAX_HEAD_DIM = 16, 256  # as kernels.c has them
 _DTYPES = {
     torch.float32: ("f32", ()),
     torch.float16: ("f16", ()),

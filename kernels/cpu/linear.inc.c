@@ -88,8 +88,7 @@ INLINE void NAME(rows_of_panels)(const struct linear_args *a, long panel, const 
     }
 }
 
-static void NAME(linear_item)(const void *args, long item, int thread) {
-    (void)thread;
+static void NAME(linear_item)(const void *args, long item) {
     const struct linear_args *a = args;
     long num_panels = (a->out_features + LANES - 1) / LANES;
     if (*a->num_rows == 1) { /* bound by memory: more streams at once */
@@ -115,8 +114,7 @@ struct NAME(pack_args) {
     long in, out;
 };
 
-static void NAME(pack_item)(const void *args, long panel, int thread) {
-    (void)thread;
+static void NAME(pack_item)(const void *args, long panel) {
     const struct NAME(pack_args) *a = args;
     DTYPE *packed = a->packed + panel * LANES * a->in;
     for (long n = 0; n < LANES; n++) {

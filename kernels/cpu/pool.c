@@ -40,14 +40,14 @@ static inline void pause_cpu(void) {
 #endif
 }
 
-static void take_items(int thread) {
+static void take_items(void) {
     const uint64_t mask = ((uint64_t)1 << COUNT_BITS) - 1;
     for (;;) {
         uint64_t ticket = atomic_fetch_add(&pool.ticket, 1);
         uint64_t item = ticket & mask, num_items = ticket >> COUNT_BITS & mask;
         if (item >= num_items) return;
         struct job *job = &pool.jobs[ticket >> (2 * COUNT_BITS) & 1];
-        job->fn(job->args, (long)item, thread);
+        job->fn(job->args, (long)item);
         atomic_fetch_add_explicit(&job->num_done, 1, memory_order_release);
     }
 }
@@ -66,21 +66,19 @@ static int wait_for_epoch(int seen) {
     return epoch;
 }
 
-static void *work(void *arg) {
+static void *work(void *unused) {
     for (int epoch = 0;;) {
-        take_items((int)(long)arg);
+        take_items();
         epoch = wait_for_epoch(epoch);
     }
-    return NULL;
+    return unused;
 }
-
-int pool_num_threads(void) { return pool.num_threads; }
 
 int pool_start(int num_threads) {
     if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
     for (int thread = pool.num_threads; thread < num_threads; thread++) {
         pthread_t handle;
-        if (pthread_create(&handle, NULL, work, (void *)(long)thread)) break;
+        if (pthread_create(&handle, NULL, work, NULL)) break;
         pthread_detach(handle);
         pool.num_threads++;
     }
@@ -89,7 +87,7 @@ int pool_start(int num_threads) {
 
 void pool_run(item_fn *fn, const void *args, long num_items) {
     if (pool.num_threads == 1 || num_items == 1 || num_items > MAX_ITEMS) {
-        for (long item = 0; item < num_items; item++) fn(args, item, 0);
+        for (long item = 0; item < num_items; item++) fn(args, item);
         return;
     }
     unsigned epoch = (unsigned)atomic_load_explicit(&pool.epoch, memory_order_relaxed) + 1;
@@ -101,7 +99,7 @@ void pool_run(item_fn *fn, const void *args, long num_items) {
     atomic_store(&pool.epoch, (int)epoch);
     if (atomic_load(&pool.num_sleeping))
         syscall(SYS_futex, &pool.epoch, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
-    take_items(0);
+    take_items();
     for (int spin = 0; atomic_load_explicit(&job->num_done, memory_order_acquire) < num_items; spin++) {
         if (spin < NUM_SPINS) pause_cpu();
         else sched_yield(); /* the thread that holds the last item may want this core */

@@ -8,11 +8,10 @@
 #ifndef PENSTOCK_POOL_H
 #define PENSTOCK_POOL_H
 
-typedef void item_fn(const void *args, long item, int thread);
+typedef void item_fn(const void *args, long item);
 
 /* Start the pool with this many threads, the caller's counted; again: changes nothing. */
 int pool_start(int num_threads);
-int pool_num_threads(void);
 /* Run items 0 … num_items - 1 and return when all are done. One caller at a time. */
 void pool_run(item_fn *fn, const void *args, long num_items);
 

@@ -8,11 +8,9 @@ parts of its steps timed.
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +39,7 @@ from penstock.load.engine.runs import (
     run_requests,
 )
 from penstock.load.engine.step_split import step_timer
+from penstock.load.garbage import frozen_garbage
 from penstock.load.tables import write_report
 
 _WARM_UP_TOKENS = 8
@@ -72,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
     core, info = _build(parsed)
     try:
         _check_fits(parsed, info)
-        with _frozen_garbage():
+        with frozen_garbage():
             cells = measure(
                 core,
                 info,
@@ -181,17 +180,6 @@ def _check_fits(parsed: argparse.Namespace, info: EngineInfo) -> None:
             f"--num-seqs {max(parsed.num_seqs)} needs {num_blocks} KV blocks, and there are "
             f"{info.num_blocks}"
         )
-
-
-@contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """As the server does: what start-up made is nothing for the collector to walk."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _detokenize_s(tokens: Sequence[Sequence[int]], info: EngineInfo) -> float | None:

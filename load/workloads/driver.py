@@ -7,15 +7,15 @@ the wire (`client`).
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from penstock.load.client.records import Call, Dialogue, Message, StreamRecord, Turn
 from penstock.load.client.transport import Transport
+from penstock.load.garbage import frozen_garbage
 from penstock.load.workloads.arrivals import Arrivals, ClosedLoop, OpenLoop
 
 History: TypeAlias = Literal["full", "previous_response_id"]
@@ -66,7 +66,7 @@ async def run(
         on_end: told of each record when it has ended.
     """
     speaker = _Speaker(transport, model, history, extra or {}, on_end or _ignore)
-    with _frozen_garbage():
+    with frozen_garbage():
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         if isinstance(arrivals, ClosedLoop):
             await _closed_loop(speaker, dialogues, arrivals, began_s)
@@ -171,17 +171,6 @@ async def _sleep_until(due_s: float) -> None:
         if delay_s <= 0:
             return
         await asyncio.sleep(delay_s)
-
-
-@contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """What is there now is not searched for garbage during the run: that would be a pause."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _ignore(_: StreamRecord) -> None:
