@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,11 +20,11 @@ from pathlib import Path
 import psutil
 
 from penstock.engine.errors import ConfigError
+from penstock.load.processes import end
 
 _READY_WITHIN_S = 300.0
 # The supervisor gives each of its two children 8 seconds.
 _STOP_WITHIN_S = 20.0
-_KILLED_WITHIN_S = 2.0
 _TAIL_LINES = 15
 
 
@@ -134,22 +133,9 @@ def _await_ready(process: subprocess.Popen[str], log: Path) -> str:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     """End the whole family; children that outlive the supervisor too."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=_STOP_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    if process.poll() is None:
+        end(psutil.Process(process.pid), within_s=_STOP_WITHIN_S)
         process.wait()
-    for child in family:
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(family, timeout=_KILLED_WITHIN_S)
     assert process.stdout is not None
     process.stdout.close()
 

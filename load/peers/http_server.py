@@ -21,8 +21,9 @@ from penstock.load.client.bodies import Endpoint
 from penstock.load.client.records import Call, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.client.transport import Transport
-from penstock.load.peers.rival import RivalError, end
+from penstock.load.peers.rival import RivalError
 from penstock.load.peers.workloads import Workload
+from penstock.load.processes import end
 from penstock.load.workloads.arrivals import ClosedLoop
 from penstock.load.workloads.driver import RunResult, run
 

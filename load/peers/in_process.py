@@ -18,8 +18,9 @@ from penstock.load.client.records import StreamRecord
 from penstock.load.peers import models
 from penstock.load.peers.environments import REPOSITORY
 from penstock.load.peers.http_server import tail
-from penstock.load.peers.rival import RivalError, end
+from penstock.load.peers.rival import RivalError
 from penstock.load.peers.workloads import Workload, token_turns
+from penstock.load.processes import end
 from penstock.load.workloads.driver import RunResult
 
 _READY_WITHIN_S = 240.0

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from penstock.load.peers import workloads
 from penstock.load.peers.cells import Observation
-from penstock.load.peers.rival import Running, Setting, cpu_s, family, memory_bytes
+from penstock.load.peers.rival import Running, Setting, cpu_s, memory_bytes
+from penstock.load.processes import family
 from penstock.load.report.summary import summarize, ttft_ms
 from penstock.load.workloads.driver import RunResult
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -90,14 +89,6 @@ class Rival(Protocol):
         ...
 
 
-def family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it, those that live."""
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def cpu_s(processes: Iterable[psutil.Process]) -> dict[str, float]:
     """Processor seconds so far, by the processes' names; equal names are added up.
 
@@ -123,15 +114,3 @@ def memory_bytes(processes: Iterable[psutil.Process]) -> int:
         except psutil.NoSuchProcess:
             continue
     return total
-
-
-def end(process: psutil.Process, *, within_s: float) -> None:
-    """Ask a process to end, wait for it, and kill what is left of its family."""
-    processes = family(process)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.terminate()
-    psutil.wait_procs([process], timeout=within_s)
-    for each in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    psutil.wait_procs(processes, timeout=within_s)
