@@ -151,6 +151,7 @@ class CpuDecoder:
             weight=(self._head.weight if self._embedding is None else self._embedding).data_ptr(),
             step=addressof(step),
             size=self.config.hidden_size,
+            num_rows=self.config.vocab_size,
             is_packed=self._embedding is None,
         )
         calls: list[tuple[str, Structure]] = [("embed", embed)]

@@ -98,9 +98,11 @@ static void NAME(embed_item)(const void *args, long token) {
         memcpy(y, (const DTYPE *)a->weight + id * a->size, a->size * sizeof(DTYPE));
         return;
     }
-    const DTYPE *row = (const DTYPE *)a->weight + id / LANES * LANES * a->size + id % LANES * PAIR;
+    const long group = id / (GROUP * LANES), n = id % (GROUP * LANES);
+    const long width = num_panels_of_group(a->num_rows, group) * LANES;
+    const DTYPE *row = (const DTYPE *)a->weight + group * GROUP * LANES * a->size + n * PAIR;
     for (long k = 0; k < a->size; k += PAIR)
-        memcpy(y + k, row + k * LANES, PAIR * sizeof(DTYPE));
+        memcpy(y + k, row + k * width, PAIR * sizeof(DTYPE));
 }
 
 void NAME(embed)(const struct embed_args *a) { pool_run(NAME(embed_item), a, a->step->num_tokens); }

@@ -5,18 +5,14 @@
 
 #include <math.h>
 
-/* Register tiles: MAX_ROWS × MAX_PANELS accumulators of 16 floats have to stay in registers. */
+/* Register tiles: MAX_ROWS × GROUP accumulators of 16 floats have to stay in registers. */
 #if defined(__AVX512F__)
-enum { MAX_ROWS = 8, MAX_PANELS = 3, SINGLE_PANELS = 4 };
+enum { MAX_ROWS = 8, GROUP = 3 };
 #elif defined(__AVX2__)
-enum { MAX_ROWS = 4, MAX_PANELS = 1, SINGLE_PANELS = 4 };
+enum { MAX_ROWS = 4, GROUP = 1 };
 #else
-enum { MAX_ROWS = 2, MAX_PANELS = 1, SINGLE_PANELS = 2 };
+enum { MAX_ROWS = 2, GROUP = 1 };
 #endif
-enum {
-    WIDEST = MAX_PANELS > SINGLE_PANELS ? MAX_PANELS : SINGLE_PANELS,
-    MAX_TILE = MAX_ROWS * MAX_PANELS > SINGLE_PANELS ? MAX_ROWS * MAX_PANELS : SINGLE_PANELS
-};
 
 enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
 
@@ -36,6 +32,13 @@ INLINE vec dot_pairs(vec sum, uvec x, uvec w) {
     sum += (vec)(x << 16) * (vec)(w << 16);
     return sum + (vec)(x & 0xffff0000) * (vec)(w & 0xffff0000);
 #endif
+}
+
+INLINE long num_panels(long out_features) { return (out_features + LANES - 1) / LANES; }
+INLINE long num_groups(long out_features) { return (num_panels(out_features) + GROUP - 1) / GROUP; }
+INLINE long num_panels_of_group(long out_features, long group) {
+    long rest = num_panels(out_features) - group * GROUP;
+    return rest < GROUP ? rest : GROUP;
 }
 
 /* How a sequence's queries become items: up to num_tokens tokens with up to num_heads of the

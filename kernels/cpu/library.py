@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.kernels.cpu.build import BuildError, build_library
 from penstock.kernels.cpu.isa import select_isa
 from penstock.kernels.cpu.structures import Call
+from penstock.kernels.cpu.weight_memory import WeightMemory
 
 _log = logging.getLogger(__name__)
 LANES, MAX_HEAD_DIM = 16, 256  # as kernels.c has them
@@ -36,6 +37,7 @@ class CpuLibrary:
         self.isa = isa
         self._library = library
         self._name = name
+        self._memory = WeightMemory()
         library.run_calls.argtypes = (ctypes.c_void_p, ctypes.c_long)
         library.run_calls.restype = None
 
@@ -47,7 +49,8 @@ class CpuLibrary:
         """weight [out_features, in_features] in the layout of `linear.inc.c`; one dimension."""
         out_features, in_features = weight.shape
         weight = weight.contiguous()
-        packed = torch.empty(-(-out_features // LANES) * LANES * in_features, dtype=self.dtype)
+        num_values = -(-out_features // LANES) * LANES * in_features
+        packed = self._memory.allocate(num_values * self.dtype.itemsize).view(self.dtype)
         self._library[f"pack_{self._name}"](
             ctypes.c_void_p(packed.data_ptr()),
             ctypes.c_void_p(weight.data_ptr()),

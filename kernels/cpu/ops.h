@@ -30,12 +30,12 @@ struct linear_args {
     int64_t in_features, out_features;
 };
 
-/* y[t] = weight[token_ids[t]], rows of `size` values; packed: as linear weights are */
+/* y[t] = weight[token_ids[t]], of num_rows rows of `size` values; packed: as linear weights are */
 struct embed_args {
     void *y;
     const void *weight;
     const struct step *step;
-    int64_t size, is_packed;
+    int64_t size, num_rows, is_packed;
 };
 
 /* y = x / sqrt(mean(x²) + eps) · weight, row by row */

@@ -34,7 +34,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class EmbedArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("y weight step", "size is_packed")
+    _fields_: ClassVar = _fields("y weight step", "size num_rows is_packed")
 
 
 class RmsNormArgs(ctypes.Structure):

@@ -121,6 +121,7 @@ def embed(library: CpuLibrary, token_ids: Tensor, weight: Tensor, *, is_packed: 
         weight=held.data_ptr(),
         step=addressof(step),
         size=weight.shape[1],
+        num_rows=len(weight),
         is_packed=is_packed,
     )
     library.run("embed", args)
