@@ -190,6 +190,7 @@ class PackedLayer:
             "key_cache": cache[0].data_ptr(),
             "value_cache": cache[1].data_ptr(),
             "step": addressof(step),
+            "block_size": cache.shape[2],
             "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
@@ -204,7 +205,6 @@ class PackedLayer:
         attention = AttentionArgs(
             **heads,
             out=buffers.mixed.data_ptr(),
-            block_size=cache.shape[2],
             window=self.window or 0,
             scale=config.head_dim**-0.5,
         )

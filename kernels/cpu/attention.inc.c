@@ -1,16 +1,25 @@
 /* Attention over the paged cache, for one DTYPE: as kernels/paged_attention_reference.py has it.
  *
- * An item is one key head and the queries of a few neighbouring tokens that share it: up to
- * MAX_QUERIES rows. Keys are taken in chunks of CHUNK positions, by the online softmax of Milakov
- * and Gimelshein (2018): scores of the chunk, their maximum, then the weighted values, with what
- * was summed before scaled down. Chunks begin at multiples of CHUNK from position 0, so a row's
- * result does not depend on how its prompt was split or with whom it was batched.
+ * Within a block each key head has a part of its own, in the order the products read it:
  *
- * Slots past the sequence's end are never read: what they hold may be anything.
+ *     keys      [head_dim / PAIR][block_size][PAIR]   a lane is a position
+ *     values    [block_size / PAIR][head_dim][PAIR]   a lane is a dimension
+ *
+ * The block is as large as the pool's shape says, and whoever moves whole blocks need not know.
+ *
+ * An item is one key head and the queries of a few neighbouring tokens that share it: up to
+ * MAX_QUERIES rows. Positions are taken in chunks of CHUNK by the online softmax of Milakov and
+ * Gimelshein (2018): scores of the chunk, their maximum, then the weighted values, with what was
+ * summed before scaled down. Weights are rounded to DTYPE, as in FlashAttention (Dao et al., 2022).
+ * Chunks begin at multiples of CHUNK from position 0, so a row's result does not depend on how its
+ * prompt was split or with whom it was batched.
+ *
+ * What slots past the sequence's end hold may be anything, NaN too: keys there are read and their
+ * scores dropped, values are not.
  */
 
 struct NAME(attention_tile) {
-    const DTYPE *query[MAX_QUERIES];
+    DTYPE query[MAX_QUERIES * MAX_HEAD_DIM]; /* [num_rows, head_dim] */
     DTYPE *out[MAX_QUERIES];
     long first[MAX_QUERIES], last[MAX_QUERIES]; /* positions a row sees, both included */
     long first_of_all, last_of_all;
@@ -19,129 +28,218 @@ struct NAME(attention_tile) {
     long head; /* of the keys */
 };
 
-INLINE vec NAME(partial_dot)(const DTYPE *a, const DTYPE *b, long size) {
-    vec sum = {0};
-    long d = 0;
+/* Positions begin + [first, end) of the sequence as the products take them; `first` is that of a
+ * panel of LANES positions, of which some row sees one. */
+struct NAME(attention_chunk) {
+    long begin, first, end;
+    long key_stride;                   /* from one k (pair) of a key to the next */
+    const DTYPE *keys[CHUNK / LANES];  /* of LANES positions each */
+    const DTYPE *values[CHUNK / PAIR]; /* of PAIR positions each */
+    DTYPE gathered[CHUNK * MAX_HEAD_DIM], last_values[MAX_HEAD_DIM * PAIR];
+};
+
+/* Where the part of the tile's head begins in the block of a position. */
+INLINE const DTYPE *NAME(find_block)(
+    const struct attention_args *a, const struct NAME(attention_tile) *tile, const void *cache,
+    long position) {
+    long block = tile->table[position / a->block_size];
+    return (const DTYPE *)cache + (block * a->num_kv_heads + tile->head) * a->block_size * a->head_dim;
+}
+
+/* Copy the keys of LANES positions side by side, where they would span blocks. */
+static void NAME(gather_keys)(
+    const struct attention_args *a, const struct NAME(attention_tile) *tile, DTYPE *to, long position) {
+    for (long lane = 0, run; lane < LANES && position <= tile->last_of_all; lane += run, position += run) {
+        long offset = position % a->block_size;
+        run = a->block_size - offset < LANES - lane ? a->block_size - offset : LANES - lane;
+        const DTYPE *keys = NAME(find_block)(a, tile, a->key_cache, position) + offset * PAIR;
+        for (long d = 0; d < a->head_dim; d += PAIR)
+            memcpy(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR * sizeof *to);
+    }
+}
+
+/* Blocks lie anywhere, so what is about to be read is asked for before the processor could guess. */
+INLINE void NAME(prefetch)(const DTYPE *p, long num_values) {
+    for (long i = 0; i < num_values; i += 64 / (long)sizeof *p) __builtin_prefetch(p + i, 0, 2);
+}
+
+static void NAME(find_keys)(
+    const struct attention_args *a, const struct NAME(attention_tile) *tile,
+    struct NAME(attention_chunk) *chunk) {
+    const int is_whole = a->block_size % LANES == 0;
+    chunk->key_stride = (is_whole ? a->block_size : LANES) * PAIR;
+    for (long i = chunk->first; i < chunk->end; i += LANES) {
+        long position = chunk->begin + i;
+        DTYPE *gathered = chunk->gathered + i * a->head_dim;
+        if (!is_whole) NAME(gather_keys)(a, tile, gathered, position);
+        chunk->keys[i / LANES] =
+            is_whole ? NAME(find_block)(a, tile, a->key_cache, position) + position % a->block_size * PAIR
+                     : gathered;
+        if (is_whole)
+            for (long d = 0; d < a->head_dim / PAIR; d++)
+                NAME(prefetch)(chunk->keys[i / LANES] + d * chunk->key_stride, LANES * PAIR);
+    }
+}
+
+static void NAME(find_values)(
+    const struct attention_args *a, const struct NAME(attention_tile) *tile,
+    struct NAME(attention_chunk) *chunk) {
+    for (long i = chunk->first; i < chunk->end;) {
+        long offset = (chunk->begin + i) % a->block_size, run = a->block_size - offset;
+        const DTYPE *values =
+            NAME(find_block)(a, tile, a->value_cache, chunk->begin + i) + offset * a->head_dim;
+        for (; run > 0 && i < chunk->end; run -= PAIR, i += PAIR, values += PAIR * a->head_dim) {
+            chunk->values[i / PAIR] = values;
+            NAME(prefetch)(values, PAIR * a->head_dim);
+        }
+    }
 #ifdef DTYPE_PAIRS
-    for (; d + 2 * LANES <= size; d += 2 * LANES) {
-        uvec x, y;
-        memcpy(&x, a + d, sizeof x);
-        memcpy(&y, b + d, sizeof y);
-        sum = dot_pairs(sum, x, y);
+    if (chunk->end % 2) { /* the second of the last pair was never stored */
+        const DTYPE **last = &chunk->values[chunk->end / 2];
+        for (long d = 0; d < a->head_dim; d++) {
+            chunk->last_values[2 * d] = (*last)[2 * d];
+            chunk->last_values[2 * d + 1] = (DTYPE){0};
+        }
+        *last = chunk->last_values;
     }
 #endif
-    for (; d < size; d += LANES) sum += LOAD(a + d) * LOAD(b + d);
-    return sum;
 }
 
-/* scores[row][i] of the chunk's keys; -inf where a row does not look */
+/* scores[row][key] of `rows` queries and `panels` times LANES keys */
+INLINE void NAME(score_tile)(
+    const DTYPE *query, long head_dim, const DTYPE *const *keys, long key_stride, float (*scores)[CHUNK],
+    const int rows, const int panels) {
+    vec sums[MAX_ROWS * MAX_PANELS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * panels; i++) sums[i] = (vec){0};
+    for (long d = 0, at = 0; d < head_dim; d += PAIR, at += key_stride) {
+        NAME(weights) weights[MAX_PANELS];
+#pragma GCC unroll 8
+        for (int v = 0; v < panels; v++) weights[v] = NAME(load_weights)(keys[v] + at);
+        NAME(add_products)(sums, query + d, head_dim, weights, rows, panels);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < panels; v++) store_f32(scores[r] + v * LANES, sums[r * panels + v]);
+}
+
+/* sums[row][d] = sums[row][d] · shrink[row] + Σ_i weights[row][i] · values[i][d], for `rows` rows
+ * and `panels` times LANES dimensions from d on */
+INLINE void NAME(mix_tile)(
+    float *sums, long head_dim, const float *shrink, const DTYPE (*weights)[CHUNK],
+    const struct NAME(attention_chunk) *chunk, long d, const int rows, const int panels) {
+    vec acc[MAX_ROWS * MAX_PANELS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < panels; v++)
+            acc[r * panels + v] = load_f32(sums + r * head_dim + d + v * LANES) * splat(shrink[r]);
+    for (long i = chunk->first; i < chunk->end; i += PAIR) {
+        const DTYPE *from = chunk->values[i / PAIR] + d * PAIR;
+        NAME(weights) values[MAX_PANELS];
+#pragma GCC unroll 8
+        for (int v = 0; v < panels; v++) values[v] = NAME(load_weights)(from + v * LANES * PAIR);
+        NAME(add_products)(acc, weights[0] + i, CHUNK, values, rows, panels);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < panels; v++)
+            store_f32(sums + r * head_dim + d + v * LANES, acc[r * panels + v]);
+}
+
+/* TILE(rows, panels) with constants; `panels` is panels_for(rows) or 1 */
+#define DISPATCH(rows, panels) \
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#define CASE(n) \
+    case n: \
+        if (panels == 1) TILE(n < MAX_ROWS ? n : MAX_ROWS, 1); \
+        else TILE(n < MAX_ROWS ? n : MAX_ROWS, panels_for(n)); \
+        break;
+
 static void NAME(score_chunk)(
-    const struct attention_args *a, const struct NAME(attention_tile) *tile, long begin,
-    const DTYPE *const *keys, float (*scores)[CHUNK], int num_keys) {
-    for (int r = 0; r < tile->num_rows; r++)
-        for (int j = 0; j < num_keys; j += LANES) {
-            vec sums[LANES];
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-                sums[i] = NAME(partial_dot)(tile->query[r], keys[j + i], a->head_dim);
-            vec score = sum_rows(sums) * splat((float)a->scale);
-            ivec position = (int32_t)(begin + j) + LANE_NUMBERS;
-            ivec is_seen = (position >= (int32_t)tile->first[r]) & (position <= (int32_t)tile->last[r]);
-            store_f32(&scores[r][j], choose(is_seen, score, splat(-INFINITY)));
+    const struct NAME(attention_tile) *tile, long head_dim, const struct NAME(attention_chunk) *chunk,
+    float (*scores)[CHUNK]) {
+    for (int row = 0, rows; row < tile->num_rows; row += rows) {
+        rows = tile->num_rows - row < MAX_ROWS ? tile->num_rows - row : MAX_ROWS;
+        const DTYPE *query = tile->query + row * head_dim;
+        for (long i = chunk->first, panels; i < chunk->end; i += panels * LANES) {
+            panels = i + panels_for(rows) * LANES <= (chunk->end + LANES - 1) / LANES * LANES ? panels_for(rows) : 1;
+            const DTYPE *const *keys = chunk->keys + i / LANES;
+            float (*to)[CHUNK] = (float (*)[CHUNK])&scores[row][i];
+#define TILE(n, v) NAME(score_tile)(query, head_dim, keys, chunk->key_stride, to, n, v)
+            DISPATCH(rows, panels)
+#undef TILE
         }
+    }
 }
 
-/* Turn scores into weights and keep the running maximum and sum; by how much the sums of earlier
- * chunks shrink. */
-INLINE float NAME(weigh)(float *scores, int num_keys, float *largest, float *total) {
+static void NAME(mix_chunk)(
+    int num_rows, long head_dim, float *sums, const float *shrink, const DTYPE (*weights)[CHUNK],
+    const struct NAME(attention_chunk) *chunk) {
+    for (int row = 0, rows; row < num_rows; row += rows) {
+        rows = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
+        for (long d = 0, panels; d < head_dim; d += panels * LANES) {
+            panels = d + panels_for(rows) * LANES <= head_dim ? panels_for(rows) : 1;
+#define TILE(n, v) NAME(mix_tile)(sums + row * head_dim, head_dim, shrink + row, weights + row, chunk, d, n, v)
+            DISPATCH(rows, panels)
+#undef TILE
+        }
+    }
+}
+#undef CASE
+#undef DISPATCH
+
+/* Turn a row's scores into weights and keep its running maximum and sum; returns by how much what
+ * was summed before shrinks. */
+static float NAME(weigh)(
+    const struct NAME(attention_tile) *tile, int row, const struct NAME(attention_chunk) *chunk,
+    float scale, float *scores, DTYPE *weights, float *largest, float *total) {
     vec most = splat(-INFINITY);
-    for (int j = 0; j < num_keys; j += LANES) most = vmax(most, load_f32(scores + j));
+    for (long i = chunk->first; i < chunk->end; i += LANES) {
+        ivec position = (int32_t)(chunk->begin + i) + LANE_NUMBERS;
+        ivec is_seen = (position >= (int32_t)tile->first[row]) & (position <= (int32_t)tile->last[row]);
+        vec score = choose(is_seen, load_f32(scores + i) * splat(scale), splat(-INFINITY));
+        store_f32(scores + i, score);
+        most = vmax(most, score);
+    }
     float best = max_lanes(most);
     if (!(best > *largest)) best = *largest;
-    if (best == -INFINITY) { /* the row sees nothing of this chunk, nor of those before */
-        memset(scores, 0, num_keys * sizeof *scores);
-        return 1.0f;
-    }
+    /* a row that sees nothing of this chunk, nor of those before: all weights 0 */
+    float origin = best == -INFINITY ? 0.0f : best;
     vec sum = {0};
-    for (int j = 0; j < num_keys; j += LANES) {
-        vec weight = exp_vec(load_f32(scores + j) - splat(best));
-        store_f32(scores + j, weight);
+    for (long i = chunk->first; i < chunk->end; i += LANES) {
+        vec weight = exp_vec(load_f32(scores + i) - splat(origin));
+        STORE(weights + i, weight);
         sum += weight;
     }
-    float shrink = exp_vec(splat(*largest - best))[0];
+    float shrink = exp_vec(splat(*largest - origin))[0];
     *total = *total * shrink + sum_lanes(sum);
     *largest = best;
     return shrink;
 }
 
-/* sums[row] = sums[row] · shrink[row] + Σ_j weights[row][j] · values[j], for `rows` rows and
- * `vecs` · 16 dimensions */
-INLINE void NAME(mix)(
-    float *sums, long head_dim, const float *shrink, const float (*weights)[CHUNK],
-    const DTYPE *const *values, long d, int num_keys, const int rows, const int vecs) {
-    vec acc[4 * 4];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++)
-            acc[r * vecs + v] = load_f32(sums + r * head_dim + d + v * LANES) * splat(shrink[r]);
-    for (int j = 0; j < num_keys; j++) {
-        vec value[4];
-#pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) value[v] = LOAD(values[j] + d + v * LANES);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < vecs; v++) acc[r * vecs + v] += splat(weights[r][j]) * value[v];
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) store_f32(sums + r * head_dim + d + v * LANES, acc[r * vecs + v]);
-}
-
-static void NAME(mix_chunk)(
-    int num_rows, long head_dim, float *sums, const float *shrink, const float (*weights)[CHUNK],
-    const DTYPE *const *values, int num_keys) {
-    for (int r = 0; r < num_rows;) {
-        int rows = num_rows - r >= 4 ? 4 : num_rows - r >= 2 ? 2 : 1;
-        float *s = sums + r * head_dim;
-        for (long d = 0; d < head_dim;) {
-            int vecs = head_dim - d >= 4 * LANES ? 4 : 1;
-#define MIX(n, v) NAME(mix)(s, head_dim, shrink + r, weights + r, values, d, num_keys, n, v)
-            if (vecs == 4) { if (rows == 4) MIX(4, 4); else if (rows == 2) MIX(2, 4); else MIX(1, 4); }
-            else { if (rows == 4) MIX(4, 1); else if (rows == 2) MIX(2, 1); else MIX(1, 1); }
-#undef MIX
-            d += vecs * LANES;
-        }
-        r += rows;
-    }
-}
-
 static void NAME(attend)(const struct attention_args *a, const struct NAME(attention_tile) *tile) {
+    struct NAME(attention_chunk) chunk;
     float scores[MAX_QUERIES][CHUNK] __attribute__((aligned(64)));
+    DTYPE weights[MAX_QUERIES][CHUNK] __attribute__((aligned(64)));
     float sums[MAX_QUERIES * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float largest[MAX_QUERIES], total[MAX_QUERIES] = {0}, shrink[MAX_QUERIES];
-    const DTYPE *keys[CHUNK], *values[CHUNK];
     memset(sums, 0, tile->num_rows * a->head_dim * sizeof *sums);
     for (int r = 0; r < tile->num_rows; r++) largest[r] = -INFINITY;
     for (long begin = tile->first_of_all / CHUNK * CHUNK; begin <= tile->last_of_all; begin += CHUNK) {
-        long end = begin + CHUNK - 1 < tile->last_of_all ? begin + CHUNK - 1 : tile->last_of_all;
-        int num_keys = (int)(end - begin + 1);
-        int padded = (num_keys + LANES - 1) / LANES * LANES;
-        int skipped = tile->first_of_all > begin ? (int)(tile->first_of_all - begin) : 0;
-        for (int j = 0; j < padded; j++) { /* what no row sees stands for a position that some do */
-            long position = begin + (j < skipped ? skipped : j < num_keys ? j : num_keys - 1);
-            long slot = tile->table[position / a->block_size] * a->block_size + position % a->block_size;
-            long offset = (slot * a->num_kv_heads + tile->head) * a->head_dim;
-            keys[j] = (const DTYPE *)a->key_cache + offset;
-            values[j] = (const DTYPE *)a->value_cache + offset;
-        }
-        NAME(score_chunk)(a, tile, begin, keys, scores, padded);
+        chunk.begin = begin;
+        chunk.first = tile->first_of_all > begin ? (tile->first_of_all - begin) / LANES * LANES : 0;
+        chunk.end = tile->last_of_all - begin < CHUNK ? tile->last_of_all - begin + 1 : CHUNK;
+        NAME(find_keys)(a, tile, &chunk);
+        NAME(find_values)(a, tile, &chunk);
+        NAME(score_chunk)(tile, a->head_dim, &chunk, scores);
         for (int r = 0; r < tile->num_rows; r++)
-            shrink[r] = NAME(weigh)(scores[r], padded, &largest[r], &total[r]);
+            shrink[r] = NAME(weigh)(
+                tile, r, &chunk, (float)a->scale, scores[r], weights[r], &largest[r], &total[r]);
         NAME(mix_chunk)(
-            tile->num_rows, a->head_dim, sums, shrink, (const float (*)[CHUNK])scores, values, num_keys);
+            tile->num_rows, a->head_dim, sums, shrink, (const DTYPE (*)[CHUNK])weights, &chunk);
     }
     for (int r = 0; r < tile->num_rows; r++)
         for (long d = 0; d < a->head_dim; d += LANES)
@@ -161,14 +259,18 @@ static void NAME(attention_item)(const void *args, long item) {
     long group = a->num_heads / a->num_kv_heads;
     long query_head = part * split.num_heads;
     long num_heads = group - query_head < split.num_heads ? group - query_head : split.num_heads;
-    struct NAME(attention_tile) tile = {
-        .table = a->step->block_tables + seq * a->step->table_stride, .head = head, .first_of_all = INT64_MAX};
+    struct NAME(attention_tile) tile;
+    tile.table = a->step->block_tables + seq * a->step->table_stride;
+    tile.head = head;
+    tile.first_of_all = INT64_MAX;
+    tile.num_rows = 0;
     for (; token < token_end; token++) {
         long position = num_before + token - query_start;
         long first = a->window && position >= a->window ? position - a->window + 1 : 0;
         for (long h = 0; h < num_heads; h++) {
             long offset = (token * a->num_heads + head * group + query_head + h) * a->head_dim;
-            tile.query[tile.num_rows] = (const DTYPE *)a->query + offset;
+            memcpy(tile.query + tile.num_rows * a->head_dim, (const DTYPE *)a->query + offset,
+                   a->head_dim * sizeof(DTYPE));
             tile.out[tile.num_rows] = (DTYPE *)a->out + offset;
             tile.first[tile.num_rows] = first;
             tile.last[tile.num_rows++] = position;

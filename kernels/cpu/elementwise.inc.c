@@ -52,25 +52,48 @@ INLINE void NAME(rotate)(
     }
 }
 
-static void NAME(rope_store_item)(const void *args, long token) {
-    const struct rope_store_args *a = args;
-    const long size = a->head_dim;
+/* Put a head's key and value where attention looks for them (see attention.inc.c). Single values: a
+ * vector would touch those of neighbouring tokens, which another thread may be storing. */
+INLINE void NAME(store_key_value)(
+    const struct rope_store_args *a, long head, long slot, const DTYPE *key, const DTYPE *value) {
+    const long size = a->head_dim, block = slot / a->block_size, offset = slot % a->block_size;
+    const long start = (block * a->num_kv_heads + head) * a->block_size * size;
+    DTYPE *keys = (DTYPE *)a->key_cache + start + offset * PAIR;
+    DTYPE *values = (DTYPE *)a->value_cache + start + offset / PAIR * PAIR * size + offset % PAIR;
+    for (long d = 0; d < size; d += PAIR) memcpy(keys + d * a->block_size, key + d, PAIR * sizeof *key);
+    for (long d = 0; d < size; d++) values[d * PAIR] = value[d];
+}
+
+static void NAME(rope_store_token)(const struct rope_store_args *a, long token) {
+    const long size = a->head_dim, slot = a->step->slot_mapping[token];
     const DTYPE *qkv = (const DTYPE *)a->qkv + token * (a->num_heads + 2 * a->num_kv_heads) * size;
-    const DTYPE *key = qkv + a->num_heads * size, *value = key + a->num_kv_heads * size;
+    const DTYPE *keys = qkv + a->num_heads * size, *values = keys + a->num_kv_heads * size;
     const float *cosine = a->step->cosines + a->step->rotary_rows[token] * (size / 2);
     const float *sine = a->step->sines + a->step->rotary_rows[token] * (size / 2);
-    DTYPE *query = (DTYPE *)a->query + token * a->num_heads * size;
-    long slot = a->step->slot_mapping[token] * a->num_kv_heads * size;
+    DTYPE *query = (DTYPE *)a->query + token * a->num_heads * size, key[MAX_HEAD_DIM];
     for (long h = 0; h < a->num_heads; h++)
         NAME(rotate)(query + h * size, qkv + h * size, a->query_norm, cosine, sine, size, a->eps);
-    for (long h = 0; h < a->num_kv_heads; h++)
-        NAME(rotate)((DTYPE *)a->key_cache + slot + h * size, key + h * size, a->key_norm, cosine,
-                     sine, size, a->eps);
-    memcpy((DTYPE *)a->value_cache + slot, value, a->num_kv_heads * size * sizeof(DTYPE));
+    for (long h = 0; h < a->num_kv_heads; h++) {
+        NAME(rotate)(key, keys + h * size, a->key_norm, cosine, sine, size, a->eps);
+        NAME(store_key_value)(a, h, slot, key, values + h * size);
+    }
+}
+
+/* Neighbouring tokens of a prompt share cache lines of keys, so one thread takes a few of them. */
+INLINE long rope_tokens_per_item(const struct rope_store_args *a) {
+    return a->step->num_tokens > a->step->num_seqs ? LANES : 1;
+}
+
+static void NAME(rope_store_item)(const void *args, long item) {
+    const struct rope_store_args *a = args;
+    long n = rope_tokens_per_item(a), token = item * n;
+    long end = token + n < a->step->num_tokens ? token + n : a->step->num_tokens;
+    for (; token < end; token++) NAME(rope_store_token)(a, token);
 }
 
 void NAME(rope_store)(const struct rope_store_args *a) {
-    pool_run(NAME(rope_store_item), a, a->step->num_tokens);
+    long n = rope_tokens_per_item(a);
+    pool_run(NAME(rope_store_item), a, (a->step->num_tokens + n - 1) / n);
 }
 
 static void NAME(silu_mul_item)(const void *args, long row) {

@@ -5,13 +5,14 @@
 
 #include <math.h>
 
-/* Register tiles: MAX_ROWS × GROUP accumulators of 16 floats have to stay in registers. */
+/* Register tiles: rows × panels of 16 floats have to stay in registers. Linear layers take MAX_ROWS
+ * rows by GROUP panels; attention up to MAX_PANELS panels with half as many rows. */
 #if defined(__AVX512F__)
-enum { MAX_ROWS = 8, GROUP = 3 };
+enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4 };
 #elif defined(__AVX2__)
-enum { MAX_ROWS = 4, GROUP = 1 };
+enum { MAX_ROWS = 4, GROUP = 1, MAX_PANELS = 2 };
 #else
-enum { MAX_ROWS = 2, GROUP = 1 };
+enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
 #endif
 
 enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
@@ -40,6 +41,8 @@ INLINE long num_panels_of_group(long out_features, long group) {
     long rest = num_panels(out_features) - group * GROUP;
     return rest < GROUP ? rest : GROUP;
 }
+
+INLINE int panels_for(int rows) { return rows <= MAX_ROWS / 2 || MAX_PANELS == 1 ? MAX_PANELS : MAX_PANELS / 2; }
 
 /* How a sequence's queries become items: up to num_tokens tokens with up to num_heads of the
  * query heads that share a key head; num_parts of these make up the group. */
@@ -72,6 +75,7 @@ INLINE long num_attention_items(
 #define PUT(p, x) JOIN(put, DTYPE)(p, x)
 #define ROUND(x) JOIN(round, DTYPE)(x)
 
+#include "products.inc.c"
 #include "attention.inc.c"
 #include "elementwise.inc.c"
 #include "linear.inc.c"

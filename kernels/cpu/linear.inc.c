@@ -9,34 +9,6 @@
  *     f16, f32    [group][in][panel][16]
  */
 
-/* One k (b16: one pair) of `rows` rows against the `panels` panels of a group. */
-INLINE void NAME(accumulate)(
-    vec *sums, const DTYPE *x, const DTYPE *w, long in, const int rows, const int panels) {
-#ifdef DTYPE_PAIRS
-    uvec weights[GROUP];
-#pragma GCC unroll 8
-    for (int v = 0; v < panels; v++) memcpy(&weights[v], w + v * LANES * PAIR, sizeof(uvec));
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-        uint32_t pair;
-        memcpy(&pair, x + r * in, sizeof pair);
-#pragma GCC unroll 8
-        for (int v = 0; v < panels; v++)
-            sums[r * panels + v] = dot_pairs(sums[r * panels + v], usplat(pair), weights[v]);
-    }
-#else
-    vec weights[GROUP];
-#pragma GCC unroll 8
-    for (int v = 0; v < panels; v++) weights[v] = LOAD(w + v * LANES);
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-        vec value = splat(GET(x + r * in));
-#pragma GCC unroll 8
-        for (int v = 0; v < panels; v++) sums[r * panels + v] += value * weights[v];
-    }
-#endif
-}
-
 static __attribute__((noinline)) void NAME(write_last_columns)(
     const struct linear_args *a, long row, long column, const float *sums) {
     const DTYPE *bias = a->bias, *residual = a->residual;
@@ -70,8 +42,13 @@ INLINE void NAME(tile)(
     vec sums[MAX_ROWS * GROUP];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * panels; i++) sums[i] = (vec){0};
-    for (long k = 0; k < in; k += PAIR)
-        NAME(accumulate)(sums, x + k, w + k * panels * LANES, in, rows, panels);
+    for (long k = 0; k < in; k += PAIR) {
+        NAME(weights) weights[GROUP];
+#pragma GCC unroll 8
+        for (int v = 0; v < panels; v++)
+            weights[v] = NAME(load_weights)(w + (k * panels + v * PAIR) * LANES);
+        NAME(add_products)(sums, x + k, in, weights, rows, panels);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8

@@ -48,16 +48,16 @@ struct rms_norm_args {
 };
 
 /* Norm (if any) and rotate queries and keys of each token; queries go to `query`, keys and values
- * to their slots. qkv: [num_tokens, num_heads + 2 · num_kv_heads, head_dim] */
+ * into the cache, laid out as attention.inc.c says. qkv: [num_tokens, num_heads + 2 · num_kv_heads, head_dim] */
 struct rope_store_args {
     void *query, *key_cache, *value_cache;
     const void *qkv, *query_norm, *key_norm; /* norms: [head_dim], may be null */
     const struct step *step;
-    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t block_size, num_heads, num_kv_heads, head_dim;
     double eps;
 };
 
-/* As kernels/paged_attention_reference.py specifies it. */
+/* As kernels/paged_attention_reference.py specifies it, but for the order of values in a block. */
 struct attention_args {
     void *out;
     const void *query, *key_cache, *value_cache;

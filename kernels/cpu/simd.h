@@ -50,16 +50,20 @@ INLINE float get_f32(const f32 *p) { return *p; }
 INLINE void put_f32(f32 *p, float x) { *p = x; }
 INLINE vec round_f32(vec x) { return x; }
 
-/* --- bfloat16: rounds to nearest even ------------------------------------------------------- */
+/* --- bfloat16: rounds to nearest even (subnormals to zero where the instruction does) -------- */
 
 INLINE vec widen_b16(hvec bits) { return (vec)(__builtin_convertvector(bits, uvec) << 16); }
 
 INLINE hvec narrow_b16(vec x) {
+#if defined(__AVX512BF16__)
+    return (hvec)_mm512_cvtneps_pbh((__m512)x);
+#else
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     uvec quiet = (bits >> 16) | 0x40; /* rounding could carry a NaN into an infinity */
     ivec is_nan = x != x;
     return __builtin_convertvector(((uvec)is_nan & quiet) | (~(uvec)is_nan & rounded), hvec);
+#endif
 }
 
 INLINE vec load_b16(const b16 *p) {

@@ -44,7 +44,7 @@ class RmsNormArgs(ctypes.Structure):
 class RopeStoreArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         "query key_cache value_cache qkv query_norm key_norm step",
-        "num_heads num_kv_heads head_dim",
+        "block_size num_heads num_kv_heads head_dim",
         "eps",
     )
 

@@ -58,6 +58,30 @@ def linear(
     return y
 
 
+def pack_cache(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches [num_blocks, block_size, num_kv_heads, head_dim] in the order of attention.inc.c."""
+    num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
+    pair = 2 if key_cache.dtype == torch.bfloat16 else 1
+    keys = key_cache.view(num_blocks, block_size, num_kv_heads, head_dim // pair, pair)
+    values = value_cache.view(num_blocks, block_size // pair, pair, num_kv_heads, head_dim)
+    return (
+        keys.permute(0, 2, 3, 1, 4).contiguous().view_as(key_cache),
+        values.permute(0, 3, 1, 4, 2).contiguous().view_as(value_cache),
+    )
+
+
+def unpack_cache(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_cache`."""
+    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
+    pair = 2 if keys.dtype == torch.bfloat16 else 1
+    key_cache = keys.view(num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
+    value_cache = values.view(num_blocks, num_kv_heads, block_size // pair, head_dim, pair)
+    return (
+        key_cache.permute(0, 3, 1, 2, 4).reshape(keys.shape),
+        value_cache.permute(0, 2, 4, 1, 3).reshape(values.shape),
+    )
+
+
 def attention(
     library: CpuLibrary,
     query: Tensor,
@@ -69,12 +93,13 @@ def attention(
     window: int | None,
 ) -> Tensor:
     out = torch.full_like(query, torch.nan)
+    keys, values = pack_cache(key_cache, value_cache)
     step = step_of(layout, len(query))
     args = AttentionArgs(
         out=out.data_ptr(),
         query=query.data_ptr(),
-        key_cache=key_cache.data_ptr(),
-        value_cache=value_cache.data_ptr(),
+        key_cache=keys.data_ptr(),
+        value_cache=values.data_ptr(),
         step=addressof(step),
         block_size=key_cache.shape[1],
         num_heads=query.shape[1],
@@ -158,6 +183,7 @@ def rope_store(
     num_kv_heads = caches[0].shape[2]
     num_heads = num_all - 2 * num_kv_heads
     query = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=qkv.dtype)
+    packed = pack_cache(*caches)
     cosines, sines, rows = angles
     step = Step(
         num_tokens=num_tokens,
@@ -168,16 +194,19 @@ def rope_store(
     )
     args = RopeStoreArgs(
         query=query.data_ptr(),
-        key_cache=caches[0].data_ptr(),
-        value_cache=caches[1].data_ptr(),
+        key_cache=packed[0].data_ptr(),
+        value_cache=packed[1].data_ptr(),
         qkv=qkv.data_ptr(),
         query_norm=None if norms is None else norms[0].data_ptr(),
         key_norm=None if norms is None else norms[1].data_ptr(),
         step=addressof(step),
+        block_size=caches[0].shape[1],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         eps=eps,
     )
     library.run("rope_store", args)
+    for cache, stored in zip(caches, unpack_cache(*packed), strict=True):
+        cache.copy_(stored)
     return query
