@@ -113,7 +113,7 @@ class DeviceConfig:
     """Where the model runs. `auto` is CUDA where there is one, else the CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int | None = None  # CPU threads; None takes all cores but one
+    num_threads: int | None = None  # CPU threads; None takes what the cores here suggest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

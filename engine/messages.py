@@ -37,6 +37,7 @@ class EngineInfo:
         num_host_blocks: the second tier, in host memory.
         bytes_per_block: of either tier.
         max_num_seqs: sequences running at once; a request may have no more branches.
+        num_threads: of the CPU; on a GPU those that serve it.
         scheduling_policy: `fcfs`, or `priority`, where requests may carry one.
     """
 
@@ -54,6 +55,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     pid: int
     bytes_per_block: int = 0
+    num_threads: int = 1
     protocol_version: int = PROTOCOL_VERSION
 
 

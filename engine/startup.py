@@ -63,6 +63,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=eos_token_ids,
         pid=os.getpid(),
         bytes_per_block=device.bytes_per_block,
+        num_threads=device.num_threads,
     )
     return core, info
 

@@ -119,7 +119,7 @@ FLAGS: tuple[Flag, ...] = (
          "seconds of waiting that move a request up by one priority", float),
     # the device
     Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
-    Flag("num-threads", None, "CPU threads of the engine; default: all cores but one", int),
+    Flag("num-threads", None, "CPU threads of the engine; default: one a core", int),
 )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="less exact types may part near ties")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="for it")
     parser.add_argument(
-        "--num-threads", type=int, default=0, help="CPU threads; 0: all cores but one"
+        "--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice"
     )
     parser.add_argument("--concurrency", type=int, default=8, help="sequences the pool holds")
     parser.add_argument("--overload", type=int, default=4, help="times as many when pressed")

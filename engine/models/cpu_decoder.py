@@ -30,6 +30,11 @@ from penstock.kernels.cpu.structures import (
     Step,
 )
 
+# What a thread reads and multiplies in a second, for the decision whether to wake the others. T of
+# load/peers (0.1 million weights in layers) is slower on two threads with 128 rows, S (27) faster.
+_READ_BYTES_PER_S, _PRODUCTS_PER_S = 20e9, 100e9
+_MIN_SHARED_S = 0.3e-3
+
 
 def can_run(config: DecoderConfig) -> bool:
     """Whether the kernels take its shapes."""
@@ -82,9 +87,11 @@ class CpuDecoder:
 
     Args:
         decoder: gives its weights away: each matrix is packed, then dropped there.
+        num_threads: those of the library's pool.
     """
 
-    def __init__(self, decoder: Decoder, library: CpuLibrary) -> None:
+    def __init__(self, decoder: Decoder, library: CpuLibrary, *, num_threads: int) -> None:
+        self.num_threads = num_threads
         self.config = decoder.config
         self.dtype = decoder.dtype
         self._library = library
@@ -95,6 +102,7 @@ class CpuDecoder:
         self._head = _take(library, head.weight)
         # A tied embedding is looked up in the packed head: it is held once.
         self._embedding = None if self.config.is_tied else decoder.embed_tokens.weight
+        self._num_weights = sum(layer.num_weights for layer in self._layers)
         self._step = Step()
         self._buffers = Buffers(self.config, 0, self.dtype)
         self._recorded: RecordedCalls | None = None
@@ -123,7 +131,7 @@ class CpuDecoder:
         step.block_tables = layout.block_tables.data_ptr()
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
         step.rotary_rows = rows.data_ptr()
-        recorded.run()
+        recorded.run(is_shared=self._seconds_alone(num_tokens) > _MIN_SHARED_S)
         return self._buffers.normed[:num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -133,6 +141,12 @@ class CpuDecoder:
         num_rows = ctypes.c_int64(len(hidden))
         self._library.run("linear", self._head.args(logits, hidden, addressof(num_rows)))
         return logits
+
+    def _seconds_alone(self, num_tokens: int) -> float:
+        """Roughly what a pass over so many tokens takes one thread: weights have to be read, and
+        multiplied."""
+        read_s = self._num_weights * self.dtype.itemsize / _READ_BYTES_PER_S
+        return max(read_s, self._num_weights * num_tokens / _PRODUCTS_PER_S)
 
     def _record(self, num_tokens: int, kv_pool: Tensor) -> RecordedCalls:
         """The calls of a forward pass over this pool with room for so many tokens."""
@@ -178,6 +192,12 @@ class PackedLayer:
         self.gate_up_proj, self.down_proj = (
             _take_linear(library, linear) for linear in (mlp.gate_up_proj, mlp.down_proj)
         )
+
+    @property
+    def num_weights(self) -> int:
+        """Values of its matrices."""
+        matrices = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
+        return sum(each.in_features * each.out_features for each in matrices)
 
     def calls(
         self, config: DecoderConfig, buffers: Buffers, step: Step, cache: Tensor

@@ -117,5 +117,9 @@ class Decoder(nn.Module):
         return self.norm.weight.device
 
     @property
+    def num_threads(self) -> int:
+        return torch.get_num_threads()
+
+    @property
     def needs_prompt_lens(self) -> bool:
         return self.rotary.needs_prompt_lens

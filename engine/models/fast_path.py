@@ -11,6 +11,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.cpu_decoder import CpuDecoder, can_run
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import load_library
 
 
@@ -25,6 +26,11 @@ class LanguageModel(Protocol):
     @property
     def needs_prompt_lens(self) -> bool: ...
 
+    @property
+    def num_threads(self) -> int:
+        """CPU threads that compute."""
+        ...
+
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], good until the
         next call"""
@@ -35,12 +41,17 @@ class LanguageModel(Protocol):
         ...
 
 
-def fastest(decoder: Decoder) -> LanguageModel:
-    """The decoder in the form that runs fastest where its weights are; they move into it."""
+def fastest(decoder: Decoder, *, num_threads: int | None = None) -> LanguageModel:
+    """The decoder in the form that runs fastest where its weights are; they move into it.
+
+    Args:
+        num_threads: of a CPU; None takes what suits the form.
+    """
     if decoder.device.type != "cpu" or not can_run(decoder.config):
         return decoder
     library = load_library(decoder.dtype)
     if library is None:
         return decoder
-    library.start_threads(torch.get_num_threads())
-    return CpuDecoder(decoder, library)
+    num_threads = library.start_threads(num_threads or num_usable_cores())
+    torch.set_num_threads(1)  # one pool: what little torch does beside it must not wake another
+    return CpuDecoder(decoder, library, num_threads=num_threads)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from penstock.engine.config import DeviceConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.kernels.cpu.cores import num_usable_cores
 
 
 def select_device(config: DeviceConfig) -> torch.device:
@@ -48,9 +47,6 @@ def _default_num_threads() -> int:
     """All cores but one, which is the gateway's and its clients'.
 
     torch's threads spin at every barrier of a step: where one of them shares its core with another
-    process, all wait for it. On two idle cores a second thread gains a small model little;
-    beside one busy process it costs most of the speed.
+    process, all wait for it. The CPU kernels' pool does not, and takes all cores (`fast_path`).
     """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, num_cores - 1)
+    return max(1, num_usable_cores() - 1)

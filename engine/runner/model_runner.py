@@ -46,6 +46,7 @@ class RunnerInfo:
     needs_prompt_lens: bool
     dtype: str
     device: str
+    num_threads: int
 
 
 class ModelRunner:
@@ -71,7 +72,9 @@ class ModelRunner:
         shape = KVShape.of(decoder, config.cache.block_size, dtype)
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
-        self._model = fastest(model)  # last: it takes the weights
+        self._model = fastest(
+            model, num_threads=config.device.num_threads
+        )  # last: it takes the weights
         num_blocks = self._kv_pool.shape[2]
         self._batch = InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -90,6 +93,7 @@ class ModelRunner:
             needs_prompt_lens=self._model.needs_prompt_lens,
             dtype=str(dtype).removeprefix("torch."),
             device=str(self._device),
+            num_threads=self._model.num_threads,
         )
 
     @torch.inference_mode()

@@ -80,7 +80,8 @@ INLINE long num_attention_items(
 #include "elementwise.inc.c"
 #include "linear.inc.c"
 
-/* Run recorded calls one after the other. */
-void run_calls(const struct call *calls, long num_calls) {
+/* Run recorded calls one after the other. Whether threads share them holds for what follows too. */
+void run_calls(const struct call *calls, long num_calls, int is_shared) {
+    pool_share(is_shared);
     for (long i = 0; i < num_calls; i++) calls[i].run(calls[i].args);
 }

@@ -38,7 +38,7 @@ class CpuLibrary:
         self._library = library
         self._name = name
         self._memory = WeightMemory()
-        library.run_calls.argtypes = (ctypes.c_void_p, ctypes.c_long)
+        library.run_calls.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
         library.run_calls.restype = None
 
     def start_threads(self, num_threads: int) -> int:
@@ -80,8 +80,10 @@ class RecordedCalls:
             call.args = ctypes.addressof(args)
         self._run = library.run_calls
 
-    def run(self) -> None:
-        self._run(self._calls, len(self._calls))
+    def run(self, *, is_shared: bool = True) -> None:
+        """is_shared: whether the pool's threads share these calls, and what follows them; for
+        little work waking them costs more than they do."""
+        self._run(self._calls, len(self._calls), is_shared)
 
 
 def load_library(dtype: torch.dtype) -> CpuLibrary | None:

@@ -24,13 +24,13 @@ struct job {
  * never takes an item of one job for an item of another, and nobody has to wait for it. */
 static struct {
     struct job jobs[2];
-    int num_threads;
+    int num_threads, is_shared;
     char pad0[64];
     _Atomic uint64_t ticket;
     char pad1[64];
     atomic_int epoch; /* one more for every job; workers wait on it */
     atomic_int num_sleeping;
-} pool = {.num_threads = 1};
+} pool = {.num_threads = 1, .is_shared = 1};
 
 static inline void pause_cpu(void) {
 #if defined(__x86_64__)
@@ -85,8 +85,10 @@ int pool_start(int num_threads) {
     return pool.num_threads;
 }
 
+void pool_share(int is_shared) { pool.is_shared = is_shared; }
+
 void pool_run(item_fn *fn, const void *args, long num_items) {
-    if (pool.num_threads == 1 || num_items == 1 || num_items > MAX_ITEMS) {
+    if (pool.num_threads == 1 || !pool.is_shared || num_items == 1 || num_items > MAX_ITEMS) {
         for (long item = 0; item < num_items; item++) fn(args, item);
         return;
     }

@@ -12,6 +12,8 @@ typedef void item_fn(const void *args, long item);
 
 /* Start the pool with this many threads, the caller's counted; again: changes nothing. */
 int pool_start(int num_threads);
+/* Whether kernels from now on share the pool; if not, the caller runs them alone. */
+void pool_share(int is_shared);
 /* Run items 0 … num_items - 1 and return when all are done. One caller at a time. */
 void pool_run(item_fn *fn, const void *args, long num_items);
 

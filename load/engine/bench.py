@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="for it")
     parser.add_argument(
-        "--num-threads", type=int, default=0, help="CPU threads; 0: all cores but one"
+        "--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice"
     )
     parser.add_argument(
         "--num-seqs", type=counts, default="1,8,32", help="sequences at once, with commas"

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 
-import psutil
-
 from penstock.engine.errors import ConfigError
 from penstock.load.launch import server
 from penstock.load.peers import models
@@ -27,13 +25,9 @@ class Penstock:
         return version("penstock")
 
     def settings(self, model: str) -> Sequence[Setting]:
-        """All cores but one is the default: the other is for the gateway."""
+        """What a user gets who sets nothing."""
         del model
-        num_cores = psutil.cpu_count() or 1
-        return (
-            Setting(name="default"),
-            Setting(name="all-cores", flags=("--num-threads", str(num_cores))),
-        )
+        return (Setting(name="default"),)
 
     def start(self, model: str, setting: Setting) -> PenstockServer:
         return PenstockServer(model, setting)

@@ -1,0 +1,42 @@
+"""How many cores this process may keep busy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_CPU_FOLDER = Path("/sys/devices/system/cpu")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_usable_cores() -> int:
+    """Physical cores the process may run on, within the quota of its control group.
+
+    Two hardware threads of one core share its multipliers, so a second one only gets in the way.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cpus = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+    return max(1, min(_num_physical(cpus), _quota(_QUOTA)))
+
+
+def _num_physical(cpus: Iterable[int]) -> int:
+    return len({_siblings(_CPU_FOLDER / f"cpu{cpu}", cpu) for cpu in cpus})
+
+
+def _siblings(folder: Path, cpu: int) -> str:
+    """The hardware threads of a CPU's core, as the system lists them; itself if it does not."""
+    try:
+        return (folder / "topology" / "thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _quota(path: Path) -> int:
+    """Cores' worth of time that the control group is given, rounded up; many if unlimited."""
+    try:
+        quota, period = path.read_text().split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):  # no such file, or "max"
+        return 1 << 16
