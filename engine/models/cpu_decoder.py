@@ -87,11 +87,9 @@ class CpuDecoder:
 
     Args:
         decoder: gives its weights away: each matrix is packed, then dropped there.
-        num_threads: those of the library's pool.
     """
 
-    def __init__(self, decoder: Decoder, library: CpuLibrary, *, num_threads: int) -> None:
-        self.num_threads = num_threads
+    def __init__(self, decoder: Decoder, library: CpuLibrary) -> None:
         self.config = decoder.config
         self.dtype = decoder.dtype
         self._library = library
@@ -107,6 +105,10 @@ class CpuDecoder:
         self._buffers = Buffers(self.config, 0, self.dtype)
         self._recorded: RecordedCalls | None = None
         self._recorded_for = (0, 0)
+
+    @property
+    def num_threads(self) -> int:
+        return self._library.num_threads
 
     @property
     def needs_prompt_lens(self) -> bool:

@@ -12,7 +12,7 @@ from penstock.engine.models.cpu_decoder import CpuDecoder, can_run
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.kernels.cpu.cores import num_usable_cores
-from penstock.kernels.cpu.library import load_library
+from penstock.kernels.cpu.library import CpuLibrary, load_library
 
 
 class LanguageModel(Protocol):
@@ -41,17 +41,21 @@ class LanguageModel(Protocol):
         ...
 
 
-def fastest(decoder: Decoder, *, num_threads: int | None = None) -> LanguageModel:
-    """The decoder in the form that runs fastest where its weights are; they move into it.
+def cpu_kernels(decoder: Decoder, *, num_threads: int | None = None) -> CpuLibrary | None:
+    """The kernels for a decoder on a CPU; None on a GPU or without a compiler.
 
     Args:
-        num_threads: of a CPU; None takes what suits the form.
+        num_threads: None takes one a core.
     """
-    if decoder.device.type != "cpu" or not can_run(decoder.config):
+    library = load_library(decoder.dtype) if decoder.device.type == "cpu" else None
+    if library is not None and can_run(decoder.config):
+        library.start_threads(num_threads or num_usable_cores())
+        torch.set_num_threads(1)  # one pool: what little torch does now must not wake another
+    return library
+
+
+def fastest(decoder: Decoder, library: CpuLibrary | None) -> LanguageModel:
+    """The decoder in the form that runs fastest where its weights are; they move into it."""
+    if library is None or not can_run(decoder.config):
         return decoder
-    library = load_library(decoder.dtype)
-    if library is None:
-        return decoder
-    num_threads = library.start_threads(num_threads or num_usable_cores())
-    torch.set_num_threads(1)  # one pool: what little torch does beside it must not wake another
-    return CpuDecoder(decoder, library, num_threads=num_threads)
+    return CpuDecoder(decoder, library)

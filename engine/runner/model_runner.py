@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
-from penstock.engine.models.fast_path import fastest
+from penstock.engine.models.fast_path import cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.device import select_device, settle_max_model_len
 from penstock.engine.runner.input_batch import InputBatch
@@ -72,9 +72,8 @@ class ModelRunner:
         shape = KVShape.of(decoder, config.cache.block_size, dtype)
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
-        self._model = fastest(
-            model, num_threads=config.device.num_threads
-        )  # last: it takes the weights
+        library = cpu_kernels(model, num_threads=config.device.num_threads)
+        self._model = fastest(model, library)  # last: it takes the weights
         num_blocks = self._kv_pool.shape[2]
         self._batch = InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,

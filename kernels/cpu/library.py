@@ -30,12 +30,16 @@ class CpuLibrary:
     Args:
         library: as compiled for that dtype.
         name: of the dtype in C.
+
+    Attributes:
+        num_threads: that kernels use, the caller's counted.
     """
 
     def __init__(self, library: CDLL, dtype: torch.dtype, name: str, isa: str) -> None:
         self.dtype = dtype
         self.isa = isa
         self._library = library
+        self.num_threads = 1
         self._name = name
         self._memory = WeightMemory()
         library.run_calls.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
@@ -43,7 +47,8 @@ class CpuLibrary:
 
     def start_threads(self, num_threads: int) -> int:
         """Let kernels use so many threads, the caller's counted; how many there are."""
-        return int(self._library.pool_start(num_threads))
+        self.num_threads = int(self._library.pool_start(num_threads))
+        return self.num_threads
 
     def pack(self, weight: Tensor) -> Tensor:
         """weight [out_features, in_features] in the layout of `linear.inc.c`; one dimension."""

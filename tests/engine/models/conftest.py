@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.cpu_decoder import CpuDecoder
-from penstock.engine.models.fast_path import LanguageModel, fastest
+from penstock.engine.models.fast_path import LanguageModel, cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.paged_layout import PagedLayout
@@ -38,7 +38,7 @@ def paged_logits(request: pytest.FixtureRequest) -> PagedLogits:
         assert sum(chunks) == len(token_ids)
         model: LanguageModel = load_model(ModelConfig(), path, torch.device("cpu"))
         if request.param == "kernels":
-            model = fastest(model)
+            model = fastest(model, cpu_kernels(model))
             assert isinstance(model, CpuDecoder)
         shape = KVShape.of(model.config, BLOCK_SIZE, model.dtype)
         num_blocks = shape.num_blocks_for(len(token_ids))
