@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	-e "$(1)" >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 
-.PHONY: install serve test check format bench bench-peers gpu clean
+.PHONY: install serve test check format bench bench-peers gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed
 
@@ -42,10 +42,18 @@ bench: $(VENV)/.installed
 bench-peers: $(VENV)/.installed-test
 	$(BIN)/python -m penstock.load.peers.matrix $(ARGS)
 
-# On a machine with a GPU, with its own python3 and torch: no install, and no plugin but pytest.
-gpu:
+# On a machine with a GPU, with its own python3 and torch: no install, and no plugin but pytest. What
+# is written to the folder $OUT, if there is one, is the tests' report and the figures. ARGS go to
+# one of the two: `make gpu-bench ARGS='--only attention'`.
+gpu: gpu-tests gpu-bench
+
+gpu-tests:
 	PYTHONPATH=.namespace python3 -m pytest -c /dev/null --rootdir . --import-mode importlib \
-	  -p no:cacheprovider -m gpu $$(grep -rl 'mark\.gpu' --include 'test_*.py' tests) $(ARGS)
+	  -p no:cacheprovider -m gpu $(if $(OUT),--junit-xml=$(OUT)/gpu-tests.xml) \
+	  $$(grep -rl 'mark\.gpu' --include 'test_*.py' tests) tests/kernels/gpu $(ARGS)
+
+gpu-bench:
+	PYTHONPATH=.namespace python3 -m penstock.load.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .namespace/*.egg-info

@@ -12,9 +12,11 @@ from typing import Literal
 from penstock.engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+Quantization = Literal["none", "int8"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8")
 DEMO_MODEL = "demo"
 
 
@@ -25,6 +27,8 @@ class ModelConfig:
     Attributes:
         model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
+        quantization: `int8` rounds the matrices of all layers when they are loaded, and what they
+            are multiplied with as it comes; on a CPU.
         max_model_len: context in tokens; None takes the model's own.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
             `generation_config.json`; `none` takes EOS from `config.json` alone.
@@ -33,6 +37,7 @@ class ModelConfig:
     model: str = DEMO_MODEL
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization = "none"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     generation_config: Literal["auto", "none"] = "auto"
@@ -110,10 +115,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where the model runs. `auto` is CUDA where there is one, else the CPU."""
+    """Where the model runs. `auto` is CUDA where there is one, else the CPU.
+
+    Attributes:
+        num_threads: of a CPU; None takes what the cores here suggest.
+        deterministic: refuse to start where a result may depend on what else is computed with it:
+            on the batch, how a prompt is cut into chunks, preemption, what is cached.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int | None = None  # CPU threads; None takes what the cores here suggest
+    num_threads: int | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

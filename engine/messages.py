@@ -38,6 +38,7 @@ class EngineInfo:
         bytes_per_block: of either tier.
         max_num_seqs: sequences running at once; a request may have no more branches.
         num_threads: of the CPU; on a GPU those that serve it.
+        quantization: of the weights, as `ModelConfig` has it.
         scheduling_policy: `fcfs`, or `priority`, where requests may carry one.
     """
 
@@ -56,6 +57,7 @@ class EngineInfo:
     pid: int
     bytes_per_block: int = 0
     num_threads: int = 1
+    quantization: str = "none"
     protocol_version: int = PROTOCOL_VERSION
 
 

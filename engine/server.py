@@ -146,6 +146,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     status.ready(
         device=info.device,
         dtype=info.dtype,
+        quantization=info.quantization,
         max_model_len=info.max_model_len,
         kv_cache_tokens=info.num_blocks * info.block_size,
     )

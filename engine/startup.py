@@ -64,6 +64,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         pid=os.getpid(),
         bytes_per_block=device.bytes_per_block,
         num_threads=device.num_threads,
+        quantization=config.model.quantization,
     )
     return core, info
 
@@ -75,4 +76,4 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
         if config.model.load_format == "dummy"
         else weights_fingerprint(path)
     )
-    return weights + f" {device.dtype} {device.block_size}".encode()
+    return weights + f" {device.dtype} {config.model.quantization} {device.block_size}".encode()

@@ -20,6 +20,7 @@ from typing import Any
 from penstock.engine.config import (
     DEMO_MODEL,
     DTYPES,
+    QUANTIZATIONS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -87,6 +88,8 @@ FLAGS: tuple[Flag, ...] = (
     # the model
     Flag("revision", None, "branch, tag or commit of a model on the Hub"),
     Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
+    Flag("quantization", _MODEL.quantization, "int8: weights of the layers in a byte each, faster "
+         "and a little less exact (CPU only)", choices=QUANTIZATIONS),
     Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
          choices=("auto", "dummy")),
     Flag("max-model-len", None, "context in tokens; default: the model's own", int),
@@ -119,6 +122,8 @@ FLAGS: tuple[Flag, ...] = (
          "seconds of waiting that move a request up by one priority", float),
     # the device
     Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
+    Flag("deterministic", False, "results do not depend on what else is computed: batch, chunks, "
+         "preemption, caches (CPU only)"),
     Flag("num-threads", None, "CPU threads of the engine; default: one a core", int),
 )  # fmt: skip
 

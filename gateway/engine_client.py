@@ -14,10 +14,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import secrets
 from collections.abc import Coroutine, Sequence
 
-import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
@@ -38,11 +36,13 @@ from penstock.engine.messages import (
     Submit,
 )
 from penstock.engine.request import Request
+from penstock.gateway.engine_socket import EngineSocket
 from penstock.gateway.engine_stream import EngineStream
 
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _LAST_WORDS_S = 0.1
+_RETRY_S = 0.005  # while ZeroMQ has no room
 _MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 # What of the stats is over when an engine dies: all but its counters and the sizes of its pools.
 _GAUGES = tuple(
@@ -179,19 +179,10 @@ class EngineClient:
         self._death = asyncio.get_running_loop().create_future()
         self._num_silent_beats = self._num_steps = 0
         self._outbox = asyncio.Queue()
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16))
-        socket.setsockopt(zmq.LINGER, 200)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(self._address)
+        socket = EngineSocket(self._context, self._address, self._take_frame)
         tasks = [
             asyncio.create_task(self._guarded(work))
-            for work in (
-                self._send(socket),
-                self._receive(socket),
-                self._beat(),
-                self._watch(monitor),
-            )
+            for work in (self._send(socket), self._beat(), self._watch(socket.monitor))
         ]
         try:
             reason = await self._death
@@ -201,10 +192,8 @@ class EngineClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with contextlib.suppress(zmq.Again):  # aborts that are still queued
-                while not self._outbox.empty():
-                    await socket.send(encode(self._outbox.get_nowait()), zmq.NOBLOCK)
-            socket.disable_monitor()
+            while not self._outbox.empty() and socket.send(encode(self._outbox.get_nowait())):
+                pass  # aborts that are still queued
             socket.close()
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
@@ -226,9 +215,11 @@ class EngineClient:
         for stream in streams.values():
             stream.fail(EngineDeadError(reason))
 
-    async def _send(self, socket: zmq.asyncio.Socket) -> None:
+    async def _send(self, socket: EngineSocket) -> None:
         while True:
-            await socket.send(encode(await self._outbox.get()))
+            frame = encode(await self._outbox.get())
+            while not socket.send(frame):  # noqa: ASYNC110  (the engine is slow or gone)
+                await asyncio.sleep(_RETRY_S)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """A killed engine's socket closes at once: no need to wait until it has been silent."""
@@ -250,21 +241,27 @@ class EngineClient:
             if self._num_silent_beats > _MAX_SILENT_BEATS:
                 self.mark_dead(f"silent for {SILENCE_LIMIT_S:.0f} s")
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            message = decode(await socket.recv())
-            self._num_silent_beats = 0
-            if isinstance(message, Step):
-                self._take_step(message)
-            elif isinstance(message, Heartbeat):
-                self.stats = message.stats or self.stats
-            elif isinstance(message, EngineInfo):
-                self._num_lives += self.info is None
-                self.info = message
-                self._has_info.set()
-            elif isinstance(message, Failure):
-                self.mark_dead(message.message)
-                return
+    def _take_frame(self, frame: bytes) -> None:
+        if self._death is None or self._death.done():
+            return
+        try:
+            self._take(decode(frame))
+        except Exception as error:
+            _LOG.exception("the link to the engine broke")
+            self.mark_dead(f"{type(error).__name__}: {error}")
+
+    def _take(self, message: Message) -> None:
+        self._num_silent_beats = 0
+        if isinstance(message, Step):
+            self._take_step(message)
+        elif isinstance(message, Heartbeat):
+            self.stats = message.stats or self.stats
+        elif isinstance(message, EngineInfo):
+            self._num_lives += self.info is None
+            self.info = message
+            self._has_info.set()
+        elif isinstance(message, Failure):
+            self.mark_dead(message.message)
 
     def _take_step(self, step: Step) -> None:
         self._num_steps += 1

@@ -182,9 +182,11 @@ class Supervisor:
         host, port = listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104, E501  # fmt: skip
         engine = self._children["engine"].ready or {}
+        is_int8 = engine.get("quantization") == "int8"
+        dtype = f"{engine.get('dtype')}{' and int8' if is_int8 else ''}"
         return (
             f"penstock is ready at http://{host}:{port}  "
-            f"(model {self._settings['model']}, {engine.get('dtype')} on {engine.get('device')}, "
+            f"(model {self._settings['model']}, {dtype} on {engine.get('device')}, "
             f"context {engine.get('max_model_len')}, "
             f"KV cache {engine.get('kv_cache_tokens')} tokens, {took_s:.1f} s)"
         )

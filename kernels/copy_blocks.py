@@ -1,16 +1,16 @@
 """Copying whole blocks within the KV pool: checks shapes, picks the implementation.
 
-The meaning is specified by `copy_blocks_reference`, so far the only implementation.
+The meaning is specified by `copy_blocks_reference`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from penstock.kernels.copy_blocks_reference import copy_blocks_reference
+from penstock.kernels.gpu_operations import gpu_operation
 
 
 def copy_blocks(pool: Tensor, copies: Sequence[tuple[int, int]]) -> None:
@@ -23,9 +23,10 @@ def copy_blocks(pool: Tensor, copies: Sequence[tuple[int, int]]) -> None:
     assert pool.dim() == 6, f"pool {tuple(pool.shape)}"
     if not copies:
         return
-    pairs = torch.tensor(copies, dtype=torch.int64)
-    assert pairs.min() >= 0, f"negative block in {copies}"
-    assert pairs.max() < pool.shape[2], f"block beyond the pool's {pool.shape[2]} in {copies}"
+    num_blocks = pool.shape[2]
+    for pair in copies:
+        assert min(pair) >= 0, f"negative block in {copies}"
+        assert max(pair) < num_blocks, f"block beyond the pool's {num_blocks} in {copies}"
     assert len({copy[1] for copy in copies}) == len(copies), f"destination named twice in {copies}"
-    sources, destinations = pairs.to(pool.device).unbind(1)
-    copy_blocks_reference(pool, sources, destinations)
+    run = gpu_operation("copy_blocks") if pool.is_cuda else copy_blocks_reference
+    run(pool, copies)

@@ -1,12 +1,17 @@
 """Attention over a paged KV cache: checks shapes, then picks the implementation.
 
-The meaning is specified by `paged_attention_reference`, so far the only implementation.
+The meaning is specified by `paged_attention_reference`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 from torch import Tensor
 
+from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.paged_attention_reference import paged_attention_reference
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -19,12 +24,39 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    split_len: int | None = None,
 ) -> Tensor:
-    """Attend over the cache; arguments and result as in `paged_attention_reference`."""
+    """Attend over the cache; arguments and result as in `paged_attention_reference`, and
+
+    Args:
+        split_len: on a GPU, a decode's context is split into parts of so many positions, whatever
+            the batch: then a row's bits depend on its own sequence alone. None: into as many as
+            fill the device.
+    """
     _check(query, key_cache, value_cache, layout)
     assert window is None or window >= 1, f"window {window}"
-    return paged_attention_reference(
-        query, key_cache, value_cache, layout, scale=scale, window=window
+    assert sinks is None or sinks.shape == query.shape[1:2], "one sink for each head"
+    for each in (key_scale, value_scale):
+        has_scale, is_fp8 = each is not None, key_cache.dtype == torch.float8_e4m3fn
+        assert has_scale == is_fp8, "scales are for a cache in FP8"
+    attend: Callable[..., Tensor] = paged_attention_reference
+    if query.is_cuda:
+        attend = partial(gpu_operation("paged_attention"), split_len=split_len)
+    return attend(
+        query,
+        key_cache,
+        value_cache,
+        layout,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 
@@ -32,9 +64,12 @@ def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: PagedL
     num_tokens, num_heads, head_dim = query.shape
     _, _, num_kv_heads, cache_head_dim = key_cache.shape
     assert key_cache.shape == value_cache.shape, f"{key_cache.shape} and {value_cache.shape}"
+    assert key_cache.is_contiguous()
+    assert value_cache.is_contiguous()
+    assert key_cache.dtype == value_cache.dtype, "one dtype for keys and values"
     assert head_dim == cache_head_dim, f"head_dim {head_dim} in query, {cache_head_dim} in cache"
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads share {num_kv_heads} KV heads"
-    assert query.dtype == key_cache.dtype == value_cache.dtype, "one dtype for query and cache"
+    assert key_cache.dtype in (query.dtype, torch.float8_e4m3fn), "the query's dtype or FP8"
     assert layout.slot_mapping.shape == (num_tokens,), "one slot for each token"
     assert layout.query_start_loc.shape == (layout.num_seqs + 1,)
     assert layout.block_tables.shape[0] == layout.num_seqs

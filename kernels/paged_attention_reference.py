@@ -9,6 +9,11 @@ where group = num_heads / num_kv_heads. Positions are found through the block ta
 al., "Efficient Memory Management for LLM Serving with PagedAttention", SOSP 2023, §4.1;
 windows: Jiang et al., "Mistral 7B", 2023, §2; shared key heads: Ainslie et al., "GQA", 2023).
 
+Options: a soft cap makes soft_cap · tanh(score / soft_cap) of each score (Gemma 2, 2024, §2). A
+sink is a logit of a head's own that joins the softmax without a value: it only takes weight from
+the others (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, §2). A cache in FP8 holds keys
+divided by the key_scale of their KV head, and values by its value_scale.
+
 Only slots that were stored are ever read: a freed block may hold anything, NaN too, and a
 masked NaN would still spoil its neighbours (0 × NaN). Padding therefore points to a position
 the sequence owns.
@@ -16,6 +21,7 @@ the sequence owns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -36,23 +42,38 @@ def paged_attention_reference(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Attend; this step's keys and values are in the cache already.
 
     Args:
         query: [num_tokens, num_heads, head_dim]
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], of the query's
+            dtype or in float8_e4m3fn
         window: positions a token sees, itself included; None sees all before it.
+        sinks: [num_heads]
+        key_scale, value_scale: float32 [num_kv_heads], or one for all; only for FP8.
 
     Returns:
-        [num_tokens, num_heads, head_dim]
+        [num_tokens, num_heads, head_dim]; zeros for a token whose sequence has a seq_len of 0.
     """
-    output = torch.empty_like(query)
+    output = torch.zeros_like(query)
     starts = layout.query_start_loc.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
     seq_lens = layout.seq_lens.tolist()
-    decodes = [seq for seq, query_len in enumerate(query_lens) if query_len == 1]
-    attend = _Attention(key_cache, value_cache, scale, window)
+    attend = _Attention(
+        keys=_Rows(key_cache, key_scale),
+        values=_Rows(value_cache, value_scale),
+        block_size=key_cache.shape[1],
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
+    decodes = [seq for seq, length in enumerate(query_lens) if length == 1 and seq_lens[seq]]
     for group in _similar_lengths(decodes, seq_lens):
         seqs = torch.tensor(group, device=query.device)
         rows = layout.query_start_loc[seqs].long()
@@ -86,39 +107,60 @@ def _similar_lengths(seqs: list[int], seq_lens: list[int]) -> list[list[int]]:
     return groups
 
 
+class _Rows:
+    """The keys or the values of one layer, by slot."""
+
+    def __init__(self, cache: Tensor, scale: Tensor | None) -> None:
+        self.cache = cache.flatten(0, 1)  # [num_slots, num_kv_heads, head_dim]
+        self.scale = scale
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """Those at slots [n, m], in float32 if the cache is scaled: [n, num_kv_heads, m, head_dim]
+
+        `index_select` rather than indexing: several times faster on a CPU.
+        """
+        if self.scale is None:
+            gathered = self.cache.index_select(0, slots.flatten())
+        else:
+            stored = self.cache.view(torch.uint8).index_select(0, slots.flatten())
+            gathered = stored.view(self.cache.dtype).float() * self.scale.view(-1, 1)
+        return gathered.view(*slots.shape, *self.cache.shape[1:]).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
     """The two shapes of work on one layer's cache."""
 
-    def __init__(
-        self, key_cache: Tensor, value_cache: Tensor, scale: float, window: int | None
-    ) -> None:
-        self.block_size = key_cache.shape[1]
-        self.keys = key_cache.flatten(0, 1)  # [num_slots, num_kv_heads, head_dim]
-        self.values = value_cache.flatten(0, 1)
-        self.scale = scale
-        self.window = window
+    keys: _Rows
+    values: _Rows
+    block_size: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
 
     def decode(self, query: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
-        """One new token per sequence: a padded gather and one SDPA for all of them.
+        """One new token per sequence: a padded gather and one product for all of them.
 
         Shapes: query [num_seqs, num_heads, head_dim], block_tables [num_seqs, max_blocks].
         """
         num_seqs, num_heads, head_dim = query.shape
-        num_kv_heads = self.keys.shape[1]
+        num_kv_heads = self.keys.cache.shape[1]
         num_visible = seq_lens if self.window is None else seq_lens.clamp(max=self.window)
         columns = torch.arange(int(num_visible.max()), device=query.device)
         is_visible = columns < num_visible[:, None]  # [num_seqs, max_visible]
         positions = (seq_lens - num_visible)[:, None] + columns
         positions = torch.minimum(positions, seq_lens[:, None] - 1)
         slots = self._slots(block_tables, positions)  # [num_seqs, max_visible]
-        # The heads that share a key head stand in the place of SDPA's query positions, so no
-        # key is ever repeated.
-        output = F.scaled_dot_product_attention(
-            query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
-            _gather(self.keys, slots),  # [num_seqs, num_kv_heads, max_visible, head_dim]
-            _gather(self.values, slots),
-            attn_mask=is_visible[:, None, None, :],
-            scale=self.scale,
+        # The heads that share a key head stand in the place of query positions, so no key is
+        # ever repeated.
+        by_kv_head = (num_kv_heads, num_heads // num_kv_heads)
+        output = self._attend(
+            query.view(num_seqs, *by_kv_head, head_dim),
+            self.keys.gather(slots),  # [num_seqs, num_kv_heads, max_visible, head_dim]
+            self.values.gather(slots),
+            is_visible[:, None, None, :],
+            None if self.sinks is None else self.sinks.view(*by_kv_head, 1),
         )
         return output.reshape(num_seqs, num_heads, head_dim)
 
@@ -133,24 +175,56 @@ class _Attention:
         positions = torch.arange(first, seq_len, device=query.device)
         slots = self._slots(block_table[None], positions[None])  # [1, num_keys]
         # each [1, num_kv_heads, num_keys, head_dim]
-        keys, values = _gather(self.keys, slots), _gather(self.values, slots)
-        is_plain = num_before == 0 and (self.window is None or query_len <= self.window)
+        keys, values = self.keys.gather(slots), self.values.gather(slots)
+        sinks = None if self.sinks is None else self.sinks.view(-1, 1, 1)
+        is_causal = num_before == 0 and (self.window is None or query_len <= self.window)
+        if is_causal and self._is_plain:
+            mixed = self._attend(query.transpose(0, 1)[None], keys, values, None, None)
+            return mixed[0].transpose(0, 1)
         output = torch.empty_like(query)
-        # With a mask SDPA may hold all scores at once, so a long context is taken in slices.
-        step = query_len if is_plain else max(1, _MAX_SCORES // (query.shape[1] * len(positions)))
+        # A mask may bring all scores into memory at once, so a long context is taken in slices.
+        step = max(1, _MAX_SCORES // (query.shape[1] * len(positions)))
         for begin in range(0, query_len, step):
             rows = slice(begin, min(begin + step, query_len))
-            mixed = F.scaled_dot_product_attention(
-                query[rows].transpose(0, 1)[None],  # [1, num_heads, rows, head_dim]
+            by_head = query[rows].transpose(0, 1)[None]  # [1, num_heads, rows, head_dim]
+            mask = self._mask(positions, query_len)[rows]
+            output[rows] = self._attend(by_head, keys, values, mask, sinks)[0].transpose(0, 1)
+        return output
+
+    @property
+    def _is_plain(self) -> bool:
+        """Attention as torch has it."""
+        return self.soft_cap is None and self.sinks is None and self.keys.scale is None
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """query [n, heads, rows, head_dim] over keys and values [n, num_kv_heads, m, head_dim].
+
+        The mask broadcasts to [n, heads, rows, m], None is causal and plain; sinks broadcast to
+        [n, heads, rows, 1].
+        """
+        group = query.shape[1] // keys.shape[1]
+        if self._is_plain:
+            return F.scaled_dot_product_attention(
+                query,
                 keys,
                 values,
-                attn_mask=None if is_plain else self._mask(positions, query_len)[rows],
-                is_causal=is_plain,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=self.scale,
-                enable_gqa=True,
+                enable_gqa=group > 1,
             )
-            output[rows] = mixed[0].transpose(0, 1)
-        return output
+        assert mask is not None
+        keys, values = (each.float().repeat_interleave(group, dim=1) for each in (keys, values))
+        scores = self.scale * (query.float() @ keys.mT)  # [n, heads, rows, m]
+        if self.soft_cap is not None:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : values.shape[2]]
+        return (weights @ values).to(query.dtype)
 
     def _slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
         """Slots of positions [num_seqs, n] through block_tables [num_seqs, max_blocks]."""
@@ -164,12 +238,3 @@ class _Attention:
         if self.window is not None:
             mask &= key_positions > query_positions - self.window
         return mask
-
-
-def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """cache [num_slots, num_kv_heads, head_dim] at slots [n, m]: [n, num_kv_heads, m, head_dim]
-
-    `index_select` rather than indexing: several times faster on a CPU.
-    """
-    gathered = cache.index_select(0, slots.flatten())
-    return gathered.view(*slots.shape, *cache.shape[1:]).transpose(1, 2)

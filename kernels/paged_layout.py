@@ -16,12 +16,17 @@ from torch import Tensor
 class PagedLayout:
     """One step's layout. The host integers spare an operation a device synchronisation.
 
+    A batch may be padded at its end, so that its shapes stay those of a captured graph: with
+    sequences of no tokens, or of one token and a `seq_len` of 0. The host integers may then be
+    larger than what the tensors hold.
+
     Attributes:
         query_start_loc: int32 [num_seqs + 1], the first token of each sequence; the last
             entry is num_tokens.
         seq_lens: int32 [num_seqs], tokens with KV once this step's keys are stored.
         block_tables: int32 [num_seqs, max_blocks]; entries past a sequence's end are ignored.
-        slot_mapping: int64 [num_tokens], block × block_size + offset of each token.
+        slot_mapping: int64 [num_tokens], block × block_size + offset of each token; −1 for padding,
+            of which nothing is stored.
         max_query_len: the longest share of a sequence in this step.
         max_seq_len: the largest of `seq_lens`.
     """

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from penstock.kernels.bits import as_bits
 
 
 def store_kv_reference(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
-    """Store each token's key and value in its slot; slots are distinct.
+    """Store each token's key and value in its slot. A token whose slot is −1 is padding: nothing
+    of it is stored. The other slots are distinct.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim]
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], changed
-        slot_mapping: int64 [num_tokens], block × block_size + offset
+        slot_mapping: int64 [num_tokens], block × block_size + offset, or −1
+        key_scale, value_scale: float32 [num_kv_heads] or [], for a cache in FP8: what is stored
+            is x / scale, rounded to the nearest and clamped to what FP8 can hold.
     """
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored]
+    for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        rows = _as_stored(new[is_stored], scale, cache.dtype)
+        as_bits(cache).flatten(0, 1).index_copy_(0, slots, as_bits(rows))
+
+
+def _as_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [num_tokens, num_kv_heads, head_dim] as a cache of this dtype holds it."""
+    if scale is None:
+        return x
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale.reshape(-1, 1)).clamp(-largest, largest).to(dtype)

@@ -27,9 +27,21 @@ BENCHES: dict[str, tuple[str, str]] = {
         "penstock.load.engine.bench",
         "the engine alone: tokens per second, and where a step's time goes",
     ),
+    "kernels": (
+        "penstock.load.kernels.bench",
+        "the kernels alone: their time against what the machine can do, and against torch",
+    ),
+    "quantization": (
+        "penstock.load.quantization.bench",
+        "int8 weights: how far logits move, and tokens per second, beside the model's own dtype",
+    ),
     "startup": (
         "penstock.load.startup.bench",
         "a server's start: seconds to ready and to a first token, memory of each process",
+    ),
+    "turns": (
+        "penstock.load.turns",
+        "conversations: time to the first token of a later turn, and of its new tokens alone",
     ),
     "soak": (
         "penstock.load.soak.soak_bench",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from penstock.kernels.paged_attention import paged_attention
 from penstock.kernels.paged_layout import PagedLayout
-from penstock.kernels.store_kv import store_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +30,14 @@ class ForwardContext:
     positions: Tensor
     prompt_lens: Tensor | None = None
 
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+        keys, values = self.kv_pool[layer].unbind(0)
+        return keys, values
+
 
 class Attention(nn.Module):
-    """Store this step's keys and values, then attend over the sequence so far.
+    """Attend over the sequence so far; this step's keys and values are stored already.
 
     Args:
         layer: index into the KV pool.
@@ -46,10 +50,9 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5
         self.window = window
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
-        """query [num_tokens, num_heads, head_dim], key and value with num_kv_heads → as query"""
-        key_cache, value_cache = context.kv_pool[self.layer].unbind(0)
-        store_kv(key, value, key_cache, value_cache, context.layout.slot_mapping)
+    def forward(self, query: Tensor, context: ForwardContext) -> Tensor:
+        """query [num_tokens, num_heads, head_dim] → the same shape"""
+        key_cache, value_cache = context.cache(self.layer)
         return paged_attention(
             query, key_cache, value_cache, context.layout, scale=self.scale, window=self.window
         )

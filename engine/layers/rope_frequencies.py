@@ -55,12 +55,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     return frequencies
 
 
-def theta_frequencies(theta: float | Tensor, head_dim: int) -> Tensor:
-    """theta^(-2i/d): Su et al., "RoFormer", 2021, §3.2.2. A theta [n, 1] gives [n, d / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    if isinstance(theta, Tensor):
-        exponents = exponents.to(theta.device)
-    powers: Tensor = theta**exponents
+def theta_frequencies(theta: float, head_dim: int) -> Tensor:
+    """theta^(-2i/d), [head_dim / 2]: Su et al., "RoFormer", 2021, §3.2.2."""
+    powers: Tensor = theta ** _exponents(head_dim)
     return 1.0 / powers
 
 
@@ -68,12 +65,18 @@ def dynamic_frequencies(config: RopeConfig, head_dim: int, lengths: Tensor) -> T
     """NTK-aware frequencies of tokens that see `lengths` [n] positions: [n, head_dim / 2].
 
     theta grows with the length once that exceeds the original context (Peng et al., "YaRN",
-    2023, §3.1 and appendix B.1, after the posts of bloc97 and emozilla).
+    2023, §3.1 and appendix B.1, after the posts of bloc97 and emozilla). Powers are made of
+    exponentials: torch's own depend in their last bit on how many are computed at once.
     """
     original = config.original_max_position_embeddings
-    stretch = config.factor * lengths.clamp(min=original) / original - (config.factor - 1)
-    theta = config.theta * stretch ** (head_dim / (head_dim - 2))
-    return theta_frequencies(theta[:, None], head_dim)
+    stretch = config.factor * lengths.double().clamp(min=original) / original - (config.factor - 1)
+    log_theta = math.log(config.theta) + stretch.log() * (head_dim / (head_dim - 2))
+    exponents = _exponents(head_dim).to(lengths.device)
+    return (-log_theta[:, None] * exponents).exp().float()
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
 
 
 def attention_factor(config: RopeConfig) -> float:

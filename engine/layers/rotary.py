@@ -1,6 +1,7 @@
-"""Rotary positions: cosines and sines of a step's tokens, and their application.
+"""Rotary positions: the cosines and sines of a step's tokens.
 
-Not known here: where the frequencies' parameters come from (see `rope_frequencies`).
+Not known here: where the frequencies' parameters come from (see `rope_frequencies`), and how
+queries and keys are turned (see `kernels.rotary_store_kv`).
 """
 
 from __future__ import annotations
@@ -59,9 +60,3 @@ class RotaryEmbedding(nn.Module):
             frequencies = dynamic_frequencies(self.config, self.head_dim, lengths)
         angles = (positions[:, None].float() * frequencies)[:, None]
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [num_tokens, num_heads, head_dim]; a pair is dimensions i and i + head_dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

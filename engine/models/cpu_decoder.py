@@ -14,16 +14,18 @@ from ctypes import Structure, addressof
 import torch
 from torch import Tensor
 
+from penstock.engine.config import Quantization
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.packed_linear import LINEARS, CpuLinear, PackedLinear, address
+from penstock.kernels.cpu.int8 import Int8Rows
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary, RecordedCalls
 from penstock.kernels.cpu.structures import (
     AttentionArgs,
     EmbedArgs,
-    LinearArgs,
     RmsNormArgs,
     RopeStoreArgs,
     SiluMulArgs,
@@ -36,34 +38,11 @@ _READ_BYTES_PER_S, _PRODUCTS_PER_S = 20e9, 100e9
 _MIN_SHARED_S = 0.3e-3
 
 
-def can_run(config: DecoderConfig) -> bool:
-    """Whether the kernels take its shapes."""
-    is_even = config.hidden_size % 2 == 0 and config.intermediate_size % 2 == 0
+def can_run(config: DecoderConfig, block_size: int) -> bool:
+    """Whether the kernels take these shapes: values come in pairs, of positions too."""
+    sizes = (config.hidden_size, config.intermediate_size, block_size)
+    is_even = all(size % 2 == 0 for size in sizes)
     return is_even and config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
-
-
-class PackedLinear:
-    """A matrix as the kernels read it."""
-
-    def __init__(self, library: CpuLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.weight = library.pack(weight)
-        self.bias = bias
-
-    def args(
-        self, y: Tensor, x: Tensor, num_rows: int, *, residual: Tensor | None = None
-    ) -> LinearArgs:
-        """num_rows: the address of the number of rows."""
-        return LinearArgs(
-            y=y.data_ptr(),
-            x=x.data_ptr(),
-            weight=self.weight.data_ptr(),
-            bias=_address(self.bias),
-            residual=_address(residual),
-            num_rows=num_rows,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
 
 
 class Buffers:
@@ -74,12 +53,15 @@ class Buffers:
             return torch.empty(max_tokens, size, dtype=dtype)
 
         query_size = config.num_heads * config.head_dim
-        self.stream = rows(config.hidden_size)  # the residual stream
+        # The residual stream, before and after attention: no operation changes what it reads.
+        self.stream, self.attended = rows(config.hidden_size), rows(config.hidden_size)
         self.normed = rows(config.hidden_size)
         self.qkv = rows(query_size + 2 * config.num_kv_heads * config.head_dim)
         self.query, self.mixed = rows(query_size), rows(query_size)
         self.gate_up = rows(2 * config.intermediate_size)
         self.gated = rows(config.intermediate_size)
+        largest = max(config.hidden_size, query_size, config.intermediate_size)
+        self.int8 = Int8Rows(max_tokens, largest)  # what goes into a product of int8
 
 
 class CpuDecoder:
@@ -87,24 +69,36 @@ class CpuDecoder:
 
     Args:
         decoder: gives its weights away: each matrix is packed, then dropped there.
+        quantization: of the matrices of its layers; the head keeps its dtype.
     """
 
-    def __init__(self, decoder: Decoder, library: CpuLibrary) -> None:
+    def __init__(
+        self, decoder: Decoder, library: CpuLibrary, quantization: Quantization = "none"
+    ) -> None:
         self.config = decoder.config
         self.dtype = decoder.dtype
         self._library = library
         self._rotary = RotaryTable(decoder.rotary)
-        self._layers = [PackedLayer(library, layer) for layer in decoder.layers]  # type: ignore[arg-type]
+        self._layers = [
+            PackedLayer(library, layer, quantization)  # type: ignore[arg-type]
+            for layer in decoder.layers
+        ]
         self._norm = decoder.norm.weight
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
-        self._head = _take(library, head.weight)
+        self._head = PackedLinear(library, _take(head.weight))
         # A tied embedding is looked up in the packed head: it is held once.
         self._embedding = None if self.config.is_tied else decoder.embed_tokens.weight
         self._num_weights = sum(layer.num_weights for layer in self._layers)
+        self._num_bytes = sum(layer.num_bytes for layer in self._layers)
         self._step = Step()
         self._buffers = Buffers(self.config, 0, self.dtype)
+        self._logits = torch.empty(0, self._head.out_features, dtype=self.dtype)
+        self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
         self._recorded: RecordedCalls | None = None
         self._recorded_for = (0, 0)
+
+    def __del__(self) -> None:
+        self._library.settle()  # a thread may still read weights, to no effect
 
     @property
     def num_threads(self) -> int:
@@ -125,35 +119,53 @@ class CpuDecoder:
         cosines, sines, rows = self._rotary.rows(context)
         step = self._step
         step.num_tokens, step.num_seqs = num_tokens, layout.num_seqs
-        step.table_stride = layout.block_tables.stride(0)
+        block_tables = self._keep(layout.block_tables)
+        step.table_stride = block_tables.stride(0)
         step.token_ids = input_ids.data_ptr()
         step.slot_mapping = layout.slot_mapping.data_ptr()
         step.query_start_loc = layout.query_start_loc.data_ptr()
         step.seq_lens = layout.seq_lens.data_ptr()
-        step.block_tables = layout.block_tables.data_ptr()
+        step.block_tables = block_tables.data_ptr()
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
         step.rotary_rows = rows.data_ptr()
-        recorded.run(is_shared=self._seconds_alone(num_tokens) > _MIN_SHARED_S)
+        recorded.run(is_shared=self._is_worth_sharing(num_tokens))
         return self._buffers.normed[:num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
-        hidden = hidden.contiguous()
-        logits = torch.empty(len(hidden), self._head.out_features, dtype=self.dtype)
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
+        if len(hidden) > len(self._logits):  # kept: fresh pages cost more than small products
+            self._logits = torch.empty(len(hidden), self._head.out_features, dtype=self.dtype)
+        hidden, logits = hidden.contiguous(), self._logits[: len(hidden)]
         num_rows = ctypes.c_int64(len(hidden))
-        self._library.run("linear", self._head.args(logits, hidden, addressof(num_rows)))
+        self._library.run(
+            "linear",
+            self._head.args(logits, hidden, addressof(num_rows)),
+            is_shared=self._is_worth_sharing(len(hidden)),
+        )
         return logits
 
-    def _seconds_alone(self, num_tokens: int) -> float:
-        """Roughly what a pass over so many tokens takes one thread: weights have to be read, and
-        multiplied."""
-        read_s = self._num_weights * self.dtype.itemsize / _READ_BYTES_PER_S
-        return max(read_s, self._num_weights * num_tokens / _PRODUCTS_PER_S)
+    def _is_worth_sharing(self, num_tokens: int) -> bool:
+        """Whether a pass over so many tokens takes one thread long enough to wake the others:
+        weights have to be read, and multiplied."""
+        read_s = self._num_bytes / _READ_BYTES_PER_S
+        return max(read_s, self._num_weights * num_tokens / _PRODUCTS_PER_S) > _MIN_SHARED_S
+
+    def _keep(self, block_tables: Tensor) -> Tensor:
+        """A copy that stays where it is: a thread that was taken off its core may read it late."""
+        num_rows, num_columns = block_tables.shape
+        held_rows, held_columns = self._block_tables.shape
+        if num_rows > held_rows or num_columns > held_columns:
+            self._library.settle()
+            shape = (max(2 * num_rows, held_rows), max(2 * num_columns, held_columns))
+            self._block_tables = torch.zeros(shape, dtype=torch.int32)
+        self._block_tables[:num_rows, :num_columns] = block_tables
+        return self._block_tables
 
     def _record(self, num_tokens: int, kv_pool: Tensor) -> RecordedCalls:
         """The calls of a forward pass over this pool with room for so many tokens."""
         capacity, pool = self._recorded_for
         if self._recorded is None or num_tokens > capacity or kv_pool.data_ptr() != pool:
+            self._library.settle()
             capacity = max(capacity, 1 << (num_tokens - 1).bit_length())
             self._buffers = Buffers(self.config, capacity, self.dtype)
             self._recorded = self._library.record(self._calls(kv_pool))
@@ -180,7 +192,12 @@ class CpuDecoder:
 class PackedLayer:
     """The weights of one layer, and its share of the list."""
 
-    def __init__(self, library: CpuLibrary, layer: DecoderLayer) -> None:
+    def __init__(
+        self, library: CpuLibrary, layer: DecoderLayer, quantization: Quantization
+    ) -> None:
+        def pack(linear: Linear) -> CpuLinear:
+            return LINEARS[quantization](library, _take(linear.weight), linear.bias)
+
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm = layer.input_layernorm.weight
         self.post_attention_norm = layer.post_attention_layernorm.weight
@@ -188,25 +205,30 @@ class PackedLayer:
         self.query_norm = attention.q_norm.weight if has_qk_norm else None
         self.key_norm = attention.k_norm.weight if has_qk_norm else None
         self.window = attention.attention.window
-        self.qkv_proj, self.o_proj = (
-            _take_linear(library, linear) for linear in (attention.qkv_proj, attention.o_proj)
-        )
-        self.gate_up_proj, self.down_proj = (
-            _take_linear(library, linear) for linear in (mlp.gate_up_proj, mlp.down_proj)
-        )
+        self.qkv_proj, self.o_proj = pack(attention.qkv_proj), pack(attention.o_proj)
+        self.gate_up_proj, self.down_proj = pack(mlp.gate_up_proj), pack(mlp.down_proj)
 
     @property
     def num_weights(self) -> int:
         """Values of its matrices."""
-        matrices = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
-        return sum(each.in_features * each.out_features for each in matrices)
+        return sum(each.in_features * each.out_features for each in self._linears)
+
+    @property
+    def num_bytes(self) -> int:
+        """That its matrices take."""
+        return sum(each.num_bytes for each in self._linears)
+
+    @property
+    def _linears(self) -> tuple[CpuLinear, ...]:
+        return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
 
     def calls(
         self, config: DecoderConfig, buffers: Buffers, step: Step, cache: Tensor
     ) -> list[tuple[str, Structure]]:
         """cache [2, num_blocks, block_size, num_kv_heads, head_dim]"""
         rows = addressof(step)  # num_tokens is its first field
-        stream, normed = buffers.stream, buffers.normed
+        stream, attended, normed = buffers.stream, buffers.attended, buffers.normed
+        room = buffers.int8
         heads = {
             "query": buffers.query.data_ptr(),
             "key_cache": cache[0].data_ptr(),
@@ -220,8 +242,8 @@ class PackedLayer:
         rope_store = RopeStoreArgs(
             **heads,
             qkv=buffers.qkv.data_ptr(),
-            query_norm=_address(self.query_norm),
-            key_norm=_address(self.key_norm),
+            query_norm=address(self.query_norm),
+            key_norm=address(self.key_norm),
             eps=config.rms_norm_eps,
         )
         attention = AttentionArgs(
@@ -238,14 +260,14 @@ class PackedLayer:
         )
         return [
             ("rms_norm", _norm_args(normed, stream, self.input_norm, step, config)),
-            ("linear", self.qkv_proj.args(buffers.qkv, normed, rows)),
+            *self.qkv_proj.calls(buffers.qkv, normed, rows, room),
             ("rope_store", rope_store),
             ("attention", attention),
-            ("linear", self.o_proj.args(stream, buffers.mixed, rows, residual=stream)),
-            ("rms_norm", _norm_args(normed, stream, self.post_attention_norm, step, config)),
-            ("linear", self.gate_up_proj.args(buffers.gate_up, normed, rows)),
+            *self.o_proj.calls(attended, buffers.mixed, rows, room, residual=stream),
+            ("rms_norm", _norm_args(normed, attended, self.post_attention_norm, step, config)),
+            *self.gate_up_proj.calls(buffers.gate_up, normed, rows, room),
             ("silu_mul", silu_mul),
-            ("linear", self.down_proj.args(stream, buffers.gated, rows, residual=stream)),
+            *self.down_proj.calls(stream, buffers.gated, rows, room, residual=attended),
         ]
 
 
@@ -271,15 +293,11 @@ class RotaryTable:
         return self._cosines, self._sines, context.positions
 
 
-def _take(library: CpuLibrary, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """Pack a matrix and let go of the original."""
-    packed = PackedLinear(library, weight.data, bias)
+def _take(weight: Tensor) -> Tensor:
+    """The values of a parameter, which lets go of them."""
+    values = weight.data
     weight.data = torch.empty(0, dtype=weight.dtype)
-    return packed
-
-
-def _take_linear(library: CpuLibrary, linear: Linear) -> PackedLinear:
-    return _take(library, linear.weight, linear.bias)
+    return values
 
 
 def _norm_args(
@@ -293,7 +311,3 @@ def _norm_args(
         size=config.hidden_size,
         eps=config.rms_norm_eps,
     )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

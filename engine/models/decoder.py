@@ -7,15 +7,17 @@ Pre-norm blocks of rotary, grouped-query attention and a gated MLP (Touvron et a
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.layers.attention import Attention, ForwardContext
 from penstock.engine.layers.embedding import Embedding
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.norm import RMSNorm
-from penstock.engine.layers.rotary import RotaryEmbedding, rotate
+from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.kernels.gated_activation import silu_and_mul
+from penstock.kernels.qk_norm import QKNorm
+from penstock.kernels.rotary_store_kv import rotary_store_kv
 
 
 class SelfAttention(nn.Module):
@@ -38,16 +40,22 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
         num_tokens = x.shape[0]
-        heads = self.qkv_proj(x).view(num_tokens, -1, self.head_dim)
-        query, key, value = heads.split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )  # each [num_tokens, its heads, head_dim]
-        if self.has_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, *rotary), rotate(key, *rotary)
-        mixed = self.attention(query, key, value, context)
+        query = rotary_store_kv(
+            self.qkv_proj(x).view(num_tokens, -1, self.head_dim),
+            rotary,
+            *context.cache(self.attention.layer),
+            context.layout.slot_mapping,
+            qk_norm=self._qk_norm,
+        )  # [num_tokens, num_heads, head_dim]
+        mixed = self.attention(query, context)
         output: Tensor = self.o_proj(mixed.reshape(num_tokens, -1))
         return output
+
+    @property
+    def _qk_norm(self) -> QKNorm | None:
+        if not self.has_qk_norm:
+            return None
+        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class GatedMLP(nn.Module):
@@ -60,12 +68,17 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(size, (config.hidden_size,), has_bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        output: Tensor = self.down_proj(F.silu(gate) * up)
+        output: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
         return output
 
 
 class DecoderLayer(nn.Module):
+    """Attention and MLP, each adding to the residual stream.
+
+    What one computes is added where the next norm reads the stream, in one operation with it; so a
+    layer hands on the stream and, beside it, what is yet to be added.
+    """
+
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -73,10 +86,18 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, context)
-        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return output
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        context: ForwardContext,
+    ) -> tuple[Tensor, Tensor]:
+        """What is yet to be added, and the stream (None: it begins with x); returns the same."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rotary, context)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
 
 
 class Decoder(nn.Module):
@@ -97,10 +118,11 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size]"""
         x: Tensor = self.embed_tokens(input_ids)
+        residual: Tensor | None = None
         rotary = self.rotary(context.positions, context.prompt_lens, x.dtype)
         for layer in self.layers:
-            x = layer(x, rotary, context)
-        hidden: Tensor = self.norm(x)
+            x, residual = layer(x, residual, rotary, context)
+        hidden, _ = self.norm.add(x, residual)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,7 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.engine.config import Quantization
+from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.int8_linear import quantize_linears
 from penstock.engine.models.cpu_decoder import CpuDecoder, can_run
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -37,25 +40,54 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
         ...
 
 
-def cpu_kernels(decoder: Decoder, *, num_threads: int | None = None) -> CpuLibrary | None:
+def cpu_kernels(
+    decoder: Decoder, block_size: int, *, num_threads: int | None = None
+) -> CpuLibrary | None:
     """The kernels for a decoder on a CPU; None on a GPU or without a compiler.
 
     Args:
+        block_size: of the KV cache.
         num_threads: None takes one a core.
     """
     library = load_library(decoder.dtype) if decoder.device.type == "cpu" else None
-    if library is not None and can_run(decoder.config):
+    if library is not None and can_run(decoder.config, block_size):
         library.start_threads(num_threads or num_usable_cores())
         torch.set_num_threads(1)  # one pool: what little torch does now must not wake another
     return library
 
 
-def fastest(decoder: Decoder, library: CpuLibrary | None) -> LanguageModel:
+def check_deterministic(decoder: Decoder, block_size: int, library: CpuLibrary | None) -> None:
+    """Refuse a decoder that torch has to compute: the order of its sums depends on the batch.
+
+    Raises:
+        ConfigError: saying why the kernels, where it does not, cannot run.
+    """
+    config = decoder.config
+    if library is None:
+        reason = "they could not be compiled, as the log says"
+    elif not can_run(config, block_size):
+        reason = (
+            f"they do not take head size {config.head_dim}, hidden size {config.hidden_size}, "
+            f"intermediate size {config.intermediate_size} and block size {block_size} together"
+        )
+    else:
+        return
+    raise ConfigError(f"--deterministic needs the CPU kernels, and {reason}")
+
+
+def fastest(
+    decoder: Decoder,
+    block_size: int,
+    library: CpuLibrary | None,
+    quantization: Quantization = "none",
+) -> LanguageModel:
     """The decoder in the form that runs fastest where its weights are; they move into it."""
-    if library is None or not can_run(decoder.config):
-        return decoder
-    return CpuDecoder(decoder, library)
+    if library is not None and can_run(decoder.config, block_size):
+        return CpuDecoder(decoder, library, quantization)
+    if quantization == "int8":
+        quantize_linears(decoder)
+    return decoder

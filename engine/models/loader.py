@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.errors import ModelLoadError
+from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.layers.linear import Linear
 from penstock.engine.models.checkpoint import Checkpoint
 from penstock.engine.models.decoder import Decoder
@@ -25,6 +25,7 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _DUMMY_STD = 0.02
+_NUM_DUMMY = 1_048_583  # a prime, so that rows of a matrix that repeats them differ
 
 
 def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder:
@@ -32,7 +33,10 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
 
     Raises:
         ModelLoadError: naming the file, field or tensor at fault.
+        ConfigError: int8 is asked for on a GPU.
     """
+    if config.quantization == "int8" and device.type != "cpu":
+        raise ConfigError("--quantization int8 is for a CPU: leave it out, or use --device cpu")
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
     with torch.device("meta"):
@@ -64,14 +68,19 @@ def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> t
 
 
 def _fill_random(model: Decoder, seed: int) -> None:
-    """Small normal numbers; norms are ones and biases zeros, as in a fresh model."""
+    """Small normal numbers; norms are ones and biases zeros, as in a fresh model.
+
+    The same on every device. A large matrix repeats its numbers: drawing billions takes minutes.
+    """
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.dim() < 2:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         generator = torch.Generator().manual_seed((seed << 16) + index)
-        values = torch.randn(parameter.shape, generator=generator) * _DUMMY_STD
-        parameter.data.copy_(values)
+        period = min(parameter.numel(), _NUM_DUMMY)
+        numbers = torch.randn(period, generator=generator).mul(_DUMMY_STD).to(parameter)
+        for part in torch.split(parameter.data.flatten(), period):
+            part.copy_(numbers[: len(part)])
 
 
 def _fill_from(checkpoint: Checkpoint, model: Decoder, architecture: Architecture) -> None:

@@ -14,7 +14,7 @@ def select_device(config: DeviceConfig) -> torch.device:
     """The device to run on; sets the number of CPU threads of this process.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is asked for and there is none, or for what it cannot give.
     """
     if config.num_threads is not None and config.num_threads < 1:
         raise ConfigError(f"the number of CPU threads must be positive: {config.num_threads}")
@@ -24,6 +24,11 @@ def select_device(config: DeviceConfig) -> torch.device:
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
+    if config.deterministic:
+        raise ConfigError(
+            "--deterministic: on a GPU the order of torch's sums depends on the batch; use "
+            "--device cpu"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

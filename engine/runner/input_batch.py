@@ -14,7 +14,7 @@ Not known here: models, how tokens are chosen, why a sequence was scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,51 +26,29 @@ from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.sampling.prompt_logprobs import PromptSpan
 from penstock.engine.sampling.rows import SamplingRow
+from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingTable
 from penstock.kernels.paged_layout import PagedLayout
+
+Integers = npt.NDArray[np.int64]
 
 
 class DeviceSequence:
-    """What the device remembers of one sequence. Its block table is a row of `InputBatch`."""
+    """What the device remembers of one sequence; what every step needs is in columns instead."""
 
-    __slots__ = (
-        "index",
-        "num_blocks",
-        "num_computed",
-        "num_logprobs",
-        "num_prompt",
-        "num_prompt_logprobs",
-        "params",
-        "row",
-        "token_ids",
-    )
+    __slots__ = ("num_blocks", "num_prompt", "num_prompt_logprobs", "row", "token_ids")
 
     def __init__(self, entry: SequenceEntry, row: int) -> None:
         self.row = row
         self.token_ids = list(entry.token_ids)
         self.num_prompt = entry.num_prompt_tokens
-        self.num_computed = entry.num_computed_tokens
         self.num_blocks = 0
-        self.index = entry.index
-        self.params = entry.params
-        self.num_logprobs = entry.num_logprobs
         self.num_prompt_logprobs = entry.num_prompt_logprobs
 
-    def sampling_row(self) -> SamplingRow:
-        return SamplingRow(
-            params=self.params,
-            token_ids=self.token_ids,
-            num_prompt_tokens=self.num_prompt,
-            index=self.index,
-            num_logprobs=self.num_logprobs,
-        )
-
-    def prompt_span(self, seq_id: int, start: int, first_row: int) -> PromptSpan | None:
-        """The prompt tokens that follow those just computed, of which the first is at position
-        `start` and in row `first_row` of the step; None if there are none or nobody asks."""
-        if self.num_prompt_logprobs is None:
-            return None
-        token_ids = self.token_ids[start + 1 : min(self.num_computed + 1, self.num_prompt)]
-        if not token_ids:
+    def prompt_span(self, seq_id: int, start: int, stop: int, first_row: int) -> PromptSpan | None:
+        """The prompt tokens that follow those at positions `start` to `stop`, which are in row
+        `first_row` of the step and the next ones; None if there are none or nobody asks."""
+        token_ids = self.token_ids[start + 1 : min(stop + 1, self.num_prompt)]
+        if self.num_prompt_logprobs is None or not token_ids:
             return None
         return PromptSpan(
             seq_id=seq_id,
@@ -88,14 +66,17 @@ class StepInputs:
     Attributes:
         input_ids: int64 [num_tokens]
         sampled_seq_ids: sequences whose last known token is computed in this step, in order.
-        sampled_tokens: int64 [num_sampled], the place of those tokens among num_tokens.
+        sampled_tokens: int64 [num_sampled], the place of those tokens among num_tokens; None if
+            they are all of them.
+        sampling: what those sequences ask for.
         prompt_spans: the prompt tokens whose log-probabilities somebody wants.
     """
 
     input_ids: Tensor
     context: ForwardContext
     sampled_seq_ids: tuple[int, ...]
-    sampled_tokens: Tensor
+    sampled_tokens: Tensor | None
+    sampling: SamplingBatch
     prompt_spans: tuple[PromptSpan, ...]
 
 
@@ -112,9 +93,15 @@ class InputBatch:
     ) -> None:
         self._sequences: dict[int, DeviceSequence] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
+        # By row: how many tokens are known and computed, and the last one.
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self._last_token = np.zeros(max_num_seqs, dtype=np.int64)
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._sampling = SamplingTable(max_num_seqs, device)
         self._block_size = block_size
         self._device = device
+        self._is_cpu = device.type == "cpu"
 
     def update(self, batch: Batch) -> None:
         """Forget who left, take in who entered, extend block tables."""
@@ -126,51 +113,91 @@ class InputBatch:
         for item in batch.scheduled:
             if item.entry is not None:
                 self._enter(item.seq_id, item.entry)
-            self._extend_table(item)
+            if item.new_block_ids:
+                self._extend_table(item)
 
     def prepare(self, batch: Batch, kv_pool: Tensor, *, needs_prompt_lens: bool) -> StepInputs:
         """The tensors of a step; counts its tokens as computed."""
-        sequences = [self._sequences[item.seq_id] for item in batch.scheduled]
-        query_lens = np.array([item.num_new_tokens for item in batch.scheduled], dtype=np.int64)
-        ends = np.cumsum(query_lens)
-        input_ids: list[int] = []
-        sampled: list[int] = []
-        spans: list[PromptSpan | None] = []
-        for row, (item, sequence) in enumerate(zip(batch.scheduled, sequences, strict=True)):
-            start, stop = sequence.num_computed, sequence.num_computed + item.num_new_tokens
-            assert start < stop <= len(sequence.token_ids), f"row {row}: no tokens {start}…{stop}"
-            sequence.num_computed = stop
-            spans.append(sequence.prompt_span(item.seq_id, start, len(input_ids)))
-            input_ids.extend(sequence.token_ids[start:stop])
-            if stop == len(sequence.token_ids):
-                sampled.append(row)
-        seq_lens = np.array([sequence.num_computed for sequence in sequences], dtype=np.int64)
-        positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
-        prompt_lens = np.repeat([sequence.num_prompt for sequence in sequences], query_lens)
+        scheduled = batch.scheduled
+        sequences = [self._sequences[item.seq_id] for item in scheduled]
+        rows = np.array([sequence.row for sequence in sequences])
+        query_lens = np.array([item.num_new_tokens for item in scheduled])
+        starts = self._num_computed[rows]
+        seq_lens = starts + query_lens
+        num_tokens = self._num_tokens[rows]
+        assert (seq_lens <= num_tokens).all(), f"{seq_lens} of {num_tokens} tokens"
+        self._num_computed[rows] = seq_lens
+        ends = query_lens.cumsum()
+        (sampled,) = (seq_lens == num_tokens).nonzero()
+        is_decode = len(sampled) == ends[-1]
+        if is_decode:  # one token each, the last: by far the most frequent step
+            rows_of_tokens, positions, input_ids = rows, starts, self._last_token[rows]
+        else:
+            rows_of_tokens = rows.repeat(query_lens)
+            positions = np.arange(ends[-1]) + (seq_lens - ends).repeat(query_lens)
+            input_ids = np.concatenate(
+                [
+                    sequence.token_ids[start:stop]
+                    for sequence, start, stop in zip(sequences, starts, seq_lens, strict=True)
+                ]
+            )
+        block_of_token, offsets = np.divmod(positions, self._block_size)
+        slots = self._block_tables[rows_of_tokens, block_of_token] * np.int64(self._block_size)
+        slots += offsets
+        max_seq_len = int(seq_lens.max())
+        num_columns = -(-max_seq_len // self._block_size)
+        layout = PagedLayout(
+            query_start_loc=self._tensor(_from_zero(ends)),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
+            block_tables=self._tensor(self._block_tables[rows, :num_columns]),
+            slot_mapping=self._tensor(slots),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=max_seq_len,
+        )
+        prompt_lens = None
+        if needs_prompt_lens:
+            lens = np.array([sequence.num_prompt for sequence in sequences])
+            prompt_lens = self._tensor(lens.repeat(query_lens))
         return StepInputs(
-            input_ids=self._tensor(np.array(input_ids, dtype=np.int64)),
+            input_ids=self._tensor(input_ids),
             context=ForwardContext(
                 kv_pool=kv_pool,
-                layout=self._layout(sequences, query_lens, seq_lens, positions),
+                layout=layout,
                 positions=self._tensor(positions),
-                prompt_lens=self._tensor(prompt_lens) if needs_prompt_lens else None,
+                prompt_lens=prompt_lens,
             ),
-            sampled_seq_ids=tuple(batch.scheduled[row].seq_id for row in sampled),
-            sampled_tokens=self._tensor(ends[sampled] - 1),
-            prompt_spans=tuple(span for span in spans if span is not None),
+            sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
+            sampled_tokens=None if is_decode else self._tensor(ends[sampled] - 1),
+            sampling=self._sampling.select(rows[sampled], seq_lens[sampled]),
+            prompt_spans=tuple(self._prompt_spans(scheduled, sequences, starts, seq_lens)),
         )
 
-    def sampling_rows(self, seq_ids: Sequence[int]) -> list[SamplingRow]:
-        return [self._sequences[seq_id].sampling_row() for seq_id in seq_ids]
-
-    def append(self, seq_id: int, token_id: int) -> None:
-        """A token this device sampled; input of the sequence's next step."""
-        self._sequences[seq_id].token_ids.append(token_id)
+    def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """A token for each, as this device sampled it; input of the sequence's next step."""
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+        rows = [sequence.row for sequence in sequences]
+        self._last_token[rows] = token_ids
+        self._num_tokens[rows] += 1
 
     def _enter(self, seq_id: int, entry: SequenceEntry) -> None:
         known = self._sequences.pop(seq_id, None)
         row = self._free_rows.pop() if known is None else known.row
-        self._sequences[seq_id] = DeviceSequence(entry, row)
+        sequence = self._sequences[seq_id] = DeviceSequence(entry, row)
+        self._num_tokens[row] = len(entry.token_ids)
+        self._num_computed[row] = entry.num_computed_tokens
+        self._last_token[row] = entry.token_ids[-1]
+        self._sampling.enter(
+            row,
+            SamplingRow(
+                params=entry.params,
+                token_ids=sequence.token_ids,
+                num_prompt_tokens=entry.num_prompt_tokens,
+                index=entry.index,
+                num_logprobs=entry.num_logprobs,
+            ),
+        )
 
     def _extend_table(self, item: ScheduledSequence) -> None:
         sequence = self._sequences[item.seq_id]
@@ -179,27 +206,29 @@ class InputBatch:
         self._block_tables[sequence.row, sequence.num_blocks : end] = item.new_block_ids
         sequence.num_blocks = end
 
-    def _layout(
+    def _prompt_spans(
         self,
+        scheduled: Sequence[ScheduledSequence],
         sequences: Sequence[DeviceSequence],
-        query_lens: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-    ) -> PagedLayout:
-        rows = np.array([sequence.row for sequence in sequences])
-        max_seq_len = int(seq_lens.max())
-        num_columns = -(-max_seq_len // self._block_size)
-        block_of_token, offsets = np.divmod(positions, self._block_size)
-        blocks = self._block_tables[np.repeat(rows, query_lens), block_of_token].astype(np.int64)
-        starts = np.concatenate(([0], np.cumsum(query_lens)))
-        return PagedLayout(
-            query_start_loc=self._tensor(starts.astype(np.int32)),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(self._block_tables[rows, :num_columns]),
-            slot_mapping=self._tensor(blocks * self._block_size + offsets),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=max_seq_len,
-        )
+        starts: Integers,
+        seq_lens: Integers,
+    ) -> Iterator[PromptSpan]:
+        """The prompt tokens that follow those of a step, where somebody asks for them."""
+        first_row = 0
+        for item, sequence, start, stop in zip(scheduled, sequences, starts, seq_lens, strict=True):
+            if sequence.num_prompt_logprobs is not None:
+                span = sequence.prompt_span(item.seq_id, int(start), int(stop), first_row)
+                if span is not None:
+                    yield span
+            first_row += item.num_new_tokens
 
-    def _tensor(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _tensor(self, array: npt.NDArray[np.int32] | Integers) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._is_cpu else tensor.to(self._device)
+
+
+def _from_zero(ends: Integers) -> npt.NDArray[np.int32]:
+    """Running sums with the 0 they begin at."""
+    starts = np.zeros(len(ends) + 1, dtype=np.int32)
+    starts[1:] = ends
+    return starts

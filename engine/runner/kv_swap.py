@@ -31,7 +31,9 @@ from torch import Tensor
 from penstock.engine.batch import BlockMoves
 from penstock.engine.errors import ConfigError
 from penstock.engine.runner.timing import record_moment
+from penstock.kernels.block_ids import block_ids_on
 from penstock.kernels.copy_blocks import copy_blocks
+from penstock.kernels.move_blocks import gather_blocks, scatter_blocks
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -101,10 +103,9 @@ class HostTier:
     ) -> None:
         self.num_blocks = num_host_blocks
         self._pool = pool
-        self._blocks = pool.permute(2, 0, 1, 3, 4, 5)  # [num_blocks, *block], as the host has it
         self._runtime: Any = torch.cuda if pool.is_cuda else torch.cpu
         self._side = self._runtime.Stream()
-        self._host = _allocate(num_host_blocks, self._blocks)
+        self._host = _allocate(num_host_blocks, pool)
         if pool.is_cuda:
             _pin(self._host)
             # Memory must be unpinned before it is given back; at exit the system does both.
@@ -141,7 +142,7 @@ class HostTier:
         for slot, part in self._parts(len(pairs)):
             staged = slot.blocks[: part.stop - part.start]
             compute.wait_event(slot.is_free)
-            torch.index_select(self._blocks, 0, device_ids[part], out=staged)
+            gather_blocks(self._pool, device_ids[part], staged)
             self._side.wait_stream(compute)
             with self._runtime.stream(self._side):
                 for here, there in _runs(host_ids[part]):
@@ -162,17 +163,17 @@ class HostTier:
                 for here, there in _runs(host_ids[part]):
                     staged[here].copy_(self._host[there], non_blocking=True)
             compute.wait_stream(self._side)
-            self._blocks.index_copy_(0, device_ids[part], staged)
+            scatter_blocks(staged, device_ids[part], self._pool)
             slot.is_free.record(compute)
         self._timings.append((False, start, record_moment(self._pool.device, self._side)))
 
     def _columns(self, pairs: Pairs) -> tuple[Tensor, list[int]]:
         """(host, device) pairs by host block: int64 [num_pairs] for the device, and host ids."""
         host_ids, device_ids = zip(*sorted(pairs), strict=True)
-        for ids, size in ((host_ids, self.num_blocks), (device_ids, len(self._blocks))):
+        for ids, size in ((host_ids, self.num_blocks), (device_ids, self._pool.shape[2])):
             assert min(ids) >= 0, f"negative block in {pairs}"
             assert max(ids) < size, f"block beyond the pool's {size} in {pairs}"
-        return torch.tensor(device_ids, dtype=torch.int64).to(self._pool.device), list(host_ids)
+        return block_ids_on(self._pool.device, device_ids), list(host_ids)
 
     def _parts(self, num_blocks: int) -> Iterator[tuple[_Slot, slice]]:
         """Slots in turn, and the part of a list of blocks that each takes."""
@@ -199,7 +200,9 @@ class HostTier:
     def _measure(self, slot: _Slot) -> float:
         """Seconds to move one block, from round trips of what a slot holds; the first warms up."""
         num_blocks = min(
-            max(1, _MAX_PROBE_BYTES // slot.blocks[0].nbytes), len(slot.blocks), len(self._blocks)
+            max(1, _MAX_PROBE_BYTES // slot.blocks[0].nbytes),
+            len(slot.blocks),
+            self._pool.shape[2],
         )
         pairs = tuple((block, block) for block in range(num_blocks))
         seconds = []
@@ -219,11 +222,12 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
             start = end
 
 
-def _allocate(num_blocks: int, like: Tensor) -> Tensor:
-    """[num_blocks, *block], uninitialised; the system lends pages as they are written."""
-    shape = (num_blocks, *like.shape[1:])
+def _allocate(num_blocks: int, pool: Tensor) -> Tensor:
+    """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], uninitialised; the system
+    lends pages as they are written."""
+    num_layers, _, _, *plane = pool.shape
     try:
-        return torch.empty(shape, dtype=like.dtype)
+        return torch.empty((num_blocks, num_layers, 2, *plane), dtype=pool.dtype)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(_too_large(num_blocks)) from error
 

@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
-from penstock.engine.models.fast_path import cpu_kernels, fastest
+from penstock.engine.models.fast_path import check_deterministic, cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.device import select_device, settle_max_model_len
 from penstock.engine.runner.input_batch import InputBatch
@@ -21,7 +21,7 @@ from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.prompt_logprobs import prompt_logprobs
-from penstock.engine.sampling.sampler import sample
+from penstock.engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +66,17 @@ class ModelRunner:
     ) -> None:
         self._device = select_device(config.device)
         model = load_model(config.model, model_path, self._device)
-        self._eos_token_ids = eos_token_ids
         decoder, dtype = model.config, model.dtype
         max_model_len = settle_max_model_len(config.model, decoder)
         shape = KVShape.of(decoder, config.cache.block_size, dtype)
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
-        library = cpu_kernels(model, num_threads=config.device.num_threads)
-        self._model = fastest(model, library)  # last: it takes the weights
+        library = cpu_kernels(model, shape.block_size, num_threads=config.device.num_threads)
+        if config.device.deterministic:
+            check_deterministic(model, shape.block_size, library)
+        self._sampler = Sampler(eos_token_ids, library=library)
+        # Last: it takes the weights.
+        self._model = fastest(model, shape.block_size, library, config.model.quantization)
         num_blocks = self._kv_pool.shape[2]
         self._batch = InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -114,23 +117,23 @@ class ModelRunner:
             batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
         )
         hidden = self._model(inputs.input_ids, inputs.context)
-        logits = self._model.logits(hidden[inputs.sampled_tokens])
-        rows = self._batch.sampling_rows(inputs.sampled_seq_ids)
-        sampled = dict(
-            zip(inputs.sampled_seq_ids, sample(logits, rows, self._eos_token_ids), strict=True)
-        )
-        valid = {seq_id: item for seq_id, item in sampled.items() if item.is_valid}
-        for seq_id, item in sampled.items():
-            # Of a failed one too: a step already planned may count on a token.
-            self._batch.append(seq_id, item.token_id)
+        at = inputs.sampled_tokens
+        logits = self._model.logits(hidden if at is None else hidden[at])
+        seq_ids = inputs.sampled_seq_ids
+        sampled = self._sampler.choose(logits, inputs.sampling).read()
+        # Of a failed one too: a step already planned may count on a token.
+        self._batch.append(seq_ids, sampled.token_ids)
+        rows = [row for row, is_valid in enumerate(sampled.is_valid) if is_valid]
         return BatchResult(
             step=batch.step,
-            token_ids={seq_id: (item.token_id,) for seq_id, item in valid.items()},
+            token_ids={seq_ids[row]: (sampled.token_ids[row],) for row in rows},
             logprobs={
-                seq_id: (item.logprobs,)
-                for seq_id, item in valid.items()
-                if item.logprobs is not None
+                seq_ids[row]: (sampled.logprobs[row],) for row in rows if row in sampled.logprobs
             },
-            failed_seq_ids=tuple(seq_id for seq_id in sampled if seq_id not in valid),
+            failed_seq_ids=tuple(
+                seq_id
+                for seq_id, is_valid in zip(seq_ids, sampled.is_valid, strict=True)
+                if not is_valid
+            ),
             prompt_logprobs=prompt_logprobs(inputs.prompt_spans, hidden, self._model.logits),
         )

@@ -3,85 +3,90 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.engine.request import TokenLogprobs
-from penstock.engine.sampling.rows import SamplingRow
+from penstock.kernels.token_logprobs import token_logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobGroup:
-    """Rows that ask for equally many tokens: no row's result depends on another's number.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """Tokens within the distributions they were chosen from, on the device: a row each.
 
     Attributes:
-        rows: their places among all rows.
-        logprobs: [len(rows), vocab_size] float32
+        rows: their places among the rows of a step.
+        logprobs, ranks: [num_rows]
+        top_ids, top_logprobs: [num_rows, num_top], likeliest first
     """
 
-    num_top: int
-    rows: Tensor
+    rows: list[int]
+    token_ids: Tensor
     logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One for each row; waits for the device."""
+        return [
+            TokenLogprobs(
+                token_id=token_id,
+                logprob=logprob,
+                rank=rank,
+                top=tuple(zip(top_ids, top_logprobs, strict=True)),
+            )
+            for token_id, logprob, rank, top_ids, top_logprobs in zip(
+                self.token_ids.tolist(),
+                self.logprobs.tolist(),
+                self.ranks.tolist(),
+                self.top_ids.tolist(),
+                self.top_logprobs.tolist(),
+                strict=True,
+            )
+        ]
 
 
-def raw_logprobs(logits: Tensor, rows: Sequence[SamplingRow]) -> list[LogprobGroup]:
-    """Log-probabilities of the rows that ask for them; logits [num_rows, vocab_size] float32."""
-    users: defaultdict[int, list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        if row.num_logprobs is not None:
-            users[row.num_logprobs].append(place)
-    groups = []
-    for num_top, places in users.items():
-        index = torch.tensor(places, device=logits.device)
-        groups.append(LogprobGroup(num_top, index, logits[index].log_softmax(dim=-1)))
-    return groups
-
-
-def describe_sampled(
-    groups: Sequence[LogprobGroup], token_ids: Tensor
-) -> Mapping[int, TokenLogprobs]:
-    """Row → its entry, once token_ids int64 [num_rows] are sampled."""
-    return {
-        row: entry
-        for group in groups
-        for row, entry in zip(
-            group.rows.tolist(),
-            describe(group.logprobs, token_ids[group.rows], group.num_top),
-            strict=True,
-        )
-    }
-
-
-def describe(logprobs: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """One entry a row: its token within its distribution, and the num_top likeliest.
+def describe(
+    logits: Tensor, token_ids: Tensor, num_top: int, *, rows: list[int] | None = None
+) -> Described:
+    """Each row's token within its distribution, and the num_top likeliest.
 
     Args:
-        logprobs: [num_rows, vocab_size]
+        logits: [num_rows, vocab_size]
         token_ids: int64 [num_rows]
     """
-    chosen = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > chosen).sum(dim=1) + 1
-    return [
-        TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=top)
-        for token_id, logprob, rank, top in zip(
-            token_ids.tolist(),
-            chosen[:, 0].tolist(),
-            ranks.tolist(),
-            _likeliest(logprobs, num_top),
-            strict=True,
-        )
-    ]
+    num_top = min(num_top, logits.shape[1])
+    logprobs, ranks, top_logprobs, top_ids = token_logprobs(logits, token_ids, num_top)
+    return Described(
+        rows=list(range(len(token_ids))) if rows is None else rows,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        ranks=ranks,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
 
 
-def _likeliest(logprobs: Tensor, num_top: int) -> list[tuple[tuple[int, float], ...]]:
-    """(token id, log-probability) of each row's num_top likeliest, likeliest first."""
-    if num_top == 0:
-        return [()] * len(logprobs)
-    top = logprobs.topk(min(num_top, logprobs.shape[1]))
-    return [
-        tuple(zip(token_ids, values, strict=True))
-        for token_ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
+def describe_some(
+    logits: Tensor, token_ids: Tensor, num_tops: Mapping[int, int]
+) -> tuple[Described, ...]:
+    """The rows that ask, by how many of the likeliest they want: no row's result depends on
+    another's number.
+
+    Args:
+        logits: [num_rows, vocab_size]
+        token_ids: int64 [num_rows]
+        num_tops: row → its number.
+    """
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for row, num_top in num_tops.items():
+        groups[num_top].append(row)
+    described = []
+    for num_top, rows in groups.items():
+        index = torch.tensor(rows, device=logits.device)
+        described.append(describe(logits[index], token_ids[index], num_top, rows=rows))
+    return tuple(described)

@@ -56,5 +56,4 @@ def _entries(
     rows = hidden[span.first_row : span.first_row + len(token_ids)]
     for start in range(0, len(rows), _MAX_ROWS):
         part = slice(start, start + _MAX_ROWS)
-        logprobs = head(rows[part]).float().log_softmax(dim=-1)
-        yield from describe(logprobs, token_ids[part], span.num_top)
+        yield from describe(head(rows[part]), token_ids[part], span.num_top).entries()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.engine.request import SamplingParams, TokenLogprobs
+from penstock.engine.request import SamplingParams
+from penstock.engine.sampling.token_counts import TokenCounts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """One sequence; row i of the logits is the distribution of its next token.
+    """One sequence, for as long as it is on the device.
 
     Attributes:
-        token_ids: prompt and output so far.
+        token_ids: prompt and output so far; grows from step to step.
         index: the branch of its request; part of the draw.
         num_logprobs: None, or the likeliest tokens to report beside the sampled one.
+        seen: how often each token is in prompt and output.
+        output: how often it is in the output.
     """
 
     params: SamplingParams
@@ -23,26 +26,22 @@ class SamplingRow:
     num_prompt_tokens: int
     index: int
     num_logprobs: int | None = None
+    seen: TokenCounts = field(init=False)
+    output: TokenCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = TokenCounts(self.token_ids, 0)
+        self.output = TokenCounts(self.token_ids, self.num_prompt_tokens)
 
     @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+    def is_too_short(self) -> bool:
+        """Whether it may not end yet."""
+        return len(self.token_ids) - self.num_prompt_tokens < self.params.min_tokens
 
     @property
-    def output_token_ids(self) -> Sequence[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """One row's next token.
-
-    Attributes:
-        is_valid: False if the logits held no distribution (NaN, or everything masked): the
-            token is then arbitrary and its sequence should end in an error.
-        logprobs: set if the row asked for them.
-    """
-
-    token_id: int
-    is_valid: bool = True
-    logprobs: TokenLogprobs | None = None
+    def changes_logits(self) -> bool:
+        """Whether anything but the draw is asked for."""
+        params = self.params
+        has_penalty = params.presence_penalty or params.frequency_penalty
+        is_plain = params.repetition_penalty == 1.0 and not has_penalty and not params.logit_bias
+        return not is_plain or self.is_too_short

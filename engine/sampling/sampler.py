@@ -1,88 +1,117 @@
 """The sampling recipe: logits in, one token per row out.
 
-In order: float32 · raw logprobs · logit_bias · repetition penalty · frequency and presence
-penalties · min_tokens · then, for rows that are not greedy: temperature · top_k · top_p ·
-min_p · draw. What no row asks for costs nothing, and no row's result depends on another's.
+In order: float32 · logit_bias · repetition penalty · frequency and presence penalties ·
+min_tokens · temperature · top_k · top_p · min_p · draw. Log-probabilities are of the logits as they
+came. What no row asks for costs nothing, and no row's result depends on another's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.draw import draw_uniforms
-from penstock.engine.sampling.logprobs import describe_sampled, raw_logprobs
-from penstock.engine.sampling.penalties import (
-    add_logit_bias,
-    apply_output_penalties,
-    apply_repetition_penalty,
-    mask_early_stops,
-)
-from penstock.engine.sampling.rows import Sampled, SamplingRow
-from penstock.engine.sampling.truncation import (
-    apply_temperature,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-)
+from penstock.engine.request import TokenLogprobs
+from penstock.engine.sampling.logprobs import Described, describe_some
+from penstock.engine.sampling.penalties import change_logits
+from penstock.engine.sampling.rows import SamplingRow
+from penstock.engine.sampling.sampling_table import SamplingBatch
+from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.draw_uniforms import draw_uniforms
+from penstock.kernels.sampling import sample_tokens
 
 
-def sample(
-    logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int] = ()
-) -> list[Sampled]:
-    """The next token of each row.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A step's tokens, row by row.
+
+    Attributes:
+        is_valid: False where the logits held no distribution (NaN, or everything masked): the
+            token is then arbitrary and its sequence should end in an error.
+        logprobs: row → entry, of those that asked.
+    """
+
+    token_ids: list[int]
+    is_valid: list[bool]
+    logprobs: Mapping[int, TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenTokens:
+    """The same on the device, perhaps not computed yet; [num_rows] each, int64 and bool."""
+
+    token_ids: Tensor
+    is_valid: Tensor
+    described: tuple[Described, ...]
+
+    def read(self) -> Sampled:
+        """Wait for the device."""
+        return Sampled(
+            token_ids=self.token_ids.tolist(),
+            is_valid=self.is_valid.tolist(),
+            logprobs={
+                row: entry
+                for described in self.described
+                for row, entry in zip(described.rows, described.entries(), strict=True)
+            },
+        )
+
+
+class Sampler:
+    """Chooses tokens.
 
     Args:
-        logits: [num_rows, vocab_size], as the model gave them; may be overwritten.
-        eos_token_ids: masked together with a row's stop tokens until its `min_tokens`.
+        eos_token_ids: forbidden together with a row's stop tokens until its `min_tokens`.
+        library: the CPU's kernels, where there are some.
     """
-    logits = logits.float()
-    raw = raw_logprobs(logits, rows)
-    logits = add_logit_bias(logits, rows)
-    logits = apply_repetition_penalty(logits, rows)
-    logits = apply_output_penalties(logits, rows)
-    logits = mask_early_stops(logits, rows, eos_token_ids)
-    token_ids, is_valid = _choose(logits, rows)
-    logprobs = describe_sampled(raw, token_ids)
-    return [
-        Sampled(token_id=token_id, is_valid=valid, logprobs=logprobs.get(row))
-        for row, (token_id, valid) in enumerate(
-            zip(token_ids.tolist(), is_valid.tolist(), strict=True)
+
+    def __init__(
+        self, eos_token_ids: Sequence[int] = (), *, library: CpuLibrary | None = None
+    ) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._library = library
+        self._changed = torch.empty(0, 0)  # kept: fresh pages cost more than what is done to them
+
+    def choose(self, logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
+        """The next token of each row; logits [num_rows, vocab_size] as the model gave them, left
+        as they are."""
+        uniforms = batch.parameters[0]  # nobody reads them where all rows are greedy
+        if batch.draws is not None:
+            uniforms = draw_uniforms(batch.draws, library=self._library)
+        token_ids, is_valid = self._choose(logits, batch, uniforms)
+        described = describe_some(logits, token_ids, batch.num_tops)
+        return ChosenTokens(token_ids=token_ids, is_valid=is_valid, described=described)
+
+    def _choose(
+        self, logits: Tensor, batch: SamplingBatch, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and whether each row had a distribution."""
+        if not batch.changed:
+            return self._sample(logits, batch.parameters, uniforms)
+        if len(batch.changed) == len(logits):
+            changed = self._change(logits, batch.changed.values())
+            return self._sample(changed, batch.parameters, uniforms)
+        token_ids, is_valid = self._sample(logits, batch.parameters, uniforms)
+        rows = torch.tensor(list(batch.changed), device=logits.device)
+        changed = self._change(logits[rows], batch.changed.values())
+        chosen = self._sample(changed, batch.parameters[:, rows].contiguous(), uniforms[rows])
+        return token_ids.index_copy(0, rows, chosen[0]), is_valid.index_copy(0, rows, chosen[1])
+
+    def _change(self, logits: Tensor, sequences: Collection[SamplingRow]) -> Tensor:
+        """The logits these sequences ask for, float32, good until the next call."""
+        num_rows, vocab_size = logits.shape
+        if num_rows > len(self._changed):
+            self._changed = torch.empty(num_rows, vocab_size, device=logits.device)
+        changed = self._changed[:num_rows].copy_(logits)
+        change_logits(changed, list(sequences), self._eos_token_ids)
+        return changed
+
+    def _sample(
+        self, logits: Tensor, parameters: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        temperature, top_k, top_p, min_p = parameters.unbind()
+        return sample_tokens(
+            logits, temperature, top_k, top_p, min_p, uniforms, library=self._library
         )
-    ]
-
-
-def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
-    """Token ids [num_rows] and whether each row had a distribution; greedy rows by argmax."""
-    best, token_ids = logits.max(dim=-1)  # NaN wins, so that it shows
-    is_valid = best.isfinite()
-    random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-    if random:
-        index = torch.tensor(random, device=logits.device)
-        drawn = _draw(logits[index], [rows[row] for row in random])
-        token_ids = token_ids.index_copy(0, index, drawn)
-    return token_ids, is_valid
-
-
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Token ids [num_rows] by inverting each row's cumulative distribution.
-
-    The sum runs in vocabulary order in float64. A draw u < 1 has 53 bits, so u · total rounds
-    to less than total, and the first sum above it belongs to a token that was kept.
-    """
-    logits = apply_temperature(logits, rows)
-    logits = keep_top_k(logits, rows)
-    probabilities = logits.softmax(dim=-1)
-    probabilities = keep_top_p(probabilities, rows)
-    probabilities = keep_min_p(probabilities, rows)
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    uniforms = draw_uniforms(
-        [row.params.seed for row in rows],
-        [row.index for row in rows],
-        [len(row.token_ids) for row in rows],
-    )
-    targets = torch.from_numpy(uniforms).to(logits.device)[:, None] * cumulative[:, -1:]
-    token_ids = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    return token_ids.clamp(max=logits.shape[1] - 1)  # a row of NaN ends here

@@ -14,8 +14,8 @@
  * Chunks begin at multiples of CHUNK from position 0, so a row's result does not depend on how its
  * prompt was split or with whom it was batched.
  *
- * What slots past the sequence's end hold may be anything, NaN too: keys there are read and their
- * scores dropped, values are not.
+ * What lies past the sequence's end or behind every window may be anything, NaN too: keys there are
+ * read and their scores dropped, values are not.
  */
 
 struct NAME(attention_tile) {
@@ -28,14 +28,15 @@ struct NAME(attention_tile) {
     long head; /* of the keys */
 };
 
-/* Positions begin + [first, end) of the sequence as the products take them; `first` is that of a
- * panel of LANES positions, of which some row sees one. */
+/* Positions begin + [first, end) of the sequence, which some row sees, as the products take them; keys
+ * from `first_panel`, where a panel of LANES positions begins. */
 struct NAME(attention_chunk) {
-    long begin, first, end;
+    long begin, first_panel, first, end;
     long key_stride;                   /* from one k (pair) of a key to the next */
     const DTYPE *keys[CHUNK / LANES];  /* of LANES positions each */
     const DTYPE *values[CHUNK / PAIR]; /* of PAIR positions each */
-    DTYPE gathered[CHUNK * MAX_HEAD_DIM], last_values[MAX_HEAD_DIM * PAIR];
+    DTYPE gathered[CHUNK * MAX_HEAD_DIM];
+    DTYPE masked[2][MAX_HEAD_DIM * PAIR]; /* pairs at the ends, of which one is not seen */
 };
 
 /* Where the part of the tile's head begins in the block of a position. */
@@ -68,7 +69,7 @@ static void NAME(find_keys)(
     struct NAME(attention_chunk) *chunk) {
     const int is_whole = a->block_size % LANES == 0;
     chunk->key_stride = (is_whole ? a->block_size : LANES) * PAIR;
-    for (long i = chunk->first; i < chunk->end; i += LANES) {
+    for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         long position = chunk->begin + i;
         DTYPE *gathered = chunk->gathered + i * a->head_dim;
         if (!is_whole) NAME(gather_keys)(a, tile, gathered, position);
@@ -84,7 +85,7 @@ static void NAME(find_keys)(
 static void NAME(find_values)(
     const struct attention_args *a, const struct NAME(attention_tile) *tile,
     struct NAME(attention_chunk) *chunk) {
-    for (long i = chunk->first; i < chunk->end;) {
+    for (long i = chunk->first / PAIR * PAIR; i < chunk->end;) {
         long offset = (chunk->begin + i) % a->block_size, run = a->block_size - offset;
         const DTYPE *values =
             NAME(find_block)(a, tile, a->value_cache, chunk->begin + i) + offset * a->head_dim;
@@ -94,13 +95,13 @@ static void NAME(find_values)(
         }
     }
 #ifdef DTYPE_PAIRS
-    if (chunk->end % 2) { /* the second of the last pair was never stored */
-        const DTYPE **last = &chunk->values[chunk->end / 2];
-        for (long d = 0; d < a->head_dim; d++) {
-            chunk->last_values[2 * d] = (*last)[2 * d];
-            chunk->last_values[2 * d + 1] = (DTYPE){0};
-        }
-        *last = chunk->last_values;
+    for (int at_end = 0; at_end < 2; at_end++) {
+        long i = at_end ? chunk->end : chunk->first;
+        if (i % 2 == 0) continue;
+        const DTYPE **values = &chunk->values[i / 2];
+        DTYPE *masked = memcpy(chunk->masked[at_end], *values, 2 * a->head_dim * sizeof *masked);
+        for (long d = 0; d < a->head_dim; d++) masked[2 * d + at_end] = (DTYPE){0};
+        *values = masked;
     }
 #endif
 }
@@ -135,7 +136,7 @@ INLINE void NAME(mix_tile)(
 #pragma GCC unroll 8
         for (int v = 0; v < panels; v++)
             acc[r * panels + v] = load_f32(sums + r * head_dim + d + v * LANES) * splat(shrink[r]);
-    for (long i = chunk->first; i < chunk->end; i += PAIR) {
+    for (long i = chunk->first / PAIR * PAIR; i < chunk->end; i += PAIR) {
         const DTYPE *from = chunk->values[i / PAIR] + d * PAIR;
         NAME(weights) values[MAX_PANELS];
 #pragma GCC unroll 8
@@ -158,13 +159,13 @@ INLINE void NAME(mix_tile)(
         else TILE(n < MAX_ROWS ? n : MAX_ROWS, panels_for(n)); \
         break;
 
-static void NAME(score_chunk)(
+static __attribute__((noinline)) void NAME(score_chunk)(
     const struct NAME(attention_tile) *tile, long head_dim, const struct NAME(attention_chunk) *chunk,
     float (*scores)[CHUNK]) {
     for (int row = 0, rows; row < tile->num_rows; row += rows) {
         rows = tile->num_rows - row < MAX_ROWS ? tile->num_rows - row : MAX_ROWS;
         const DTYPE *query = tile->query + row * head_dim;
-        for (long i = chunk->first, panels; i < chunk->end; i += panels * LANES) {
+        for (long i = chunk->first_panel, panels; i < chunk->end; i += panels * LANES) {
             panels = i + panels_for(rows) * LANES <= (chunk->end + LANES - 1) / LANES * LANES ? panels_for(rows) : 1;
             const DTYPE *const *keys = chunk->keys + i / LANES;
             float (*to)[CHUNK] = (float (*)[CHUNK])&scores[row][i];
@@ -175,7 +176,7 @@ static void NAME(score_chunk)(
     }
 }
 
-static void NAME(mix_chunk)(
+static __attribute__((noinline)) void NAME(mix_chunk)(
     int num_rows, long head_dim, float *sums, const float *shrink, const DTYPE (*weights)[CHUNK],
     const struct NAME(attention_chunk) *chunk) {
     for (int row = 0, rows; row < num_rows; row += rows) {
@@ -195,12 +196,15 @@ static void NAME(mix_chunk)(
  * was summed before shrinks. */
 static float NAME(weigh)(
     const struct NAME(attention_tile) *tile, int row, const struct NAME(attention_chunk) *chunk,
-    float scale, float *scores, DTYPE *weights, float *largest, float *total) {
+    const struct attention_args *a, float *scores, DTYPE *weights, float *largest, float *total) {
+    const vec scale = splat((float)a->scale);
     vec most = splat(-INFINITY);
-    for (long i = chunk->first; i < chunk->end; i += LANES) {
+    for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         ivec position = (int32_t)(chunk->begin + i) + LANE_NUMBERS;
         ivec is_seen = (position >= (int32_t)tile->first[row]) & (position <= (int32_t)tile->last[row]);
-        vec score = choose(is_seen, load_f32(scores + i) * splat(scale), splat(-INFINITY));
+        vec score = load_f32(scores + i) * scale;
+        if (a->soft_cap > 0) score = cap_softly(score, (float)a->soft_cap);
+        score = choose(is_seen, score, splat(-INFINITY));
         store_f32(scores + i, score);
         most = vmax(most, score);
     }
@@ -209,7 +213,7 @@ static float NAME(weigh)(
     /* a row that sees nothing of this chunk, nor of those before: all weights 0 */
     float origin = best == -INFINITY ? 0.0f : best;
     vec sum = {0};
-    for (long i = chunk->first; i < chunk->end; i += LANES) {
+    for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         vec weight = exp_vec(load_f32(scores + i) - splat(origin));
         STORE(weights + i, weight);
         sum += weight;
@@ -230,20 +234,23 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
     for (int r = 0; r < tile->num_rows; r++) largest[r] = -INFINITY;
     for (long begin = tile->first_of_all / CHUNK * CHUNK; begin <= tile->last_of_all; begin += CHUNK) {
         chunk.begin = begin;
-        chunk.first = tile->first_of_all > begin ? (tile->first_of_all - begin) / LANES * LANES : 0;
+        chunk.first = tile->first_of_all > begin ? tile->first_of_all - begin : 0;
+        chunk.first_panel = chunk.first / LANES * LANES;
         chunk.end = tile->last_of_all - begin < CHUNK ? tile->last_of_all - begin + 1 : CHUNK;
         NAME(find_keys)(a, tile, &chunk);
         NAME(find_values)(a, tile, &chunk);
         NAME(score_chunk)(tile, a->head_dim, &chunk, scores);
         for (int r = 0; r < tile->num_rows; r++)
             shrink[r] = NAME(weigh)(
-                tile, r, &chunk, (float)a->scale, scores[r], weights[r], &largest[r], &total[r]);
+                tile, r, &chunk, a, scores[r], weights[r], &largest[r], &total[r]);
         NAME(mix_chunk)(
             tile->num_rows, a->head_dim, sums, shrink, (const DTYPE (*)[CHUNK])weights, &chunk);
     }
+    if (!pool_claim()) return;
     for (int r = 0; r < tile->num_rows; r++)
         for (long d = 0; d < a->head_dim; d += LANES)
             STORE(tile->out[r] + d, load_f32(sums + r * a->head_dim + d) / splat(total[r]));
+    pool_release();
 }
 
 static void NAME(attention_item)(const void *args, long item) {
@@ -278,12 +285,14 @@ static void NAME(attention_item)(const void *args, long item) {
         if (first < tile.first_of_all) tile.first_of_all = first;
         tile.last_of_all = position;
     }
+    pool_open(); /* block tables stay where they are, and hold blocks of the pool for ever */
     NAME(attend)(a, &tile);
 }
 
-void NAME(attention)(const struct attention_args *a) {
+struct job NAME(attention)(const void *args) {
+    const struct attention_args *a = args;
     struct attention_split split = split_attention(a);
     long num_items = 0;
     for (long seq = 0; seq < a->step->num_seqs; seq++) num_items += num_attention_items(a, &split, seq);
-    pool_run(NAME(attention_item), a, num_items);
+    return (struct job){NAME(attention_item), a, num_items, 0};
 }

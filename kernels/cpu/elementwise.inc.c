@@ -23,7 +23,9 @@ static void NAME(rms_norm_item)(const void *args, long row) {
     for (; i < a->size; i++) PUT(y + i, GET(x + i) * scale * GET(weight + i));
 }
 
-void NAME(rms_norm)(const struct rms_norm_args *a) { pool_run(NAME(rms_norm_item), a, *a->num_rows); }
+struct job NAME(rms_norm)(const void *args) {
+    return (struct job){NAME(rms_norm_item), args, *((const struct rms_norm_args *)args)->num_rows, 0};
+}
 
 /* Norm (if asked) and turn one head; a pair is dimensions i and i + size / 2. */
 INLINE void NAME(rotate)(
@@ -91,9 +93,10 @@ static void NAME(rope_store_item)(const void *args, long item) {
     for (; token < end; token++) NAME(rope_store_token)(a, token);
 }
 
-void NAME(rope_store)(const struct rope_store_args *a) {
+struct job NAME(rope_store)(const void *args) {
+    const struct rope_store_args *a = args;
     long n = rope_tokens_per_item(a);
-    pool_run(NAME(rope_store_item), a, (a->step->num_tokens + n - 1) / n);
+    return (struct job){NAME(rope_store_item), a, (a->step->num_tokens + n - 1) / n, 0};
 }
 
 static void NAME(silu_mul_item)(const void *args, long row) {
@@ -111,7 +114,9 @@ static void NAME(silu_mul_item)(const void *args, long row) {
     }
 }
 
-void NAME(silu_mul)(const struct silu_mul_args *a) { pool_run(NAME(silu_mul_item), a, *a->num_rows); }
+struct job NAME(silu_mul)(const void *args) {
+    return (struct job){NAME(silu_mul_item), args, *((const struct silu_mul_args *)args)->num_rows, 0};
+}
 
 static void NAME(embed_item)(const void *args, long token) {
     const struct embed_args *a = args;
@@ -128,34 +133,6 @@ static void NAME(embed_item)(const void *args, long token) {
         memcpy(y + k, row + k * width, PAIR * sizeof(DTYPE));
 }
 
-void NAME(embed)(const struct embed_args *a) { pool_run(NAME(embed_item), a, a->step->num_tokens); }
-
-static void NAME(argmax_item)(const void *args, long row) {
-    const struct argmax_args *a = args;
-    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
-    vec most = splat(-INFINITY);
-    ivec has_nan = {0};
-    long i = 0;
-    for (; i + LANES <= a->size; i += LANES) {
-        vec value = LOAD(x + i);
-        has_nan |= value != value;
-        most = vmax(most, value);
-    }
-    float best = max_lanes(most);
-    for (; i < a->size; i++) {
-        float value = GET(x + i);
-        has_nan[0] |= -(value != value);
-        best = value > best ? value : best;
-    }
-    int is_nan = 0;
-    for (int lane = 0; lane < LANES; lane++) is_nan |= has_nan[lane];
-    long index = 0; /* a second look finds where: cheaper than carrying positions along */
-    for (; index < a->size - 1; index++) {
-        float value = GET(x + index);
-        if (is_nan ? value != value : value == best) break;
-    }
-    a->index[row] = index;
-    a->best[row] = is_nan ? NAN : best;
+struct job NAME(embed)(const void *args) {
+    return (struct job){NAME(embed_item), args, ((const struct embed_args *)args)->step->num_tokens, 0};
 }
-
-void NAME(argmax)(const struct argmax_args *a) { pool_run(NAME(argmax_item), a, *a->num_rows); }

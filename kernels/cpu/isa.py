@@ -16,7 +16,7 @@ _NEEDS = {
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
 }
-_EXTRAS = {"avx512": ("avx512_bf16",)}  # used where they are there
+_EXTRAS = {"avx512": ("avx512_bf16", "avx512_vnni")}  # used where they are there
 ISAS = tuple(_NEEDS)
 
 

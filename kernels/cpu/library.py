@@ -33,6 +33,7 @@ class CpuLibrary:
 
     Attributes:
         num_threads: that kernels use, the caller's counted.
+        memory: for packed weights.
     """
 
     def __init__(self, library: CDLL, dtype: torch.dtype, name: str, isa: str) -> None:
@@ -41,9 +42,10 @@ class CpuLibrary:
         self._library = library
         self.num_threads = 1
         self._name = name
-        self._memory = WeightMemory()
-        library.run_calls.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
-        library.run_calls.restype = None
+        self.memory = WeightMemory()
+        library.pool_run.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
+        library.pool_run.restype = library.pool_settle.restype = None
+        library.pool_num_repeated.restype = ctypes.c_long
 
     def start_threads(self, num_threads: int) -> int:
         """Let kernels use so many threads, the caller's counted; how many there are."""
@@ -55,7 +57,7 @@ class CpuLibrary:
         out_features, in_features = weight.shape
         weight = weight.contiguous()
         num_values = -(-out_features // LANES) * LANES * in_features
-        packed = self._memory.allocate(num_values * self.dtype.itemsize).view(self.dtype)
+        packed = self.memory.allocate(num_values * self.dtype.itemsize).view(self.dtype)
         self._library[f"pack_{self._name}"](
             ctypes.c_void_p(packed.data_ptr()),
             ctypes.c_void_p(weight.data_ptr()),
@@ -64,9 +66,33 @@ class CpuLibrary:
         )
         return packed
 
-    def run(self, operation: str, args: Structure) -> None:
-        """Run one operation now."""
-        self._library[f"{operation}_{self._name}"](byref(args))
+    def run(
+        self,
+        operation: str,
+        args: Structure,
+        *,
+        dtype: torch.dtype | None = None,
+        is_shared: bool = True,
+    ) -> None:
+        """Run one operation now.
+
+        Args:
+            dtype: another than the library's, if it has the operation for that too.
+            is_shared: as in `RecordedCalls.run`.
+        """
+        name = self._name if dtype is None else _DTYPES[dtype][0]
+        call = _call(self._library, f"{operation}_{name}", args)
+        self._library.pool_run(byref(call), 1, is_shared)
+        self.settle()  # the arguments are the caller's
+
+    def settle(self) -> None:
+        """Wait until no thread reads what recorded calls point to."""
+        self._library.pool_settle()
+
+    @property
+    def num_repeated(self) -> int:
+        """Items done by another thread than the one that began them (see `pool.h`)."""
+        return int(self._library.pool_num_repeated())
 
     def record(self, calls: Sequence[tuple[str, Structure]]) -> RecordedCalls:
         """Operations with their arguments, to be run together as often as wanted."""
@@ -78,17 +104,18 @@ class RecordedCalls:
 
     def __init__(self, library: CDLL, name: str, calls: Sequence[tuple[str, Structure]]) -> None:
         self._args = [args for _, args in calls]  # their memory is pointed to
-        self._calls = (Call * len(calls))()
-        for call, (operation, args) in zip(self._calls, calls, strict=True):
-            function = library[f"{operation}_{name}"]
-            call.run = ctypes.cast(function, ctypes.c_void_p)
-            call.args = ctypes.addressof(args)
-        self._run = library.run_calls
+        made = (_call(library, f"{operation}_{name}", args) for operation, args in calls)
+        self._calls = (Call * len(calls))(*made)
+        self._run = library.pool_run
 
     def run(self, *, is_shared: bool = True) -> None:
-        """is_shared: whether the pool's threads share these calls, and what follows them; for
-        little work waking them costs more than they do."""
+        """is_shared: whether the pool's threads share the work; for little of it waking them costs
+        more than they do."""
         self._run(self._calls, len(self._calls), is_shared)
+
+
+def _call(library: CDLL, function: str, args: Structure) -> Call:
+    return Call(plan=ctypes.cast(library[function], ctypes.c_void_p), args=ctypes.addressof(args))
 
 
 def load_library(dtype: torch.dtype) -> CpuLibrary | None:

@@ -33,13 +33,22 @@ INLINE void NAME(write_columns)(const struct linear_args *a, long row, long colu
     STORE((DTYPE *)a->y + at, sum);
 }
 
+/* Out of line, so that nothing but the sums wants registers in the loop before it. */
+static __attribute__((noinline)) void NAME(write_tile)(
+    const struct linear_args *a, long row, long column, const vec *sums, int rows, int panels) {
+    if (!pool_claim()) return;
+    for (long end = row + rows; row < end; row++)
+        for (int v = 0; v < panels; v++) NAME(write_columns)(a, row, column + v * LANES, *sums++);
+    pool_release();
+}
+
 /* `rows` rows against a group */
 INLINE void NAME(tile)(
     const struct linear_args *a, long row, long group, const int rows, const int panels) {
     const long in = a->in_features;
     const DTYPE *x = (const DTYPE *)a->x + row * in;
     const DTYPE *w = (const DTYPE *)a->weight + group * GROUP * LANES * in;
-    vec sums[MAX_ROWS * GROUP];
+    vec sums[MAX_ROWS * GROUP], finished[MAX_ROWS * GROUP];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * panels; i++) sums[i] = (vec){0};
     for (long k = 0; k < in; k += PAIR) {
@@ -49,35 +58,38 @@ INLINE void NAME(tile)(
             weights[v] = NAME(load_weights)(w + (k * panels + v * PAIR) * LANES);
         NAME(add_products)(sums, x + k, in, weights, rows, panels);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < panels; v++)
-            NAME(write_columns)(a, row + r, (group * GROUP + v) * LANES, sums[r * panels + v]);
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * panels; i++) finished[i] = sums[i];
+    NAME(write_tile)(a, row, group * GROUP * LANES, finished, rows, panels);
 }
 
-/* All rows against one group, which stays in the cache meanwhile. */
-INLINE void NAME(rows_of_group)(const struct linear_args *a, long group, const int panels) {
-    long num_rows = *a->num_rows, row = 0;
-    for (; row + MAX_ROWS <= num_rows; row += MAX_ROWS) NAME(tile)(a, row, group, MAX_ROWS, panels);
-    switch (num_rows - row) {
+/* Rows from `row` up to `end` against one group, which stays in the cache meanwhile. */
+INLINE void NAME(rows_of_group)(
+    const struct linear_args *a, long row, long end, long group, const int panels) {
+    for (; row + MAX_ROWS <= end; row += MAX_ROWS) NAME(tile)(a, row, group, MAX_ROWS, panels);
+    switch (end - row) {
 #define CASE(n) case n: if (n < MAX_ROWS) NAME(tile)(a, row, group, n < MAX_ROWS ? n : 1, panels); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
 #undef CASE
     }
 }
 
-static void NAME(linear_item)(const void *args, long group) {
+static void NAME(linear_item)(const void *args, long item) {
     const struct linear_args *a = args;
+    const long num_rows = *a->num_rows, parts = num_row_parts(num_rows);
+    const long group = item / parts, row = item % parts * ROWS_PER_ITEM;
+    const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
     switch (num_panels_of_group(a->out_features, group)) {
-#define CASE(n) case n: NAME(rows_of_group)(a, group, n < GROUP ? n : GROUP); break;
+#define CASE(n) case n: NAME(rows_of_group)(a, row, end, group, n < GROUP ? n : GROUP); break;
         CASE(1) CASE(2) CASE(3)
 #undef CASE
     }
 }
 
-void NAME(linear)(const struct linear_args *a) {
-    pool_run(NAME(linear_item), a, num_groups(a->out_features));
+struct job NAME(linear)(const void *args) {
+    const struct linear_args *a = args;
+    return (struct job){
+        NAME(linear_item), a, num_groups(a->out_features) * num_row_parts(*a->num_rows), 1};
 }
 
 struct NAME(pack_args) {
@@ -100,8 +112,13 @@ static void NAME(pack_item)(const void *args, long group) {
     }
 }
 
+static struct job NAME(plan_pack)(const void *args) {
+    return (struct job){NAME(pack_item), args, num_groups(((const struct NAME(pack_args) *)args)->out), 0};
+}
+
 /* weight [out, in] → packed, as above */
 void NAME(pack)(DTYPE *packed, const DTYPE *weight, int64_t in, int64_t out) {
     struct NAME(pack_args) args = {packed, weight, in, out};
-    pool_run(NAME(pack_item), &args, num_groups(out));
+    struct call call = {NAME(plan_pack), &args};
+    pool_run(&call, 1, 1);
 }

@@ -11,23 +11,41 @@
 struct step {
     int64_t num_tokens, num_seqs, table_stride;
     const int64_t *token_ids, *slot_mapping;                        /* [num_tokens] */
-    const int32_t *query_start_loc, *seq_lens, *block_tables;
+    const int32_t *query_start_loc, *seq_lens;
+    const int32_t *block_tables; /* [num_seqs, table_stride]; read after the step, to no effect */
     const float *cosines, *sines;                                   /* [n, head_dim / 2] */
     const int64_t *rotary_rows;                                     /* [num_tokens], rows of these */
-};
-
-/* A recorded call. */
-struct call {
-    void (*run)(const void *args);
-    const void *args;
 };
 
 /* y[rows, out] = x[rows, in] · packed weight (+ bias) (+ residual, after rounding the product) */
 struct linear_args {
     void *y;
-    const void *x, *weight, *bias, *residual; /* bias, residual: may be null; residual may be y */
+    const void *x, *weight, *bias, *residual; /* bias, residual: may be null, and are not y */
     const int64_t *num_rows;
     int64_t in_features, out_features;
+};
+
+/* Each row of x as bytes: 128 + x / scale, rounded, where scale = its largest magnitude / 127. */
+struct quantize_rows_args {
+    uint8_t *bytes; /* [rows, size rounded up to 4] */
+    float *scales;  /* [rows] */
+    const void *x;  /* [rows, size] */
+    const int64_t *num_rows;
+    int64_t size;
+};
+
+/* Weights as quantize_rows makes them of rows [out, in], in the layout of linear_int8.inc.c. */
+struct pack_int8_args {
+    char *packed;
+    const uint8_t *bytes;
+    const float *scales;
+    int64_t in_features, out_features;
+};
+
+/* linear, of rows that quantize_rows made and weights that pack_int8 packed */
+struct linear_int8_args {
+    struct linear_args linear;
+    const float *x_scales; /* [rows] */
 };
 
 /* y[t] = weight[token_ids[t]], of num_rows rows of `size` values; packed: as linear weights are */
@@ -64,7 +82,7 @@ struct attention_args {
     const struct step *step;
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     int64_t window; /* 0: none */
-    double scale;
+    double scale, soft_cap; /* soft_cap 0: none */
 };
 
 /* y[rows, size] = silu(x[:, :size]) · x[:, size:] */
@@ -75,13 +93,21 @@ struct silu_mul_args {
     int64_t size;
 };
 
-/* The largest of each row and where it first is; a NaN is larger than all. */
-struct argmax_args {
-    float *best;
-    int64_t *index;
-    const void *x;
+/* The next token of each row of logits, as kernels/sampling_reference.py specifies it. */
+struct sample_tokens_args {
+    int64_t *token_ids; /* [num_rows] */
+    uint8_t *is_valid;  /* [num_rows], 0 or 1 */
+    const void *logits; /* [num_rows, vocab_size] */
+    const double *temperature, *top_k, *top_p, *min_p, *uniforms; /* [num_rows] */
     const int64_t *num_rows;
-    int64_t size;
+    int64_t vocab_size;
+};
+
+/* A number in [0, 1) for each row, as kernels/draw_uniforms_reference.py specifies it. */
+struct draw_uniforms_args {
+    double *uniforms;                             /* [num_rows] */
+    const uint64_t *seeds, *indices, *positions; /* [num_rows] */
+    const int64_t *num_rows;
 };
 
 #endif

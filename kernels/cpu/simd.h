@@ -28,6 +28,8 @@ typedef float f32;
 typedef struct { uint16_t bits; } b16; /* bfloat16: the upper half of a float */
 typedef struct { uint16_t bits; } f16; /* IEEE half precision */
 
+static const ivec LANE_NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE uvec usplat(uint32_t x) { return x - (uvec){0}; }
 
@@ -36,7 +38,36 @@ INLINE vec choose(ivec mask, vec yes, vec no) {
     return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
 }
 
-INLINE vec vmax(vec a, vec b) { return choose(a > b, a, b); }
+/* A vec in pieces of the registers there are: GCC compares wider ones lane by lane. */
+#if defined(__AVX512F__)
+enum { PART_BYTES = 64 };
+#elif defined(__AVX2__)
+enum { PART_BYTES = 32 };
+#else
+enum { PART_BYTES = 16 };
+#endif
+enum { NUM_PARTS = 64 / PART_BYTES };
+typedef float vec_part __attribute__((vector_size(PART_BYTES)));
+typedef int32_t ivec_part __attribute__((vector_size(PART_BYTES)));
+union parts { vec all; vec_part part[NUM_PARTS]; };
+union iparts { ivec all; ivec_part part[NUM_PARTS]; };
+
+/* a > b, as a mask */
+INLINE ivec is_above(vec a, vec b) {
+    union parts x = {a}, y = {b};
+    union iparts mask;
+    for (int i = 0; i < NUM_PARTS; i++) mask.part[i] = x.part[i] > y.part[i];
+    return mask.all;
+}
+
+/* The larger, and b where either is NaN. */
+INLINE vec vmax(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(is_above(a, b), a, b);
+#endif
+}
 
 /* --- float --------------------------------------------------------------------------------- */
 
@@ -52,7 +83,13 @@ INLINE vec round_f32(vec x) { return x; }
 
 /* --- bfloat16: rounds to nearest even (subnormals to zero where the instruction does) -------- */
 
-INLINE vec widen_b16(hvec bits) { return (vec)(__builtin_convertvector(bits, uvec) << 16); }
+INLINE vec widen_b16(hvec bits) {
+#if defined(__AVX512F__) /* GCC converts in two halves */
+    return (vec)((uvec)_mm512_cvtepu16_epi32((__m256i)bits) << 16);
+#else
+    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+#endif
+}
 
 INLINE hvec narrow_b16(vec x) {
 #if defined(__AVX512BF16__)
@@ -159,6 +196,45 @@ INLINE float max_lanes(vec x) {
     return best;
 }
 
+/* Bit i is set where a[i] >= b[i]. */
+INLINE uint32_t at_least(vec a, vec b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
+#else
+    union parts x = {a}, y = {b};
+    uint32_t bits = 0;
+    for (int i = 0; i < NUM_PARTS; i++) {
+#if defined(__AVX2__)
+        __m256 mask = _mm256_cmp_ps((__m256)x.part[i], (__m256)y.part[i], _CMP_GE_OQ);
+        bits |= (uint32_t)_mm256_movemask_ps(mask) << i * 8;
+#elif defined(__SSE2__)
+        __m128 mask = _mm_cmpge_ps((__m128)x.part[i], (__m128)y.part[i]);
+        bits |= (uint32_t)_mm_movemask_ps(mask) << i * 4;
+#else
+        for (int lane = 0; lane < 4; lane++)
+            bits |= (uint32_t)(x.part[i][lane] >= y.part[i][lane]) << (i * 4 + lane);
+#endif
+    }
+    return bits;
+#endif
+}
+
+/* Write the lanes whose bit is set side by side to p[0 … LANES - 1], of which the rest is
+ * overwritten too; how many they are. */
+INLINE long compress(float *p, uint32_t bits, vec x) {
+#if defined(__AVX512F__)
+    store_f32(p, (vec)_mm512_maskz_compress_ps((__mmask16)bits, (__m512)x));
+    return __builtin_popcount(bits);
+#else
+    long count = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        p[count] = x[lane];
+        count += bits >> lane & 1;
+    }
+    return count;
+#endif
+}
+
 /* Lane i of the result is the sum of rows[i]: a tree of 15 joins instead of 16 sums. */
 INLINE vec sum_rows(vec rows[LANES]) {
     vec w8[8], w4[4], w2[2];
@@ -181,12 +257,9 @@ INLINE vec sum_rows(vec rows[LANES]) {
            __builtin_shufflevector(w2[0], w2[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-/* e^x to 2 units in the last place for x in [-87, 88]; 0 below.
+/* e^x to 2 units in the last place for x in [-87.3, 88].
  * Source: Cephes `expf` (Moshier): x = n ln 2 + r, a polynomial of degree 5 in r. */
-INLINE vec exp_vec(vec x) {
-    ivec is_zero = x < splat(-87.3f);
-    x = choose(x > splat(88.0f), splat(88.0f), x);
-    x = choose(is_zero, splat(0.0f), x);
+INLINE vec exp_inside(vec x) {
     vec shifted = x * splat(1.44269504f) + splat(0x1.8p23f); /* rounds to an integer */
     vec n = shifted - splat(0x1.8p23f);
     vec r = x - n * splat(0.693359375f);
@@ -198,8 +271,15 @@ INLINE vec exp_vec(vec x) {
     p = p * r + splat(1.6666665459e-1f);
     p = p * r + splat(5.0000001201e-1f);
     p = p * r * r + r + splat(1.0f);
-    vec scale = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
-    return choose(is_zero, splat(0.0f), p * scale);
+    ivec power = ((ivec)shifted + (127 - 0x4b400000)) << 23; /* n is in the low bits of `shifted` */
+    return p * (vec)power;
+}
+
+/* The same for every x: 0 below, e^88 above. */
+INLINE vec exp_vec(vec x) {
+    ivec is_zero = is_above(splat(-87.3f), x);
+    x = choose(is_above(x, splat(88.0f)), splat(88.0f), x);
+    return choose(is_zero, splat(0.0f), exp_inside(choose(is_zero, splat(0.0f), x)));
 }
 
 #endif

@@ -26,11 +26,25 @@ class Step(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    _fields_: ClassVar = _fields("run args")
+    _fields_: ClassVar = _fields("plan args")
 
 
 class LinearArgs(ctypes.Structure):
     _fields_: ClassVar = _fields("y x weight bias residual num_rows", "in_features out_features")
+
+
+class QuantizeRowsArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields("bytes scales x num_rows", "size")
+
+
+class PackInt8Args(ctypes.Structure):
+    _fields_: ClassVar = _fields("packed bytes scales", "in_features out_features")
+
+
+class LinearInt8Args(LinearArgs):
+    """Those of `linear`, and one more behind them."""
+
+    _fields_: ClassVar = _fields("x_scales")
 
 
 class EmbedArgs(ctypes.Structure):
@@ -53,7 +67,7 @@ class AttentionArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         "out query key_cache value_cache step",
         "block_size num_heads num_kv_heads head_dim window",
-        "scale",
+        "scale soft_cap",
     )
 
 
@@ -61,5 +75,11 @@ class SiluMulArgs(ctypes.Structure):
     _fields_: ClassVar = _fields("y x num_rows", "size")
 
 
-class ArgmaxArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("best index x num_rows", "size")
+class SampleTokensArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        "token_ids is_valid logits temperature top_k top_p min_p uniforms num_rows", "vocab_size"
+    )
+
+
+class DrawUniformsArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields("uniforms seeds indices positions num_rows")

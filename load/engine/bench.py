@@ -2,7 +2,7 @@
 
 No gateway, no other process: requests go through an engine core of this process, by the settings a
 server would have. Every count of sequences runs twice in turn, as it is for the speed and with the
-parts of its steps timed.
+parts of its steps timed. On a CPU the rate that memory can be read at is measured beside each run.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import (
     DEMO_MODEL,
     DTYPES,
+    QUANTIZATIONS,
     DeviceConfig,
     EngineConfig,
     ModelConfig,
@@ -30,6 +32,7 @@ from penstock.engine.text import Tokenizer
 from penstock.load.arguments import add_out, counts
 from penstock.load.engine import report as pages
 from penstock.load.engine.call_timer import CallTimer
+from penstock.load.engine.memory_use import memory_use
 from penstock.load.engine.report import Cell
 from penstock.load.engine.runs import (
     Lengths,
@@ -40,6 +43,7 @@ from penstock.load.engine.runs import (
 )
 from penstock.load.engine.step_split import step_timer
 from penstock.load.garbage import frozen_garbage
+from penstock.load.memory_rate import MemoryReader
 from penstock.load.tables import write_report
 
 _WARM_UP_TOKENS = 8
@@ -48,9 +52,15 @@ _WARM_UP_TOKENS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEMO_MODEL, help="a directory or a Hub id")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights")
+    parser.add_argument(
+        "--quantization", default="none", choices=QUANTIZATIONS, help="of the layers' weights"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="for it")
     parser.add_argument(
         "--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice"
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="refuse what the batch could change"
     )
     parser.add_argument(
         "--num-seqs", type=counts, default="1,8,32", help="sequences at once, with commas"
@@ -69,24 +79,27 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError("--prompt-tokens and --repeats must be at least 1, --output-tokens 2")
     lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
     core, info = _build(parsed)
-    try:
+    with ExitStack() as stack:
+        stack.callback(core.close)
         _check_fits(parsed, info)
-        with frozen_garbage():
-            cells = measure(
-                core,
-                info,
-                lengths,
-                num_seqs=parsed.num_seqs,
-                repeats=parsed.repeats,
-                seed=parsed.seed,
-            )
-    finally:
-        core.close()
+        reader = None
+        if info.device == "cpu":
+            reader = stack.enter_context(MemoryReader(info.num_threads))
+        stack.enter_context(frozen_garbage())
+        cells = measure(
+            core,
+            info,
+            lengths,
+            num_seqs=parsed.num_seqs,
+            repeats=parsed.repeats,
+            seed=parsed.seed,
+            reader=reader,
+        )
     title = (
-        f"{info.model}, {info.dtype} on {info.device}: {lengths.prompt_tokens} tokens in, "
+        f"{info.model}, {_types(info)} on {info.device}: {lengths.prompt_tokens} tokens in, "
         f"{lengths.output_tokens} out"
     )
-    report = pages.markdown(title, cells)
+    report = pages.markdown(f"{title}; CPU threads: {info.num_threads}", cells)
     print(report)
     paths = write_report(
         parsed.out,
@@ -108,6 +121,7 @@ def measure(
     num_seqs: Sequence[int],
     repeats: int,
     seed: int,
+    reader: MemoryReader | None = None,
 ) -> list[Cell]:
     """Both kinds of runs for every count of sequences, all counts once before any comes again."""
     rng, timer = random.Random(seed), step_timer(info.device)
@@ -121,21 +135,27 @@ def measure(
         run_once(count, None, warm_up)
     plain: dict[int, list[Run]] = {count: [] for count in num_seqs}
     split: dict[int, list[Run]] = {count: [] for count in num_seqs}
+    ceilings: dict[int, list[float]] = {count: [] for count in num_seqs}
     for _ in range(repeats):
         for count in num_seqs:
+            if reader is not None:
+                ceilings[count].append(reader.measure())
             plain[count].append(_require_decode(run_once(count, None)))
             with timer.attached():
                 split[count].append(_require_decode(run_once(count, timer)))
-    return [_cell(plain[count], split[count], info) for count in num_seqs]
+    return [_cell(plain[count], split[count], ceilings[count], info) for count in num_seqs]
 
 
-def _cell(runs: Sequence[Run], split_runs: Sequence[Run], info: EngineInfo) -> Cell:
+def _cell(
+    runs: Sequence[Run], split_runs: Sequence[Run], ceilings: Sequence[float], info: EngineInfo
+) -> Cell:
     tokens = runs[-1].tokens
     return Cell(
         num_seqs=len(tokens),
         runs=runs,
         split_runs=split_runs,
         detokenize_s_per_token=_detokenize_s(tokens, info),
+        memory=memory_use(info, runs, ceilings) if ceilings else None,
     )
 
 
@@ -153,14 +173,24 @@ def _require_decode(run: Run) -> Run:
     return run
 
 
+def _types(info: EngineInfo) -> str:
+    return info.dtype if info.quantization == "none" else f"{info.dtype} and {info.quantization}"
+
+
 def _build(parsed: argparse.Namespace) -> tuple[EngineCore, EngineInfo]:
     return build_core(
         EngineConfig(
-            model=ModelConfig(model=parsed.model, dtype=parsed.dtype),
+            model=ModelConfig(
+                model=parsed.model, dtype=parsed.dtype, quantization=parsed.quantization
+            ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
             ),
-            device=DeviceConfig(device=parsed.device, num_threads=parsed.num_threads or None),
+            device=DeviceConfig(
+                device=parsed.device,
+                num_threads=parsed.num_threads or None,
+                deterministic=parsed.deterministic,
+            ),
         )
     )
 

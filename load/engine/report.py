@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from penstock.engine.messages import EngineInfo
+from penstock.load.engine.memory_use import MemoryUse
 from penstock.load.engine.runs import Lengths, Phase, Run, Step
 from penstock.load.engine.step_split import OTHER, PARTS
 from penstock.load.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, new_figure
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.container import BarContainer
 
 _BAR = 0.10
+_MEMORY = """\
+What a decode step has to read of memory, how fast it does so, and how fast memory was read just \
+before each run by as many threads (bar: 75% of that, for one sequence of M):"""
 _POLICY = ("schedule", "prepare", "update")
 _NOTES = """\
 tok/s: output tokens of a whole run; prefill: prompt tokens while not every sequence had its first
@@ -43,12 +47,14 @@ class Cell:
         runs: as the engine is.
         split_runs: with the parts of their steps.
         detokenize_s_per_token: None without a tokenizer.
+        memory: None on a GPU.
     """
 
     num_seqs: int
     runs: Sequence[Run]
     split_runs: Sequence[Run]
     detokenize_s_per_token: float | None
+    memory: MemoryUse | None = None
 
     def split_steps(self, phase: Phase) -> list[Step]:
         return [step for run in self.split_runs for step in run.phase(phase)]
@@ -94,10 +100,12 @@ def _part_time(times_s: Sequence[float], total_s: float) -> PartTime:
 
 
 def markdown(title: str, cells: Sequence[Cell]) -> str:
+    memory = {cell.num_seqs: cell.memory for cell in cells if cell.memory is not None}
     return "\n\n".join(
         [
-            f"{title}; CPU threads: {torch.get_num_threads()}",
+            title,
             _speeds(cells),
+            *([_MEMORY, _memory_table(memory)] if memory else []),
             "Decode step by its parts, ms: median / 99th percentile, share of the time:",
             _split_table(cells, "decode", _times),
             "Steps with prompts in them, ms: mean, share of the time:",
@@ -128,6 +136,22 @@ def _speeds(cells: Sequence[Cell]) -> str:
                 "–" if text_s is None else f"{1e6 * text_s:.1f}",
             ]
         )
+    return table(header, rows)
+
+
+def _memory_table(uses: Mapping[int, MemoryUse]) -> str:
+    header = ("sequences", "weights MB", "KV MB", "read GB/s", "at most GB/s", "share")
+    rows = [
+        [
+            f"{num_seqs:,}",
+            f"{use.step_bytes.weights / 1e6:,.1f}",
+            f"{use.step_bytes.kv / 1e6:,.1f}",
+            f"{statistics.median(use.rates) / 1e9:.1f}",
+            f"{statistics.median(use.ceilings) / 1e9:.1f}",
+            f"{use.share:.0%}",
+        ]
+        for num_seqs, use in uses.items()
+    ]
     return table(header, rows)
 
 
@@ -167,7 +191,7 @@ def figures(info: EngineInfo, lengths: Lengths, cells: Sequence[Cell]) -> dict[s
         "model": info.model,
         "dtype": info.dtype,
         "device": info.device,
-        "num_threads": torch.get_num_threads(),
+        "num_threads": info.num_threads,
         "torch": torch.__version__,
         **asdict(lengths),
         "cells": [
@@ -179,6 +203,7 @@ def figures(info: EngineInfo, lengths: Lengths, cells: Sequence[Cell]) -> dict[s
                 "decode_tokens_per_s": [run.decode_tokens_per_s for run in cell.runs],
                 "detokenize_s_per_token": cell.detokenize_s_per_token,
                 "policy_share": cell.policy_share(),
+                "memory": cell.memory and {**asdict(cell.memory), "share": cell.memory.share},
                 "num_decode_steps": len(cell.split_steps("decode")),
                 "decode": _plain(split(cell.split_steps("decode"))),
                 "prefill": _plain(split(cell.split_steps("prefill"))),

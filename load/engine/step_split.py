@@ -10,8 +10,8 @@ import torch
 
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.runner import model_runner
 from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.sampling.sampler import ChosenTokens, Sampler
 from penstock.engine.scheduling import Scheduler
 from penstock.load.engine.call_timer import CallTimer, Places, no_wait
 
@@ -24,7 +24,7 @@ _PLACES: Places = {
         (Decoder, "forward"),
         (Decoder, "logits"),
     ),
-    "sample": ((InputBatch, "sampling_rows"), (model_runner, "sample")),
+    "sample": ((Sampler, "choose"), (ChosenTokens, "read")),
     "update": ((Scheduler, "update"),),
 }
 OTHER = "other"

@@ -19,8 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.load.checkout import commit
 from penstock.load.peers import environments, models
-from penstock.load.peers.report import commit, machine
+from penstock.load.peers.report import machine
 from penstock.load.peers.vllm import OFFLINE, preload
 from penstock.load.synthetic.server import serve
 from penstock.load.synthetic.settings import SyntheticSettings

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,8 @@ from typing import Any
 
 import psutil
 
+from penstock.load.checkout import commit
 from penstock.load.peers.cells import Cell, Observation, cells
-from penstock.load.peers.environments import REPOSITORY
 from penstock.load.peers.picture import draw
 from penstock.load.tables import table, write_report
 
@@ -250,23 +249,6 @@ def _cpu_model() -> str:
     lines = info.read_text("utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """Of this checkout, and whether it has changes; `""` where it is none."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(  # noqa: S603
-            ["git", *words],  # noqa: S607
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    return f"{commit} with changes" if commit and git("status", "--porcelain", "-uno") else commit
 
 
 if __name__ == "__main__":  # the tables and the picture once more, from the JSON of a run

@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM
 from penstock.engine.batch import Batch
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.request import BeamSearch, Request, SamplingParams
-from penstock.engine.sampling.draw import draw_uniforms
 from penstock.engine.startup import build_core
+from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
+from tests.kernels.cpu.operations import unpack_cache
 
 VOCAB_SIZE = 160
 NEAR_TIE = 1e-4
@@ -123,8 +125,11 @@ class Bytes:
 
     def _bytes(self, seq_id: int) -> Tensor:
         """Keys and values of all computed positions: [layers, 2, tokens, heads, head_dim]."""
-        pool: Tensor = self.executor._runner._kv_pool
-        return pool[:, :, self.tables[seq_id]].flatten(2, 3)[:, :, : self.computed[seq_id]].clone()
+        runner = self.executor._runner
+        blocks: Tensor = runner._kv_pool[:, :, self.tables[seq_id]]
+        if isinstance(runner._model, CpuDecoder):  # whose kernels have an order of their own
+            blocks = torch.stack([torch.stack(unpack_cache(*layer)) for layer in blocks])
+        return blocks.flatten(2, 3)[:, :, : self.computed[seq_id]].clone()
 
 
 @dataclass
@@ -187,7 +192,7 @@ def gap(model: Any, request: Request, index: int, place: int, got: int, known: l
         top = logits.topk(2).values
         return float(top[0] - top[1])
     sums = (logits / params.temperature).softmax(-1).double().cumsum(-1)
-    uniform = float(draw_uniforms([params.seed], [index], [len(token_ids)])[0])
+    uniform = float(draw_uniforms_reference(as_draws([params.seed], [index], [len(token_ids)])))
     first, last = sorted((got, known[place]))
     return float((sums[first:last] - uniform).abs().min())
 

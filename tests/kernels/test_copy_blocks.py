@@ -1,4 +1,4 @@
-"""Copies of blocks: every layer, keys and values, reads before writes."""
+"""Copies of blocks: every layer, keys and values, reads before writes, every bit."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def test_sources_are_read_before_anything_is_written():
     copy_blocks(pool, [(0, 1), (1, 0)])
     assert torch.equal(pool[:, :, 0], before[:, :, 1])
     assert torch.equal(pool[:, :, 1], before[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_bits_are_copied_not_numbers(dtype):
+    """NaNs of all kinds among them."""
+    generator = torch.Generator().manual_seed(0)
+    size = (2, 2, 6, 3, 2, 4 * dtype.itemsize)
+    bits = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    pool = bits.clone().view(dtype)
+    copy_blocks(pool, [(0, 4), (3, 1)])
+    assert torch.equal(pool.view(torch.uint8)[:, :, [4, 1]], bits[:, :, [0, 3]])
 
 
 def test_nothing_to_copy():

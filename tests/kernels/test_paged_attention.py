@@ -1,22 +1,17 @@
-"""The paged reference against attention written as a loop over tokens and heads."""
+"""The paged reference against attention written as a loop over tokens."""
 
 from __future__ import annotations
-
-import math
-from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.paged_case import CaseShape, PagedCase
 from torch import Tensor
 
 from penstock.kernels.paged_attention import paged_attention
 from penstock.kernels.paged_attention_reference import _similar_lengths
-from penstock.kernels.paged_layout import PagedLayout
-from penstock.kernels.store_kv import store_kv
 
-# (tokens in the cache before the step, tokens of the step) of each sequence
 STEPS = {
     "decode": [(0, 1), (6, 1), (30, 1), (31, 1)],
     "prefill": [(0, 5), (0, 33)],
@@ -24,143 +19,105 @@ STEPS = {
     "one token": [(0, 1)],
 }
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+OPTIONS = {
+    "soft cap": {"soft_cap": 3.0},
+    "sinks": {"has_sinks": True},
+    "all": {"soft_cap": 20.0, "has_sinks": True, "window": 9},
+}
 
 
-class PagedCase:
-    """Random keys and values of some sequences, the older of them already in scattered blocks.
+def attend(case: PagedCase) -> Tensor:
+    return paged_attention(*case.tensors, **case.arguments)
 
-    Slots that no sequence owns hold NaN, as a freed block may.
-    """
 
-    def __init__(
-        self,
-        step: list[tuple[int, int]],
-        *,
-        block_size: int,
-        heads: tuple[int, int],
-        head_dim: int,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        generator = torch.Generator().manual_seed(5)
-        num_heads, num_kv_heads = heads
-        self.step = step
-        self.totals = [before + new for before, new in step]
-        num_new = sum(new for _, new in step)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        self.query = random(num_new, num_heads, head_dim)
-        self.keys = [random(total, num_kv_heads, head_dim) for total in self.totals]
-        self.values = [random(total, num_kv_heads, head_dim) for total in self.totals]
-        counts = [-(-total // block_size) for total in self.totals]
-        ids = torch.randperm(sum(counts) + 2, generator=generator)[: sum(counts)].split(counts)
-        shape = (sum(counts) + 2, block_size, num_kv_heads, head_dim)
-        self.key_cache = torch.full(shape, torch.nan, dtype=dtype)
-        self.value_cache = self.key_cache.clone()
-        table = torch.full((len(step), max(counts)), 10**6, dtype=torch.int32)
-        slots = []
-        for seq, (blocks, total) in enumerate(zip(ids, self.totals, strict=True)):
-            table[seq, : len(blocks)] = blocks
-            positions = torch.arange(total)
-            slots.append(blocks[positions // block_size] * block_size + positions % block_size)
-        new = [-new for _, new in step]
-        starts = [0, *torch.tensor([n for _, n in step]).cumsum(0).tolist()]
-        self.layout = PagedLayout(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(self.totals, dtype=torch.int32),
-            block_tables=table,
-            slot_mapping=torch.cat([s[n:] for s, n in zip(slots, new, strict=True)]),
-            max_query_len=max(n for _, n in step),
-            max_seq_len=max(self.totals),
-        )
-        for seq, (before, _) in enumerate(step):
-            self._store(self.keys[seq][:before], self.values[seq][:before], slots[seq][:before])
-
-    def _store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        store_kv(keys, values, self.key_cache, self.value_cache, slots)
-
-    def store_new(self) -> None:
-        new = [-new for _, new in self.step]
-        keys, values = (
-            torch.cat([tensor[n:] for tensor, n in zip(tensors, new, strict=True)])
-            for tensors in (self.keys, self.values)
-        )
-        self._store(keys, values, self.layout.slot_mapping)
-
-    def naive(self, window: int | None) -> Tensor:
-        output = torch.empty(self.query.shape)
-        group = self.query.shape[1] // self.keys[0].shape[1]
-        starts = self.layout.query_start_loc.tolist()
-        for seq, (start, end) in enumerate(pairwise(starts)):
-            for token in range(start, end):
-                position = self.step[seq][0] + token - start
-                first = 0 if window is None else max(0, position - window + 1)
-                for head in range(self.query.shape[1]):
-                    keys = self.keys[seq][first : position + 1, head // group].float()
-                    values = self.values[seq][first : position + 1, head // group].float()
-                    query = self.query[token, head].float()
-                    weights = (keys @ query / math.sqrt(query.numel())).softmax(0)
-                    output[token, head] = weights @ values
-        return output
-
-    def paged(self, window: int | None) -> Tensor:
-        self.store_new()
-        return paged_attention(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.layout,
-            scale=self.query.shape[-1] ** -0.5,
-            window=window,
-        )
+def check(shape: CaseShape) -> None:
+    case = PagedCase(shape)
+    output, tolerance = attend(case), TOLERANCES[shape.dtype]
+    assert output.dtype == shape.dtype
+    torch.testing.assert_close(output.double(), case.expected(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 16, 100])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1), (7, 7)])
-def test_equals_naive_attention(heads, step, window):
-    case = PagedCase(step, block_size=16, heads=heads, head_dim=16)
-    torch.testing.assert_close(case.paged(window), case.naive(window), atol=1e-5, rtol=1e-5)
+def test_equals_the_loop(heads, step, window):
+    check(CaseShape(step=step, heads=heads, head_dim=16, window=window))
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 12, 32])
 @pytest.mark.parametrize("head_dim", [8, 24, 80, 128])
 @pytest.mark.parametrize("window", [None, 10])
 def test_block_sizes_and_head_sizes(block_size, head_dim, window):
-    case = PagedCase(STEPS["mixed"], block_size=block_size, heads=(4, 2), head_dim=head_dim)
-    torch.testing.assert_close(case.paged(window), case.naive(window), atol=1e-5, rtol=1e-5)
+    check(CaseShape(step=STEPS["mixed"], block_size=block_size, head_dim=head_dim, window=window))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_half_precision(dtype, window, step):
-    case = PagedCase(step, block_size=8, heads=(8, 2), head_dim=64, dtype=dtype)
-    tolerance = TOLERANCES[dtype]
-    paged = case.paged(window)
-    assert paged.dtype == dtype
-    torch.testing.assert_close(paged.float(), case.naive(window), atol=tolerance, rtol=tolerance)
+    check(CaseShape(step=step, block_size=8, heads=(8, 2), head_dim=64, dtype=dtype, window=window))
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+def test_options(options, step, is_fp8):
+    check(CaseShape(step=step, heads=(6, 2), is_fp8=is_fp8, **options))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_cache_in_fp8(dtype):
+    check(CaseShape(step=STEPS["mixed"], is_fp8=True, dtype=dtype, num_shared=1))
+
+
+def test_one_scale_for_all_heads():
+    case = PagedCase(CaseShape(step=STEPS["mixed"], is_fp8=True))
+    case.key_scale.fill_(0.02)
+    case.value_scale.fill_(0.03)
+    expected = attend(case)
+    case.key_scale, case.value_scale = torch.tensor(0.02), torch.tensor(0.03)
+    assert torch.equal(attend(case), expected)
+
+
+def test_long_contexts_are_computed_in_slices(monkeypatch):
+    monkeypatch.setattr("penstock.kernels.paged_attention_reference._MAX_SCORES", 1000)
+    check(CaseShape(step=STEPS["mixed"], soft_cap=5.0))
+    check(CaseShape(step=STEPS["mixed"]))
+
+
+def test_padding_of_a_batch():
+    case = PagedCase(CaseShape(step=STEPS["mixed"]))
+    num_tokens = len(case.query)
+    padded = attend(case.padded(num_empty=2, num_zero=3))
+    assert torch.equal(padded[:num_tokens], attend(case))
+    assert torch.equal(padded[num_tokens:], torch.zeros_like(padded[num_tokens:]))
 
 
 def test_a_broken_sequence_does_not_spoil_its_neighbours():
-    case = PagedCase(STEPS["mixed"], block_size=8, heads=(4, 2), head_dim=16)
-    expected = case.naive(None)
-    case.keys[2][:] = torch.nan
-    case.values[2][:] = torch.nan
+    case = PagedCase(CaseShape(step=STEPS["mixed"], block_size=8))
+    expected = case.expected()
+    case.spoil(2)
     start, end = case.layout.query_start_loc[2:4].tolist()
-    output = case.paged(None)
+    output = attend(case)
     assert output[start:end].isnan().all()
     others = torch.ones(len(output), dtype=torch.bool)
     others[start:end] = False
-    torch.testing.assert_close(output[others], expected[others], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output[others].double(), expected[others], atol=1e-5, rtol=1e-5)
 
 
 def test_wrong_shapes_are_our_own_bugs():
-    case = PagedCase(STEPS["decode"], block_size=8, heads=(4, 2), head_dim=16)
+    case = PagedCase(CaseShape(step=STEPS["decode"]))
     case.query = case.query[:-1]
     with pytest.raises(AssertionError, match="one slot for each token"):
-        case.paged(None)
+        attend(case)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_scales_are_for_fp8(is_fp8):
+    case = PagedCase(CaseShape(step=STEPS["decode"], is_fp8=is_fp8))
+    case.key_scale = None if is_fp8 else torch.ones(2)
+    with pytest.raises(AssertionError, match="a cache in FP8"):
+        attend(case)
 
 
 @settings(max_examples=200, deadline=None)

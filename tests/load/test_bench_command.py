@@ -110,7 +110,7 @@ def test_bench_alone_lists_its_subcommands(penstock: Penstock) -> None:
     done = penstock("bench")
     assert done.returncode == 0
     for name in BENCHES:
-        assert f"\n    {name} " in done.stdout
+        assert f"\n    {name}" in done.stdout
         described = penstock("bench", name, "--help")
         assert described.returncode == 0
         assert "--out" in described.stdout

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
+import statistics
+import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image, ImageColor
+from safetensors.torch import load_file
 
 from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
 from penstock.engine.messages import EngineInfo
 from penstock.engine.models.cpu_decoder import CpuDecoder
-from penstock.engine.runner import model_runner
+from penstock.engine.models.registry import read_model_config
 from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.load.engine import bench as engine_bench
 from penstock.load.engine.bench import measure
+from penstock.load.engine.memory_use import StepBytes, memory_use
 from penstock.load.engine.report import Cell, split
 from penstock.load.engine.runs import Lengths, Phase, Run, Step
 from penstock.load.engine.step_split import OTHER, PARTS
+from penstock.load.memory_rate import MemoryReader
 from penstock.load.plotting import BLUE, ORANGE
 
 from .conftest import Penstock
@@ -90,7 +97,7 @@ def test_prompts_differ_from_run_to_run(cells: list[Cell]) -> None:
 
 def test_timing_leaves_the_engine_as_it_was(cells: list[Cell]) -> None:
     del cells
-    for call in (Scheduler.schedule, Scheduler.update, CpuDecoder.forward, model_runner.sample):
+    for call in (Scheduler.schedule, Scheduler.update, CpuDecoder.forward, Sampler.choose):
         assert not hasattr(call, "__wrapped__"), call
 
 
@@ -101,7 +108,7 @@ def test_timing_leaves_the_engine_as_it_was(cells: list[Cell]) -> None:
         (InputBatch, "prepare", "prepare"),
         (CpuDecoder, "forward", "forward"),
         (CpuDecoder, "logits", "forward"),
-        (model_runner, "sample", "sample"),
+        (Sampler, "choose", "sample"),
         (Scheduler, "update", "update"),
         (InputBatch, "append", OTHER),
     ],
@@ -172,12 +179,43 @@ def test_figures_of_known_steps() -> None:
     assert with_text.policy_share() == pytest.approx((6 + 4) / (20 + 4))
 
 
+def test_what_a_step_reads_of_memory(engine: tuple[EngineCore, EngineInfo]) -> None:
+    _, info = engine
+    _, model = read_model_config(Path(info.model_path))
+    weights = load_file(Path(info.model_path) / "model.safetensors").values()
+    assert (model.is_tied, info.dtype) == (True, "bfloat16")  # so that all matrices are read
+    num_weights = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    run = Run(
+        lengths=Lengths(prompt_tokens=100, output_tokens=20),
+        steps=[step("prefill", 3, forward=9.0), step("decode", 3, forward=2.0, sample=2.0)],
+        tokens=[[1]] * 3,
+    )
+    faster = replace(run, steps=[step("decode", 3, forward=1.0)])
+    use = memory_use(info, [run, faster, faster], [1e9, 2e9, 3e9])
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2
+    assert use.step_bytes == StepBytes(weights=2 * num_weights, kv=3 * 110 * kv_bytes)
+    total = use.step_bytes.weights + use.step_bytes.kv
+    assert use.rates == pytest.approx([total / 0.004, total / 0.001, total / 0.001])
+    assert use.share == pytest.approx(total / 0.001 / 3e9)  # the middle one
+    of_int8 = memory_use(replace(info, quantization="int8"), [run], [1e9])
+    head = 2 * model.vocab_size * model.hidden_size
+    assert of_int8.step_bytes.weights == (use.step_bytes.weights - head) / 2 + head
+
+
+def test_memory_is_read_by_all_threads() -> None:
+    names = {thread.name for thread in threading.enumerate()}
+    with MemoryReader(2, num_bytes=4 << 20) as reader:
+        assert 1e8 < reader.measure(num_passes=3) < 1e13
+        assert len({thread.name for thread in threading.enumerate()} - names) == 2
+    assert {thread.name for thread in threading.enumerate()} == names
+
+
 # -- the command ------------------------------------------------------------------------------
 
 
 def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Path) -> None:
     arguments = ("--num-seqs", "1,3", "--prompt-tokens", "16", "--output-tokens", "8",
-                 "--repeats", "2", "--plot", "--out", str(tmp_path))  # fmt: skip
+                 "--repeats", "2", "--deterministic", "--plot", "--out", str(tmp_path))  # fmt: skip
     done = penstock("bench", "engine", *arguments)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -186,7 +224,7 @@ def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Pat
         "engine.png",
     ]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(rows) == (2 + 2) + 2 * (2 + len(PARTS) + 1)
+    assert len(rows) == 2 * (2 + 2) + 2 * (2 + len(PARTS) + 1)
     assert set(rows) <= set((tmp_path / "engine.md").read_text().splitlines())
     assert "of a decode step with 3 sequences" in done.stdout
     figures = json.loads((tmp_path / "engine.json").read_text())
@@ -198,8 +236,15 @@ def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Pat
         assert len(cell["decode_tokens_per_s"]) == 2
         shares = [cell["decode"][part]["share"] for part in PARTS]
         assert sum(shares) == pytest.approx(1.0)
-        assert cell["decode"]["forward"]["share"] == max(shares)
+        assert min(shares) > 0.0
         assert 0.0 < cell["policy_share"] < 0.9
+        memory = cell["memory"]
+        assert len(memory["rates"]) == len(memory["ceilings"]) == 2
+        assert (
+            0.0
+            < memory["share"]
+            == pytest.approx(statistics.median(map(truediv, memory["rates"], memory["ceilings"])))
+        )
     with Image.open(tmp_path / "engine.png") as picture:
         colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
     counts: dict[Any, int] = {colour: count for count, colour in colours or ()}

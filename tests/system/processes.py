@@ -89,8 +89,16 @@ def wait_until(condition, *, timeout_s: float = 10.0) -> None:  # type: ignore[n
         time.sleep(0.02)
 
 
+async def metrics(client: httpx.AsyncClient, *names: str) -> list[float]:
+    """The values of each `penstock:name`, at one moment."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    found = (
+        next(line for line in lines if line.startswith(f"penstock:{name}{{")) for name in names
+    )
+    return [float(line.rpartition(" ")[2]) for line in found]
+
+
 async def metric(client: httpx.AsyncClient, name: str) -> float:
     """The value of `penstock:name`."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    line = next(line for line in lines if line.startswith(f"penstock:{name}{{"))
-    return float(line.rpartition(" ")[2])
+    (value,) = await metrics(client, name)
+    return value

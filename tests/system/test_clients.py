@@ -12,7 +12,7 @@ import openai
 import pytest
 import websockets
 
-from .processes import PENSTOCK, Served, metric
+from .processes import PENSTOCK, Served, metric, metrics
 
 _QUESTION = [{"role": "user", "content": "What is paged attention?"}]
 
@@ -142,8 +142,9 @@ async def test_a_client_that_leaves_frees_its_blocks(demo_server: Served) -> Non
     async with httpx.AsyncClient(base_url=demo_server.base_url, timeout=60) as client:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             await anext(response.aiter_lines())
-            assert await metric(client, "num_requests_running") == 1
-            assert await metric(client, "kv_cache_usage_perc") > 0
+            running, usage = await metrics(client, "num_requests_running", "kv_cache_usage_perc")
+            assert running == 1
+            assert usage > 0
         for _ in range(50):
             if await metric(client, "num_requests_running") == 0:
                 break

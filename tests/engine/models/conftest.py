@@ -38,7 +38,7 @@ def paged_logits(request: pytest.FixtureRequest) -> PagedLogits:
         assert sum(chunks) == len(token_ids)
         model: LanguageModel = load_model(ModelConfig(), path, torch.device("cpu"))
         if request.param == "kernels":
-            model = fastest(model, cpu_kernels(model))
+            model = fastest(model, BLOCK_SIZE, cpu_kernels(model, BLOCK_SIZE))
             assert isinstance(model, CpuDecoder)
         shape = KVShape.of(model.config, BLOCK_SIZE, model.dtype)
         num_blocks = shape.num_blocks_for(len(token_ids))
@@ -57,7 +57,7 @@ def paged_logits(request: pytest.FixtureRequest) -> PagedLogits:
                     prompt_lens=torch.full_like(positions, num_prompt or len(token_ids)),
                 )
                 ids = torch.tensor(token_ids[start : start + size])
-                logits.append(model.logits(model(ids, context)))
+                logits.append(model.logits(model(ids, context)).clone())
                 start += size
         return torch.cat(logits).float()
 

@@ -16,7 +16,7 @@ from penstock.engine.runner.kv_swap import HostTier, NoHostTier, Staging
 
 from .simulated_streams import SimulatedStreams
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 DEVICES: list[Any] = [
     "cpu",
     pytest.param(

@@ -1,11 +1,14 @@
-"""The sampling recipe against one row at a time in plain Python, and its promises."""
+"""The sampling recipe against one row at a time in plain Python, and its promises.
+
+In torch, with the CPU's kernels, and on a GPU.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,63 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.request import SamplingParams
-from penstock.engine.sampling.draw import draw_uniform
+from penstock.engine.request import SamplingParams, TokenLogprobs
 from penstock.engine.sampling.rows import SamplingRow
-from penstock.engine.sampling.sampler import sample
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.sampling_table import SamplingTable
+from penstock.kernels.cpu.library import load_library
+from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
 
 EOS = (2,)
+
+
+@dataclass(frozen=True)
+class Result:
+    token_id: int
+    is_valid: bool
+    logprobs: TokenLogprobs | None
+
+
+class Sample:
+    """Logits and sequences in, a result for each out."""
+
+    def __init__(self, device: str, *, has_kernels: bool) -> None:
+        dtypes = (torch.float32, torch.bfloat16) if has_kernels else ()
+        self._libraries = {dtype: load_library(dtype) for dtype in dtypes}
+        assert None not in self._libraries.values()
+        self._device = torch.device(device)
+
+    def __call__(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int] = ()
+    ) -> list[Result]:
+        logits = logits.to(self._device)
+        before = logits.clone()
+        table = SamplingTable(len(rows) + 2, self._device)
+        places = np.arange(len(rows))[::-1] + 1
+        for place, item in zip(places, rows, strict=True):
+            table.enter(place, item)
+        batch = table.select(places, np.array([len(item.token_ids) for item in rows]))
+        sampler = Sampler(eos_token_ids, library=self._libraries.get(logits.dtype))
+        sampled = sampler.choose(logits, batch).read()
+        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+        return [
+            Result(token_id, is_valid, sampled.logprobs.get(place))
+            for place, (token_id, is_valid) in enumerate(
+                zip(sampled.token_ids, sampled.is_valid, strict=True)
+            )
+        ]
+
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["torch", "kernels", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])],
+)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    device = "cuda" if request.param == "cuda" else "cpu"
+    return Sample(device, has_kernels=request.param == "kernels")
 
 
 def row(
@@ -109,7 +163,7 @@ def sampling_params(draw: st.DrawFn) -> dict[str, Any]:
     st.lists(st.integers(0, 11), min_size=3, max_size=9),
     st.integers(0, 1000),
 )
-def test_equals_the_recipe_row_by_row(all_params, token_ids, seed):
+def test_equals_the_recipe_row_by_row(sample, all_params, token_ids, seed):
     logits = random_logits(len(all_params), 12, seed)
     rows = [row(token_ids, index=i, **params) for i, params in enumerate(all_params)]
     results = sample(logits.clone(), rows, EOS)
@@ -120,7 +174,8 @@ def test_equals_the_recipe_row_by_row(all_params, token_ids, seed):
             continue
         probabilities = naive_probabilities(exact, item.params)
         cumulative = probabilities.cumsum()
-        uniform = draw_uniform(item.params.seed, item.index, len(item.token_ids))
+        draw = as_draws([item.params.seed], [item.index], [len(item.token_ids)])
+        uniform = float(draw_uniforms_reference(draw))
         expected = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         is_borderline = np.abs(cumulative - uniform).min() < 1e-5
         assert result.token_id == expected or is_borderline or _is_cut_close(exact, item.params)
@@ -152,7 +207,7 @@ def mixed_rows() -> list[SamplingRow]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_neighbours(dtype):
+def test_a_row_does_not_depend_on_its_neighbours(sample, dtype):
     rows = mixed_rows()
     logits = random_logits(len(rows), 1500).to(dtype)  # bfloat16 brings many ties
     together = sample(logits.clone(), rows, EOS)
@@ -163,7 +218,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("broken", range(7))
-def test_a_broken_row_is_marked_and_spoils_no_other(broken, bad):
+def test_a_broken_row_is_marked_and_spoils_no_other(sample, broken, bad):
     rows = mixed_rows()
     logits = random_logits(len(rows), 50)
     healthy = sample(logits.clone(), rows, EOS)
@@ -176,13 +231,13 @@ def test_a_broken_row_is_marked_and_spoils_no_other(broken, bad):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_everything_masked_is_marked(temperature):
+def test_a_row_with_everything_masked_is_marked(sample, temperature):
     item = row(temperature=temperature, min_tokens=9, stop_token_ids=(0, 1, 2, 3))
     (result,) = sample(random_logits(1, 4), [item], EOS)
     assert not result.is_valid
 
 
-def test_draws_follow_the_distribution():
+def test_draws_follow_the_distribution(sample):
     logits = logits_of([2.0, 1.0, 0.0, -1.0, -3.0])
     rows = [row(seed=seed, temperature=1.3) for seed in range(20_000)]
     counts = Counter(
@@ -210,7 +265,7 @@ def test_draws_follow_the_distribution():
         ({"logit_bias": {99: 50.0, -1: 50.0}, "top_k": 1}, {0}),
     ],
 )
-def test_what_is_kept(params, kept):
+def test_what_is_kept(sample, params, kept):
     logits = logits_of([3.0, 2.0, 1.0, 0.0, -1.0])
     rows = [row(seed=seed, **params) for seed in range(2000)]
     results = sample(logits.expand(len(rows), -1).clone(), rows)
@@ -218,20 +273,20 @@ def test_what_is_kept(params, kept):
     assert {result.token_id for result in results} == kept
 
 
-def test_a_flat_nucleus_larger_than_the_shortcut():
+def test_a_flat_nucleus_larger_than_the_shortcut(sample):
     rows = [row(seed=seed, top_p=0.9) for seed in range(300)]
     logits = torch.linspace(1e-3, 0, 4000).expand(300, -1).clone()
     token_ids = [result.token_id for result in sample(logits, rows)]
     assert 3400 < max(token_ids) < 3602
 
 
-def test_ties_at_the_cut_are_kept():
+def test_ties_at_the_cut_are_kept(sample):
     rows = [row(seed=seed, top_k=1) for seed in range(100)]
     logits = logits_of([1.0, 1.0, 0.0]).expand(100, -1).clone()
     assert {result.token_id for result in sample(logits, rows)} == {0, 1}
 
 
-def test_penalties_apply_to_greedy_rows():
+def test_penalties_apply_to_greedy_rows(sample):
     logits = logits_of([0.0, 1.0, 1.1, 1.2])
     rows = [
         row([3, 3], num_prompt=2, temperature=0.0),
@@ -244,7 +299,19 @@ def test_penalties_apply_to_greedy_rows():
     assert [result.token_id for result in results] == [3, 2, 3, 2, 3]
 
 
-def test_min_tokens_masks_eos_and_stop_tokens():
+def test_penalties_follow_a_sequence_as_it_grows(sample):
+    """Each token is punished from the step after it was sampled, a prompt's never."""
+    logits = logits_of([0.0, 1.0, 2.0, 3.0])
+    token_ids = [3]
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.9)
+    item = SamplingRow(params=params, token_ids=token_ids, num_prompt_tokens=1, index=0)
+    for _ in range(6):
+        (result,) = sample(logits, [item])
+        token_ids.append(result.token_id)
+    assert token_ids == [3, 3, 3, 2, 3, 2, 1]
+
+
+def test_min_tokens_masks_eos_and_stop_tokens(sample):
     logits = logits_of([0.0, 1.0, 5.0, 4.0])
     rows = [
         row([1, 1], num_prompt=1, temperature=0.0, min_tokens=2, stop_token_ids=(3,)),
@@ -255,7 +322,7 @@ def test_min_tokens_masks_eos_and_stop_tokens():
     assert [result.token_id for result in results] == [1, 2, 3]
 
 
-def test_logprobs_are_of_the_unmodified_logits():
+def test_logprobs_are_of_the_unmodified_logits(sample):
     logits = logits_of([0.0, 1.0, 3.0, 2.0])
     params = {"temperature": 0.0, "logit_bias": {1: 9.0}, "top_k": 1}
     result, silent = sample(
@@ -273,13 +340,13 @@ def test_logprobs_are_of_the_unmodified_logits():
     )
 
 
-def test_logprobs_of_the_chosen_token_alone():
+def test_logprobs_of_the_chosen_token_alone(sample):
     (result,) = sample(random_logits(1, 10), [row(logprobs=0)])
     assert result.logprobs is not None
     assert result.logprobs.top == ()
 
 
-def test_logprobs_are_of_the_number_the_row_says():
+def test_logprobs_are_of_the_number_the_row_says(sample):
     """A beam search takes far more than a user may ask for; the parameters do not decide."""
     logits = random_logits(4, 1000)
     rows = [
@@ -294,10 +361,10 @@ def test_logprobs_are_of_the_number_the_row_says():
         assert entry is not None
         values, token_ids = expected[place].topk(count)
         assert [token_id for token_id, _ in entry.top] == token_ids.tolist()
-        assert [value for _, value in entry.top] == values.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_more_logprobs_than_tokens():
+def test_more_logprobs_than_tokens(sample):
     (result,) = sample(random_logits(1, 10), [replace(row(), num_logprobs=200)])
     assert result.logprobs is not None
     assert {token_id for token_id, _ in result.logprobs.top} == set(range(10))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.structures import (
-    ArgmaxArgs,
     AttentionArgs,
     EmbedArgs,
     LinearArgs,
@@ -90,7 +89,8 @@ def attention(
     layout: PagedLayout,
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     out = torch.full_like(query, torch.nan)
     keys, values = pack_cache(key_cache, value_cache)
@@ -107,6 +107,7 @@ def attention(
         head_dim=query.shape[2],
         window=window or 0,
         scale=scale,
+        soft_cap=soft_cap or 0.0,
     )
     library.run("attention", args)
     return out
@@ -151,20 +152,6 @@ def embed(library: CpuLibrary, token_ids: Tensor, weight: Tensor, *, is_packed: 
     )
     library.run("embed", args)
     return y
-
-
-def argmax(library: CpuLibrary, x: Tensor) -> tuple[Tensor, Tensor]:
-    best, index = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
-    rows = ctypes.c_int64(len(x))
-    args = ArgmaxArgs(
-        best=best.data_ptr(),
-        index=index.data_ptr(),
-        x=x.data_ptr(),
-        num_rows=addressof(rows),
-        size=x.shape[1],
-    )
-    library.run("argmax", args)
-    return best, index
 
 
 def rope_store(

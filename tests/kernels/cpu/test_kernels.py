@@ -6,20 +6,17 @@ their size; narrower types are rounded once or twice more.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.cpu import operations
-from tests.kernels.test_paged_attention import PagedCase
+from tests.kernels.paged_case import CaseShape, PagedCase
 from torch import Tensor
 
-from penstock.engine.layers.rotary import rotate
 from penstock.kernels.cpu.library import CpuLibrary
-from penstock.kernels.paged_attention_reference import paged_attention_reference
+from penstock.kernels.rotary_store_kv_reference import rotate
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # One library serves all examples of a test; examples do not change it.
@@ -77,37 +74,35 @@ def test_a_row_does_not_depend_on_its_neighbours(library):
     heads=st.sampled_from([(1, 1), (6, 2), (7, 1), (3, 3), (20, 1)]),
     head_dim=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
     window=st.sampled_from([None, 1, 5, 100, 1000]),
+    soft_cap=st.sampled_from([None, 5.0]),
 )
-def test_attention(library, step, block_size, heads, head_dim, window):
+def test_attention(library, step, block_size, heads, head_dim, window, soft_cap):
     case = PagedCase(
-        step, block_size=block_size, heads=heads, head_dim=head_dim, dtype=library.dtype
+        CaseShape(
+            step=step,
+            block_size=block_size,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=library.dtype,
+            window=window,
+            soft_cap=soft_cap,
+            num_shared=1,
+        )
     )
-    case.store_new()
-    inputs = (case.query, case.key_cache, case.value_cache)
-    scale = head_dim**-0.5
-    result = operations.attention(library, *inputs, case.layout, scale=scale, window=window)
-    expected = paged_attention_reference(
-        *(each.float() for each in inputs), case.layout, scale=scale, window=window
-    )
-    assert_near(result, expected)
+    options = {"scale": head_dim**-0.5, "window": window, "soft_cap": soft_cap}
+    result = operations.attention(library, *case.tensors, **options)
+    assert_near(result, case.expected())
 
 
 def test_attention_of_a_token_does_not_depend_on_its_chunk(library):
-    """All tokens at once, or each by itself with the same cache before it: the same bits."""
-    case = PagedCase([(0, 300)], block_size=16, heads=(6, 2), head_dim=64, dtype=library.dtype)
-    case.store_new()
-    caches = (case.key_cache, case.value_cache)
-    scale = 64**-0.5
-    whole = operations.attention(library, case.query, *caches, case.layout, scale=scale, window=70)
-    for position in (0, 1, 15, 255, 256, 299):
-        layout = replace(
-            case.layout,
-            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-            seq_lens=torch.tensor([position + 1], dtype=torch.int32),
-        )
-        query = case.query[position : position + 1]
-        alone = operations.attention(library, query, *caches, layout, scale=scale, window=70)
-        assert torch.equal(alone[0], whole[position]), position
+    """All tokens at once, or the last ones with the same cache before them: the same bits."""
+    shape = CaseShape(step=[(0, 300)], heads=(6, 2), head_dim=64, dtype=library.dtype, window=70)
+    case = PagedCase(shape)
+    options = {"scale": 64**-0.5, "window": 70}
+    whole = operations.attention(library, *case.tensors, **options)
+    for num_tokens in (1, 2, 5, 44, 45, 299):
+        part = operations.attention(library, *case.last(num_tokens).tensors, **options)
+        assert torch.equal(part, whole[-num_tokens:]), num_tokens
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 100])
@@ -131,21 +126,6 @@ def test_embed(library, is_packed):
     token_ids = torch.tensor([0, 49, 15, 16, 16])
     result = operations.embed(library, token_ids, weight, is_packed=is_packed)
     assert torch.equal(result, weight[token_ids])
-
-
-def test_argmax_finds_the_first_of_equals_and_nan_above_all(library):
-    x = random(6, 37, dtype=library.dtype)
-    x[0, [3, 30]] = 9.0
-    x[1, 36] = 9.0
-    x[2, [5, 20]] = torch.nan
-    x[3] = -torch.inf
-    x[4, 33] = torch.inf
-    best, index = operations.argmax(library, x)
-    expected = x.float().max(dim=1)
-    assert torch.equal(best.isnan(), expected.values.isnan())
-    assert torch.equal(best.nan_to_num(), expected.values.nan_to_num())
-    assert index.tolist()[:5] == [3, 36, 5, 0, 33]
-    assert index[5] == expected.indices[5]
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 80])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from penstock.engine.sampling.draw import draw_uniform, draw_uniforms, philox
+from penstock.kernels.draw_uniforms import draw_uniforms as draw
+from penstock.kernels.draw_uniforms_reference import as_draws, philox
 
 # From Random123's known-answer tests (kat_vectors, philox4x32, 10 rounds).
 KNOWN_ANSWERS = [
@@ -16,6 +19,16 @@ KNOWN_ANSWERS = [
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
      "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]  # fmt: skip
+
+
+def draw_uniforms(
+    seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]
+) -> np.ndarray:
+    return draw(as_draws(seeds, indices, positions)).numpy()
+
+
+def draw_uniform(seed: int, index: int, position: int) -> float:
+    return float(draw_uniforms([seed], [index], [position])[0])
 
 
 def words(text: str) -> tuple[np.ndarray, ...]:

@@ -1,9 +1,9 @@
-"""The uniform number behind a sampled token: a pure function of seed, branch and position.
+"""The uniform number behind a sampled token, in numpy: the specification.
 
-Counter-based, so nothing is carried from token to token: Philox-4x32-10 (Salmon et al.,
-"Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, §5.3) with the request's seed as key
-and (token position, sequence index) as counter. A stream that is preempted, resumed, moved to
-another engine or batched with others draws the same numbers. No torch here.
+A pure function of seed, branch and position, so nothing is carried from token to token:
+Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, §5.3) with
+the request's seed as key and (token position, sequence index) as counter. A stream that is
+preempted, resumed, moved to another engine or batched with others draws the same numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 _NUM_ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -22,30 +24,26 @@ _WORD = np.uint64(32)
 Words = npt.NDArray[np.uint64]  # 32-bit words, held in 64 bits so that products fit
 
 
-def draw_uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits.
+def draw_uniforms_reference(draws: Tensor) -> Tensor:
+    """A number in [0, 1) with 53 random bits for each row: float64 [num_rows].
 
     Args:
-        seed: the request's, 64-bit unsigned.
-        index: which branch of the request.
-        position: tokens before the one that is drawn, prompt and output.
+        draws: int64 [3, num_rows]: the request's seed, 64 bits that are read as unsigned; which
+            branch of the request; and the tokens before the one that is drawn, prompt and output.
     """
-    return float(draw_uniforms([seed], [index], [position])[0])
-
-
-def draw_uniforms(
-    seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]
-) -> npt.NDArray[np.float64]:
-    """`draw_uniform` of each row: [num_rows]."""
-    seed, index, position = (
-        np.array(values, dtype=np.uint64) for values in (seeds, indices, positions)
-    )
+    seed, index, position = draws.cpu().numpy().view(np.uint64)
     first, second, _, _ = philox(
         (position & _LOW, position >> _WORD, index & _LOW, index >> _WORD),
         (seed & _LOW, seed >> _WORD),
     )
     bits = (second << _WORD | first) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    return torch.from_numpy(bits.astype(np.float64) * 2.0**-53).to(draws.device)
+
+
+def as_draws(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """The rows of `draw_uniforms` from plain integers."""
+    columns = np.array([seeds, indices, positions], dtype=np.uint64)
+    return torch.from_numpy(columns.view(np.int64))
 
 
 def philox(

@@ -1,0 +1,92 @@
+"""What sequences ask of the sampler, in columns: filled when one enters, read in one go each step.
+
+A step over rows that ask for nothing but a draw costs no Python for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.engine.sampling.rows import SamplingRow
+
+# Rows of the table: four floats, then three integers of 64 bits.
+_PARAMETERS, _DRAWS = slice(0, 4), slice(4, 7)
+_TEMPERATURE, _SEED, _INDEX, _POSITION = 0, 4, 5, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """The rows of a step, and what each asks for.
+
+    Attributes:
+        parameters: float64 [4, num_rows]: temperature, top_k, top_p and min_p, as `sample_tokens`
+            has them.
+        draws: int64 [3, num_rows]: as `draw_uniforms` has them; None if every row is greedy.
+        changed: row → its sequence, where logits are changed before the draw.
+        num_tops: row → how many of the likeliest tokens to report, where log-probabilities are
+            wanted.
+    """
+
+    parameters: Tensor
+    draws: Tensor | None
+    changed: Mapping[int, SamplingRow]
+    num_tops: Mapping[int, int]
+
+
+class SamplingTable:
+    """The sequences on a device, at the places it gave them.
+
+    Args:
+        num_places: sequences at once.
+    """
+
+    def __init__(self, num_places: int, device: torch.device) -> None:
+        self._columns = np.zeros((7, num_places), dtype=np.int64)
+        self._floats = self._columns.view(np.float64)
+        self._sequences: list[SamplingRow | None] = [None] * num_places
+        self._is_special = np.zeros(num_places, dtype=np.bool_)  # asks for more than a draw
+        self._device = device
+
+    def enter(self, place: int, sequence: SamplingRow) -> None:
+        """Fill a place, whoever had it before."""
+        params = sequence.params
+        top_k = max(params.top_k, 0)
+        self._floats[_PARAMETERS, place] = params.temperature, top_k, params.top_p, params.min_p
+        self._columns.view(np.uint64)[_SEED, place] = params.seed
+        self._columns[_INDEX, place] = sequence.index
+        self._is_special[place] = sequence.changes_logits or sequence.num_logprobs is not None
+        self._sequences[place] = sequence
+
+    def select(
+        self, places: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+    ) -> SamplingBatch:
+        """The sequences at some places, in their order.
+
+        Args:
+            places: [num_rows]
+            num_tokens: [num_rows], of each sequence, prompt and output.
+        """
+        columns = self._columns.take(places, axis=1)
+        columns[_POSITION] = num_tokens
+        is_random = bool(columns[_TEMPERATURE].any())  # as bits: only 0.0 has none
+        on_device = torch.from_numpy(columns).to(self._device, non_blocking=True)
+        changed, num_tops = {}, {}
+        for row in np.flatnonzero(self._is_special[places]).tolist():
+            sequence = self._sequences[places[row]]
+            assert sequence is not None
+            if sequence.changes_logits:
+                changed[row] = sequence
+            if sequence.num_logprobs is not None:
+                num_tops[row] = sequence.num_logprobs
+        return SamplingBatch(
+            parameters=on_device[_PARAMETERS].view(torch.float64),
+            draws=on_device[_DRAWS] if is_random else None,
+            changed=changed,
+            num_tops=num_tops,
+        )

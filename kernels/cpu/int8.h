@@ -1,0 +1,83 @@
+/* Vectors of bytes: rounding to them, and their exact products. */
+#ifndef PENSTOCK_INT8_H
+#define PENSTOCK_INT8_H
+
+#include "simd.h"
+
+enum { QUAD = 4 };        /* bytes whose products are summed at once */
+enum { ZERO_BYTE = 128 }; /* what stands for 0 in an unsigned byte: vpdpbusd takes them for x */
+
+typedef uint8_t bvec __attribute__((vector_size(16)));
+typedef uint32_t uvec_part __attribute__((vector_size(PART_BYTES)));
+typedef int16_t short_part __attribute__((vector_size(PART_BYTES)));
+union uparts { uvec all; uvec_part part[NUM_PARTS]; };
+
+/* The larger. */
+INLINE ivec imax(ivec a, ivec b) {
+    union iparts x = {a}, y = {b};
+    for (int i = 0; i < NUM_PARTS; i++) {
+        ivec_part mask = x.part[i] > y.part[i];
+        x.part[i] = (x.part[i] & mask) | (y.part[i] & ~mask);
+    }
+    return x.all;
+}
+
+/* To the nearest integer, ties to even; any where there is none. */
+INLINE ivec round_to_int(vec x) {
+#if defined(__AVX512F__)
+    return (ivec)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    union parts from = {x};
+    union iparts to;
+    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = (ivec_part)_mm256_cvtps_epi32((__m256)from.part[i]);
+    return to.all;
+#else
+    ivec to;
+    for (int lane = 0; lane < LANES; lane++) to[lane] = (int32_t)__builtin_lrintf(x[lane]);
+    return to;
+#endif
+}
+
+/* The low byte of each lane. */
+INLINE void store_bytes(uint8_t *p, ivec x) {
+#if defined(__AVX512F__)
+    bvec bytes = (bvec)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+    bvec bytes = __builtin_convertvector(x, bvec);
+#endif
+    memcpy(p, &bytes, sizeof bytes);
+}
+
+#if !defined(__AVX512VNNI__)
+/* sum + a[2i] · b[2i] + a[2i + 1] · b[2i + 1] in lane i */
+INLINE uvec_part add_pairs(uvec_part sum, short_part a, short_part b) {
+#if defined(__AVX512F__)
+    return sum + (uvec_part)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return sum + (uvec_part)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    uvec_part first = (uvec_part)(((ivec_part)a << 16 >> 16) * ((ivec_part)b << 16 >> 16));
+    return sum + first + (uvec_part)(((ivec_part)a >> 16) * ((ivec_part)b >> 16));
+#endif
+}
+#endif
+
+/* sum + Σ x[4i + j] · w[4i + j] over j in lane i, for 64 bytes each: those of x unsigned, those of w
+ * signed. Exact but for multiples of 2^32. */
+INLINE uvec dot_quads(uvec sum, uvec x, uvec w) {
+#if defined(__AVX512VNNI__)
+    return (uvec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+#else
+    union uparts sums = {sum}, xs = {x}, ws = {w};
+    for (int i = 0; i < NUM_PARTS; i++) { /* even and odd bytes as 16 bits, which hold no sum of products */
+        uvec_part even = xs.part[i] & 0x00ff00ff, odd = xs.part[i] >> 8 & 0x00ff00ff;
+        short_part w_odd = (short_part)ws.part[i] >> 8;
+        short_part w_even = (short_part)(ws.part[i] << 8) >> 8;
+        sums.part[i] = add_pairs(sums.part[i], (short_part)even, w_even);
+        sums.part[i] = add_pairs(sums.part[i], (short_part)odd, w_odd);
+    }
+    return sums.all;
+#endif
+}
+
+#endif

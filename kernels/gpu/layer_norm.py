@@ -1,0 +1,42 @@
+"""Layer normalisation: a program has one row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.gpu.rows import config_for
+
+
+@triton.jit
+def layer_norm_kernel(
+    normed_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,  # or None
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,  # SIZE, padded to a power of two
+):
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < SIZE
+    x = tl.load(x_ptr + start + columns, is_inside, 0.0).to(tl.float32)
+    # In two passes over registers: the mean of squares less the square of the mean would cancel.
+    centred = tl.where(is_inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / SIZE
+    weight = tl.load(weight_ptr + columns, is_inside, 0.0).to(tl.float32)
+    normed = centred * tl.rsqrt(variance + eps) * weight
+    if bias_ptr is not None:
+        normed += tl.load(bias_ptr + columns, is_inside, 0.0).to(tl.float32)
+    tl.store(normed_ptr + start + columns, normed, is_inside)
+
+
+def layer_norm_triton(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    assert x.is_contiguous()
+    size = x.shape[1]
+    normed = torch.empty_like(x)
+    layer_norm_kernel[(len(x),)](normed, x, weight, bias, eps, SIZE=size, **config_for(size))
+    return normed

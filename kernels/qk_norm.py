@@ -1,0 +1,16 @@
+"""The norm that some models give queries and keys before positions turn them (Henry et al.,
+"Query-Key Normalization for Transformers", 2020)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class QKNorm(NamedTuple):
+    """RMSNorm of each head, with one weight [head_dim] for all queries and one for all keys."""
+
+    query_weight: Tensor
+    key_weight: Tensor
+    eps: float

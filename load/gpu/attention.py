@@ -1,0 +1,186 @@
+"""Attention of one layer: decode against copy bandwidth, prefill against matrix products.
+
+Decode reads every key and value once for the heads that share it, so its bytes are those of the
+KV. Its contiguous rival is the same kernel with the look-up of the table compiled out, in the
+fastest of several configurations; paged, a sequence lies in random blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from torch import Tensor
+
+from penstock.load.gpu.bench import Bench
+from penstock.load.gpu.candidates import FEW_DECODE, fastest
+from penstock.load.gpu.ceilings import COPY, MATMUL
+from penstock.load.gpu.paged import (
+    PagedKV,
+    attend,
+    contiguous,
+    in_fp8,
+    make_layout,
+    random_kv,
+)
+from penstock.load.gpu.sdpa import decode_runs, fastest_sdpa, prefill_runs
+from penstock.load.gpu.sizes import AttentionSizes
+
+_FIXED_SPLIT_LEN = 1024  # a length that no batch changes: what determinism costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCell:
+    """One token each for `batch` sequences of `context` tokens."""
+
+    batch: int
+    context: int
+    block_size: int
+    is_fp8: bool = False
+
+    def num_bytes(self, sizes: AttentionSizes) -> int:
+        """Keys and values, each once for each KV head."""
+        num_bytes = self.batch * self.context * sizes.kv_bytes_per_token
+        return num_bytes // 2 if self.is_fp8 else num_bytes
+
+    def __str__(self) -> str:
+        kv = ", FP8" if self.is_fp8 else ""
+        return f"{self.batch} × {self.context}, blocks of {self.block_size}{kv}"
+
+
+def measure_decode(bench: Bench) -> None:
+    """Every batch with every context, and one of them in FP8."""
+    sizes = bench.sizes.attention
+    cells = [
+        DecodeCell(batch=batch, context=context, block_size=sizes.block_size)
+        for context, batch in product(sizes.contexts, sizes.batches)
+    ]
+    in_fp8 = DecodeCell(
+        batch=sizes.sweep_batch,
+        context=sizes.long_context,
+        block_size=sizes.block_size,
+        is_fp8=True,
+    )
+    rows = {
+        cell: _decode_row(bench, cell)
+        for cell in bench.in_time("decode_attention", [*cells, in_fp8])
+    }
+    rows.pop(in_fp8, None)
+    is_long = [cell.context >= sizes.long_context for cell in cells]
+    bench.conclude(
+        "decode_attention_of_copy",
+        [row["of_copy"] for cell, row in rows.items() if cell.context >= sizes.long_context],
+        num_cells=sum(is_long),
+    )
+    bench.conclude(
+        "paged_over_contiguous",
+        [row["over_contiguous"] for row in rows.values()],
+        num_cells=len(cells),
+    )
+
+
+def measure_block_sizes(bench: Bench) -> None:
+    """One batch of decodes with its KV in blocks of every size."""
+    sizes = bench.sizes.attention
+    cells = [
+        DecodeCell(batch=sizes.sweep_batch, context=sizes.long_context, block_size=block_size)
+        for block_size in sizes.block_sizes
+    ]
+    for cell in bench.in_time("block_sizes", cells):
+        query, kv = _decode_inputs(bench, cell)
+        seconds = bench.timer.median_s(lambda query=query, kv=kv: attend(query, kv))  # type: ignore[misc]
+        row = {"block_size": cell.block_size, **_decode_share(bench, cell, seconds)}
+        bench.results.add_row("block_sizes", row)
+
+
+def measure_prefill(bench: Bench) -> None:
+    """A prompt computed whole, of every length."""
+    sizes = bench.sizes.attention
+    for length in bench.in_time("prefill_attention", sizes.prefills):
+        row = _prefill_row(bench, length)
+        if length == sizes.bar_prefill:
+            bench.conclude("prefill_attention_of_matmul", [row["of_matmul"]], num_cells=1)
+
+
+def causal_flop(sizes: AttentionSizes, length: int) -> int:
+    """Of scores and of mixing values, for every pair of positions of which one sees the other."""
+    return 4 * sizes.num_heads * sizes.head_dim * (length * (length + 1) // 2)
+
+
+# -- rows -------------------------------------------------------------------------------------
+
+
+def _decode_row(bench: Bench, cell: DecodeCell) -> Mapping[str, Any]:
+    """Paged, with fixed splits, contiguous, and by SDPA."""
+    query, kv = _decode_inputs(bench, cell)
+    timer = bench.timer
+    paged_s = timer.median_s(lambda: attend(query, kv))
+    fixed_s = timer.median_s(lambda: attend(query, kv, split_len=_FIXED_SPLIT_LEN))
+    side_by_side = contiguous(kv)
+    _, contiguous_s = fastest(
+        timer,
+        lambda config: attend(query, side_by_side, is_contiguous=True, config=config or None),
+        [{}, *FEW_DECODE],
+    )
+    row: dict[str, Any] = {
+        "kv": "FP8" if cell.is_fp8 else "16 bits",
+        **_decode_share(bench, cell, paged_s),
+        "over_contiguous": paged_s / contiguous_s,
+        "fixed_splits_over": fixed_s / paged_s,
+    }
+    if not cell.is_fp8:  # SDPA has none
+        backend, sdpa_s = fastest_sdpa(bench, decode_runs(query, *_in_sequence(kv, cell)))
+        row |= {"sdpa": backend, "over_sdpa": paged_s / sdpa_s}
+    bench.results.add_row("decode_attention", row)
+    return row
+
+
+def _decode_share(bench: Bench, cell: DecodeCell, seconds: float) -> dict[str, Any]:
+    rate = cell.num_bytes(bench.sizes.attention) / seconds
+    return {
+        "batch": cell.batch,
+        "context": cell.context,
+        "ms": 1e3 * seconds,
+        "bytes_per_s": rate,
+        "of_copy": rate / bench.results.ceilings[COPY],
+    }
+
+
+def _prefill_row(bench: Bench, length: int) -> Mapping[str, Any]:
+    sizes = bench.sizes.attention
+    layout = make_layout(bench, [length], [length], block_size=sizes.block_size)
+    kv = random_kv(bench, layout, sizes)
+    query = bench.random(length, sizes.num_heads, sizes.head_dim)
+    seconds = bench.timer.median_s(lambda: attend(query, kv))
+    keys, values = (bench.random(length, sizes.num_kv_heads, sizes.head_dim) for _ in range(2))
+    backend, sdpa_s = fastest_sdpa(bench, prefill_runs(query, keys, values))
+    rate = causal_flop(sizes, length) / seconds
+    row = {
+        "prompt": length,
+        "ms": 1e3 * seconds,
+        "flop_per_s": rate,
+        "of_matmul": rate / bench.results.ceilings[MATMUL],
+        "sdpa": backend,
+        "over_sdpa": seconds / sdpa_s,
+    }
+    bench.results.add_row("prefill_attention", row)
+    return row
+
+
+def _decode_inputs(bench: Bench, cell: DecodeCell) -> tuple[Tensor, PagedKV]:
+    sizes = replace(bench.sizes.attention, block_size=cell.block_size)
+    seq_lens, query_lens = [cell.context] * cell.batch, [1] * cell.batch
+    layout = make_layout(bench, seq_lens, query_lens, block_size=cell.block_size)
+    kv = random_kv(bench, layout, sizes)
+    query = bench.random(cell.batch, sizes.num_heads, sizes.head_dim)
+    return query, in_fp8(bench, kv) if cell.is_fp8 else kv
+
+
+def _in_sequence(kv: PagedKV, cell: DecodeCell) -> list[Tensor]:
+    """Keys and values as [batch, context, num_kv_heads, head_dim], in whatever order."""
+    return [
+        cache.view(cell.batch, -1, *cache.shape[2:])[:, : cell.context]
+        for cache in (kv.key_cache, kv.value_cache)
+    ]

@@ -1,0 +1,161 @@
+"""Checks of everything but attention against the references, in float64 where numbers are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.copy_blocks_reference import copy_blocks_reference
+from penstock.kernels.draw_uniforms_reference import draw_uniforms_reference
+from penstock.kernels.gated_activation_reference import (
+    gelu_and_mul_reference,
+    silu_and_mul_reference,
+)
+from penstock.kernels.gpu_operations import gpu_operation
+from penstock.kernels.layer_norm_reference import layer_norm_reference
+from penstock.kernels.move_blocks_reference import gather_blocks_reference, scatter_blocks_reference
+from penstock.kernels.rms_norm_reference import add_rms_norm_reference, rms_norm_reference
+from penstock.kernels.rotary_store_kv_reference import rotary_store_kv_reference
+from penstock.kernels.sampling_reference import sample_tokens_reference
+from penstock.kernels.store_kv_reference import store_kv_reference
+from penstock.kernels.token_logprobs_reference import token_logprobs_reference
+from penstock.load.gpu.bench import Bench, Check
+from penstock.load.gpu.errors import bound_of, num_wrong_bytes, poisoned, worst_row
+
+_EPS = 1e-5
+_NUM_ROUNDINGS = 100  # of float32 in a sum over a vocabulary, and then some
+_NUM_ROWS, _SIZE = 7, 1000
+_HEADS, _KV_HEADS, _HEAD_DIM = 6, 2, 80
+_NUM_BLOCKS, _BLOCK_SIZE = 3, 8
+_VOCAB_SIZE = 5003
+
+
+def checks(bench: Bench) -> Iterator[Check]:
+    yield from _rows(bench)
+    yield from _stores(bench)
+    yield from _moves(bench)
+    yield from _sampling(bench)
+
+
+def _rows(bench: Bench) -> Iterator[Check]:
+    x, residual = bench.random(_NUM_ROWS, _SIZE), bench.random(_NUM_ROWS, _SIZE)
+    weight, bound = bench.random(_SIZE), bound_of(bench.sizes.dtype)
+    normed = poisoned(lambda: gpu_operation("rms_norm")(x, weight, _EPS))
+    exact = rms_norm_reference(x.double(), weight.double(), _EPS)
+    yield "rms_norm", worst_row(normed, exact), bound
+    add_norm = gpu_operation("add_rms_norm", "rms_norm")
+    normed, total = poisoned(lambda: add_norm(x, residual, weight, _EPS))
+    exact, exact_total = add_rms_norm_reference(
+        x.double(), residual.double(), weight.double(), _EPS
+    )
+    yield "add_rms_norm", worst_row(normed, exact), bound
+    yield "add_rms_norm, the sum", worst_row(total, exact_total), bound
+    bias = bench.random(_SIZE)
+    normed = poisoned(lambda: gpu_operation("layer_norm")(x, weight, bias, _EPS))
+    exact = layer_norm_reference(x.double(), weight.double(), bias.double(), _EPS)
+    yield "layer_norm", worst_row(normed, exact), bound
+    gated = poisoned(lambda: gpu_operation("silu_and_mul", "gated_activation")(x))
+    yield "silu_and_mul", worst_row(gated, silu_and_mul_reference(x.double())), bound
+    gelu_and_mul = gpu_operation("gelu_and_mul", "gated_activation")
+    for kind in ("none", "tanh"):
+        gated = poisoned(lambda kind=kind: gelu_and_mul(x, approximate=kind))  # type: ignore[misc]
+        exact = gelu_and_mul_reference(x.double(), approximate=kind)
+        yield f"gelu_and_mul, {kind}", worst_row(gated, exact), bound
+
+
+def _stores(bench: Bench) -> Iterator[Check]:
+    """Into caches of NaN, which must stay where nothing is stored."""
+    slots = bench.permutation(_NUM_BLOCKS * _BLOCK_SIZE)[:_NUM_ROWS]
+    key, value = (bench.random(_NUM_ROWS, _KV_HEADS, _HEAD_DIM) for _ in range(2))
+    keys, values, expected_keys, expected_values = _nan_caches(key, 4)
+    gpu_operation("store_kv")(key, value, keys, values, slots)
+    store_kv_reference(key, value, expected_keys, expected_values, slots)
+    wrong = num_wrong_bytes(keys, expected_keys) + num_wrong_bytes(values, expected_values)
+    yield "store_kv, bytes", wrong, 0.0
+
+    qkv = bench.random(_NUM_ROWS, _HEADS + 2 * _KV_HEADS, _HEAD_DIM)
+    angles = bench.random(_NUM_ROWS, 1, _HEAD_DIM // 2)
+    cos, sin = angles.cos(), angles.sin()
+    keys, values = _nan_caches(key, 2)
+    exact_keys, exact_values = _nan_caches(key.double(), 2)
+    turn = gpu_operation("rotary_store_kv")
+    query = poisoned(lambda: turn(qkv, (cos, sin), keys, values, slots))
+    exact = rotary_store_kv_reference(
+        qkv.double(), (cos.double(), sin.double()), exact_keys, exact_values, slots
+    )
+    bound = bound_of(bench.sizes.dtype)
+    yield "rotary_store_kv, queries", worst_row(query, exact), bound
+    for name, cache, exact_cache in (("keys", keys, exact_keys), ("values", values, exact_values)):
+        stored, exact_stored = cache.flatten(0, 1)[slots], exact_cache.flatten(0, 1)[slots]
+        yield f"rotary_store_kv, {name}", worst_row(stored, exact_stored), bound
+        unwritten = cache.isnan() != exact_cache.isnan()
+        yield f"rotary_store_kv, {name} beside its slots", float(unwritten.sum()), 0.0
+
+
+def _moves(bench: Bench) -> Iterator[Check]:
+    """Blocks of NaN of all kinds among them, and a chain: what is overwritten is copied before."""
+    plane = (_BLOCK_SIZE, _KV_HEADS, _HEAD_DIM)
+    pool = bench.random(3, 2, 5, *plane)
+    pool[:, :, 1] = torch.nan
+    ids = torch.tensor([4, 1, 2], device=bench.device)
+    staging, expected = (pool.new_full((3, 3, 2, *plane), torch.inf) for _ in range(2))
+    gpu_operation("gather_blocks", "move_blocks")(pool, ids, staging)
+    gather_blocks_reference(pool, ids, expected)
+    yield "gather_blocks, bytes", num_wrong_bytes(staging, expected), 0.0
+    moved, expected = bench.random(3, 3, 2, *plane), pool.clone()
+    gpu_operation("scatter_blocks", "move_blocks")(moved, ids, pool)
+    scatter_blocks_reference(moved, ids, expected)
+    yield "scatter_blocks, bytes", num_wrong_bytes(pool, expected), 0.0
+    copies = ((0, 3), (3, 2), (4, 1))
+    gpu_operation("copy_blocks")(pool, copies)
+    copy_blocks_reference(expected, copies)
+    yield "copy_blocks, bytes", num_wrong_bytes(pool, expected), 0.0
+
+
+def _sampling(bench: Bench) -> Iterator[Check]:
+    """Rows with and without each kind of truncation, and greedy ones: the very same tokens."""
+    rows = torch.arange(16, device=bench.device)
+
+    def where(bit: int, value: float, otherwise: float) -> Tensor:
+        return torch.where(rows // bit % 2 == 1, value, otherwise).double()
+
+    draws = torch.stack([rows - 8, rows, 1 << rows])
+    uniforms = poisoned(lambda: gpu_operation("draw_uniforms")(draws))
+    exact_uniforms = draw_uniforms_reference(draws)
+    yield "draw_uniforms, bytes", num_wrong_bytes(uniforms, exact_uniforms), 0.0
+
+    logits = 3 * bench.random(len(rows), _VOCAB_SIZE)
+    parameters = (
+        where(1, 0.7, 1.0) * (rows > 1),  # temperature; 0 is greedy
+        where(2, 50.0, 0.0),  # top_k
+        where(4, 0.9, 1.0),  # top_p
+        where(8, 0.02, 0.0),  # min_p
+        exact_uniforms,
+    )
+    run = gpu_operation("sample_tokens", "sampling")
+    token_ids, is_valid = poisoned(lambda: run(logits, *parameters))
+    exact, exact_valid = sample_tokens_reference(logits, *parameters)
+    yield "sample_tokens, rows", _num_unlike((token_ids, exact), (is_valid, exact_valid)), 0.0
+
+    describe = gpu_operation("token_logprobs")
+    logprobs, ranks, top_logprobs, top_ids = poisoned(lambda: describe(logits, exact, 5))
+    _, exact_ranks, _, _ = token_logprobs_reference(logits, exact, 5)
+    wide = logits.double().log_softmax(1)
+    yield "token_logprobs, ranks", _num_unlike((ranks, exact_ranks)), 0.0
+    for name, found, ids in (("token", logprobs[:, None], exact[:, None]),
+                             ("top", top_logprobs, top_ids)):  # fmt: skip
+        error = worst_row(found, wide.gather(1, ids))
+        yield f"token_logprobs, {name}", error, bound_of(torch.float32) * _NUM_ROUNDINGS
+
+
+def _nan_caches(like: Tensor, count: int) -> list[Tensor]:
+    shape = (_NUM_BLOCKS, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM)
+    return [like.new_full(shape, torch.nan) for _ in range(count)]
+
+
+def _num_unlike(*pairs: tuple[Tensor, Tensor]) -> float:
+    """Rows in which one of some results is not what it should be."""
+    unlike = [result != exact for result, exact in pairs]
+    return float(torch.stack(unlike).any(0).sum())

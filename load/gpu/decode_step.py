@@ -1,0 +1,120 @@
+"""The engine's decode step, against the time to read weights and KV once at copy bandwidth."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.messages import EngineInfo
+from penstock.engine.models.registry import read_model_config
+from penstock.engine.startup import build_core
+from penstock.load.engine.runs import Lengths, make_requests, run_requests
+from penstock.load.garbage import frozen_garbage
+from penstock.load.gpu.bench import Bench
+from penstock.load.gpu.ceilings import COPY
+from penstock.load.gpu.model import checkpoint, free_memory, num_weights_read
+from penstock.load.gpu.sizes import DecodeSizes
+
+_FIGURE = "decode_step_of_roofline"
+_SECTION = "decode_step"
+_MAX_BATCHED_TOKENS = 8192
+# Settings of `DeviceConfig` to compare, and which of them the engine has by itself.
+MODES: dict[str, dict[str, Any]] = {"eager": {}}
+OWN_MODE = "eager"
+
+
+def measure(bench: Bench) -> None:
+    """Every mode at every batch; the figure is of the engine's own."""
+    with checkpoint(bench.sizes) as model:
+        shares = {mode: _measure_mode(bench, model, mode) for mode in MODES}
+    bench.conclude(_FIGURE, shares[OWN_MODE], num_cells=len(bench.sizes.decode.batches))
+
+
+def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: float) -> float:
+    """Seconds to read the weights once and each sequence's KV once."""
+    _, decoder = read_model_config(Path(info.model_path))
+    itemsize = 4 if info.dtype == "float32" else 2
+    kv_bytes = batch * context * info.bytes_per_block / info.block_size
+    return (num_weights_read(decoder) * itemsize + kv_bytes) / bytes_per_s
+
+
+def _measure_mode(bench: Bench, model: ModelConfig, mode: str) -> list[float]:
+    """The shares of every batch, as far as there is time."""
+    sizes = bench.sizes.decode
+    core, info = build_core(_config(model, sizes, bench, MODES[mode]))
+    try:
+        return [
+            _add_row(bench, info, mode, batch, _step_s(core, info, batch, sizes))
+            for batch in bench.in_time(_SECTION, sizes.batches)
+        ]
+    finally:
+        core.close()
+        del core
+        free_memory()
+
+
+def _step_s(core: EngineCore, info: EngineInfo, batch: int, sizes: DecodeSizes) -> float:
+    """The median of the steps in which all sequences take a token each."""
+    lengths = Lengths(prompt_tokens=sizes.prompt_tokens, output_tokens=sizes.output_tokens)
+    rng = random.Random(batch)
+    for _ in range(2):  # kernels are compiled, and pools filled, in the first
+        requests = make_requests(batch, lengths, vocab_size=info.vocab_size, rng=rng)
+        with frozen_garbage():
+            run = run_requests(core, requests, lengths)
+    return statistics.median(step.step_s for step in run.phase("decode"))
+
+
+def _add_row(bench: Bench, info: EngineInfo, mode: str, batch: int, step_s: float) -> float:
+    """Note a cell; its share of the roofline."""
+    sizes = bench.sizes.decode
+    context = sizes.prompt_tokens + sizes.output_tokens / 2  # on average
+    bound_s = roofline_s(
+        info, batch=batch, context=context, bytes_per_s=bench.results.ceilings[COPY]
+    )
+    share = bound_s / step_s
+    bench.results.add_row(
+        _SECTION,
+        {
+            "mode": mode,
+            "batch": batch,
+            "context": context,
+            "step_ms": 1e3 * step_s,
+            "roofline_ms": 1e3 * bound_s,
+            "of_roofline": share,
+        },
+    )
+    return share
+
+
+def _config(
+    model: ModelConfig, sizes: DecodeSizes, bench: Bench, settings: dict[str, Any]
+) -> EngineConfig:
+    """An engine with room for the largest batch and no more."""
+    block_size = bench.sizes.attention.block_size
+    num_tokens = sizes.prompt_tokens + sizes.output_tokens
+    blocks_per_seq = -(-num_tokens // block_size) + 1
+    return EngineConfig(
+        model=ModelConfig(
+            model=model.model, load_format=model.load_format, max_model_len=num_tokens
+        ),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_blocks=blocks_per_seq * (max(sizes.batches) + 1),
+            swap_space=0,
+            enable_prefix_caching=False,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max(sizes.batches), max_num_batched_tokens=_MAX_BATCHED_TOKENS
+        ),
+        device=DeviceConfig(device=bench.device.type, **settings),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,87 @@
+"""The random checkpoint that decode steps and whole workloads are measured on.
+
+Only a `config.json`: its weights follow from a seed (`--load-format dummy`), so that the engine and
+Hugging Face each make the same ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.layers.linear import Linear
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.loader import load_model
+from penstock.engine.models.registry import read_model_config
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.load.gpu.sizes import Sizes
+
+
+@contextmanager
+def checkpoint(sizes: Sizes) -> Iterator[ModelConfig]:
+    """The model, as the engine is configured to load it, while the context lasts."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(sizes.model), encoding="utf-8")
+        yield ModelConfig(model=folder, load_format="dummy")
+
+
+def kv_shape(sizes: Sizes, *, dtype: torch.dtype) -> KVShape:
+    """One block of the model's KV pool."""
+    return KVShape(
+        num_layers=sizes.model["num_hidden_layers"],
+        block_size=sizes.attention.block_size,
+        num_kv_heads=sizes.model["num_key_value_heads"],
+        head_dim=sizes.model["head_dim"],
+        dtype=dtype,
+    )
+
+
+def num_weights_read(config: DecoderConfig) -> int:
+    """Numbers that a step must read of the weights: all but the embedding, which is looked up."""
+    query, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    attention = config.hidden_size * 2 * (query + kv)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    layer = attention + mlp + 2 * config.hidden_size
+    return config.num_layers * layer + config.hidden_size * (config.vocab_size + 1)
+
+
+def hugging_face_model(config: ModelConfig, device: torch.device) -> Any:
+    """`transformers`' model with the very weights that the engine makes for `config`."""
+    path = Path(config.model)
+    decoder = load_model(config, path, device)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.from_pretrained(path), dtype=decoder.dtype
+        )
+    model.load_state_dict(_checkpoint_tensors(decoder, path), assign=True)
+    model.generation_config.eos_token_id = None  # else it would stand in where none is given
+    return model.eval()
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more, models above all."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _checkpoint_tensors(decoder: Decoder, path: Path) -> dict[str, torch.Tensor]:
+    """The decoder's weights by the names of a checkpoint: fused matrices in their parts."""
+    architecture, _ = read_model_config(path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in decoder.named_parameters():
+        module = decoder.get_submodule(name.rpartition(".")[0])
+        sizes = list(module.part_sizes) if isinstance(module, Linear) else [len(parameter)]
+        parts = torch.split(parameter.data, sizes)
+        tensors.update(zip(architecture.weight_names(name), parts, strict=True))
+    return tensors

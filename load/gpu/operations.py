@@ -1,0 +1,115 @@
+"""The operations that only move memory, as shares of what a plain copy moves.
+
+Bytes count once for each number that must be read or written. Each reads more than any cache
+holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from penstock.kernels.gpu_operations import gpu_operation
+from penstock.load.gpu.bench import Bench
+from penstock.load.gpu.ceilings import COPY
+from penstock.load.gpu.logits import sample, sampling_inputs
+from penstock.load.gpu.model import kv_shape
+
+_SECTION = "operations"
+_EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    name: str
+    call: Callable[[], object]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def measure(bench: Bench) -> None:
+    """One row for each; they have no bar of their own."""
+    for operation in bench.in_time(_SECTION, _operations(bench)):
+        seconds = bench.timer.median_s(operation.call)
+        rate = operation.num_bytes / seconds
+        bench.results.add_row(
+            _SECTION,
+            {
+                "operation": operation.name,
+                "ms": 1e3 * seconds,
+                "bytes_per_s": rate,
+                "of_copy": rate / bench.results.ceilings[COPY],
+            },
+        )
+
+
+def _operations(bench: Bench) -> Iterator[Operation]:
+    """Made one by one: each lets go of its tensors before the next is made."""
+    yield from _norms(bench)
+    yield _silu_and_mul(bench)
+    yield _sample_tokens(bench)
+    yield from _stores(bench)
+    yield from _moves(bench)
+
+
+def _norms(bench: Bench) -> Iterator[Operation]:
+    size = bench.sizes.model["hidden_size"]
+    x, residual = bench.random(bench.sizes.num_rows, size), bench.random(bench.sizes.num_rows, size)
+    weight = bench.random(size)
+    norm, add_norm = gpu_operation("rms_norm"), gpu_operation("add_rms_norm", "rms_norm")
+    yield Operation("rms_norm", lambda: norm(x, weight, _EPS), 2 * x.nbytes)
+    yield Operation("add_rms_norm", lambda: add_norm(x, residual, weight, _EPS), 4 * x.nbytes)
+
+
+def _silu_and_mul(bench: Bench) -> Operation:
+    gate_up = bench.random(bench.sizes.num_rows, 2 * bench.sizes.model["intermediate_size"])
+    run = gpu_operation("silu_and_mul", "gated_activation")
+    return Operation("silu_and_mul", lambda: run(gate_up), gate_up.nbytes * 3 // 2)
+
+
+def _sample_tokens(bench: Bench) -> Operation:
+    """With temperature and top_p. The logits count once; how often they are read is its affair."""
+    inputs = sampling_inputs(bench, bench.sizes.num_sampled, bench.sizes.model["vocab_size"])
+    return Operation("sample_tokens", lambda: sample(inputs), inputs[0].nbytes)
+
+
+def _stores(bench: Bench) -> Iterator[Operation]:
+    """Keys and values of a step into scattered slots, from themselves and from projections."""
+    num_tokens, shape = bench.sizes.num_rows, kv_shape(bench.sizes, dtype=bench.sizes.dtype)
+    head = (shape.num_kv_heads, shape.head_dim)
+    num_blocks = shape.num_blocks_for(num_tokens)
+    caches = [bench.random(num_blocks, shape.block_size, *head) for _ in range(2)]
+    slots = bench.permutation(num_blocks * shape.block_size)[:num_tokens]
+    key, value = bench.random(num_tokens, *head), bench.random(num_tokens, *head)
+    store = gpu_operation("store_kv")
+    yield Operation("store_kv", lambda: store(key, value, *caches, slots), 4 * key.nbytes)
+    num_heads = bench.sizes.model["num_attention_heads"] + 2 * shape.num_kv_heads
+    qkv = bench.random(num_tokens, num_heads, shape.head_dim)
+    cos, sin = (bench.random(num_tokens, 1, shape.head_dim // 2) for _ in range(2))
+    turn = gpu_operation("rotary_store_kv")
+    yield Operation(
+        "rotary_store_kv",
+        lambda: turn(qkv, (cos, sin), *caches, slots),
+        2 * (qkv.nbytes + cos.nbytes),
+    )
+
+
+def _moves(bench: Bench) -> Iterator[Operation]:
+    """Half of a pool's blocks, scattered: into staging, back, and into the other half."""
+    shape = kv_shape(bench.sizes, dtype=bench.sizes.dtype)
+    num_blocks = bench.sizes.swap_blocks
+    plane = (shape.block_size, shape.num_kv_heads, shape.head_dim)
+    pool = bench.random(shape.num_layers, 2, 2 * num_blocks, *plane)
+    staging = bench.random(num_blocks, shape.num_layers, 2, *plane)
+    here, there = torch.split(bench.permutation(2 * num_blocks), num_blocks)
+    pairs = tuple(zip(here.tolist(), there.tolist(), strict=True))
+    gather = gpu_operation("gather_blocks", "move_blocks")
+    scatter = gpu_operation("scatter_blocks", "move_blocks")
+    copy = gpu_operation("copy_blocks")
+    yield Operation("gather_blocks", lambda: gather(pool, here, staging), 2 * staging.nbytes)
+    yield Operation("scatter_blocks", lambda: scatter(staging, here, pool), 2 * staging.nbytes)
+    yield Operation("copy_blocks", lambda: copy(pool, pairs), 2 * staging.nbytes)

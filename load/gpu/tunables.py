@@ -1,0 +1,146 @@
+"""What there is to tune: classes of shapes that share a launch configuration, and how to run them.
+
+Knows nothing of time and tables.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.gpu.tuning import Config
+from penstock.load.gpu.bench import Bench
+from penstock.load.gpu.candidates import DECODE, PREFILL, sampling
+from penstock.load.gpu.logits import sample, sampling_inputs
+from penstock.load.gpu.paged import (
+    PagedKV,
+    attend,
+    contiguous,
+    in_fp8,
+    make_layout,
+    random_kv,
+)
+from penstock.load.gpu.sizes import AttentionSizes
+
+_FP8 = torch.float8_e4m3fn
+# Of models in use, beside the one that is measured: head_dim, and query heads for each KV head.
+_OTHER_HEADS = ((128, 8), (128, 1), (128, 7), (64, 1), (64, 7), (64, 4), (256, 2), (96, 1))
+Run = Callable[..., Tensor]  # with `config`, None for the launcher's own choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """One entry of the table.
+
+    Attributes:
+        runs: of every shape that the class is judged by, made one after the other.
+    """
+
+    operation: str
+    key: str
+    candidates: Sequence[Config]
+    runs: Callable[[], Iterator[Run]]
+
+    def __str__(self) -> str:
+        return f"{self.operation}, {self.key}"
+
+
+def tunables(bench: Bench) -> Iterator[Tunable]:
+    """What is measured first, in every form; then what other models need."""
+    measured = bench.sizes.attention
+    yield _decode(bench, measured)
+    yield _prefill(bench, measured)
+    yield _decode(bench, measured, is_contiguous=True)
+    yield _decode(bench, measured, is_fp8=True)
+    for vocab_size in bench.sizes.vocab_sizes:
+        yield _sampling(bench, vocab_size)
+    for block_size in measured.block_sizes:
+        if block_size != measured.block_size:
+            yield _decode(bench, replace(measured, block_size=block_size))
+    for head_dim, group in _OTHER_HEADS:
+        num_kv_heads = max(1, measured.num_heads // group)
+        sizes = replace(
+            measured, head_dim=head_dim, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads
+        )
+        yield _decode(bench, sizes)
+        yield _prefill(bench, sizes)
+
+
+# -- attention --------------------------------------------------------------------------------
+
+
+def _decode(
+    bench: Bench, sizes: AttentionSizes, *, is_fp8: bool = False, is_contiguous: bool = False
+) -> Tunable:
+    """Few and many sequences, short and long: a configuration must suit them all."""
+    steps = [
+        ([context] * batch, [1] * batch)
+        for batch in (max(1, sizes.batches[0] // 8), sizes.batches[-1])
+        for context in sizes.contexts[:2]
+    ]
+
+    def runs() -> Iterator[Run]:
+        for seq_lens, query_lens in steps:
+            query, kv = _inputs(bench, sizes, seq_lens, query_lens, is_fp8=is_fp8)
+            kv = contiguous(kv) if is_contiguous else kv
+            yield partial(attend, query, kv, is_contiguous=is_contiguous)
+
+    key = _key(bench, sizes, is_fp8=is_fp8, is_contiguous=is_contiguous)
+    return Tunable(operation="paged_decode", key=key, candidates=DECODE, runs=runs)
+
+
+def _prefill(bench: Bench, sizes: AttentionSizes) -> Tunable:
+    def runs() -> Iterator[Run]:
+        for length in sizes.prefills[:2]:
+            yield partial(attend, *_inputs(bench, sizes, [length], [length], is_fp8=False))
+
+    key = _key(bench, sizes, is_fp8=False, is_contiguous=False)
+    return Tunable(operation="paged_prefill", key=key, candidates=PREFILL, runs=runs)
+
+
+def _inputs(
+    bench: Bench,
+    sizes: AttentionSizes,
+    seq_lens: list[int],
+    query_lens: list[int],
+    *,
+    is_fp8: bool,
+) -> tuple[Tensor, PagedKV]:
+    layout = make_layout(bench, seq_lens, query_lens, block_size=sizes.block_size)
+    kv = random_kv(bench, layout, sizes)
+    query = bench.random(sum(query_lens), sizes.num_heads, sizes.head_dim)
+    return query, in_fp8(bench, kv) if is_fp8 else kv
+
+
+def _key(bench: Bench, sizes: AttentionSizes, *, is_fp8: bool, is_contiguous: bool) -> str:
+    """As the launcher makes it."""
+    launcher = importlib.import_module("penstock.kernels.gpu.paged_attention")
+    arguments = {
+        "HEAD_DIM": sizes.head_dim,
+        "GROUP": sizes.num_heads // sizes.num_kv_heads,
+        "BLOCK_SIZE": sizes.block_size,
+        "IS_CONTIGUOUS": is_contiguous,
+    }
+    dtype = bench.sizes.dtype
+    key: str = launcher.tuning_key(arguments, dtype, _FP8 if is_fp8 else dtype)
+    return key
+
+
+# -- sampling ---------------------------------------------------------------------------------
+
+
+def _sampling(bench: Bench, vocab_size: int) -> Tunable:
+    own: Config = importlib.import_module("penstock.kernels.gpu.sampling").config_for(vocab_size)
+
+    def runs() -> Iterator[Run]:
+        for num_rows in (1, bench.sizes.num_sampled):
+            yield partial(sample, sampling_inputs(bench, num_rows, vocab_size))
+
+    return Tunable(
+        operation="sample_tokens", key=str(vocab_size), candidates=sampling(own), runs=runs
+    )

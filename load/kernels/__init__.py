@@ -1,0 +1,1 @@
+"""`penstock bench kernels`: this machine's kernels, against its limits and against torch."""

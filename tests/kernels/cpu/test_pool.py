@@ -1,0 +1,56 @@
+"""Threads that lose their core inside an item: others do it again, and nothing changes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Four threads on one core: at every moment three of them stand still, most inside an item.
+PROGRAM = """
+import ctypes, os, torch
+from ctypes import addressof
+from penstock.kernels.cpu.library import load_library
+from penstock.kernels.cpu.structures import LinearArgs
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+generator = torch.Generator().manual_seed(0)
+random = lambda *shape: torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
+library = load_library(torch.bfloat16)
+up, down = library.pack(random(1024, 256)), library.pack(random(256, 1024))
+start, wide = random(40, 256), torch.empty(40, 1024, dtype=torch.bfloat16)
+streams = [torch.empty_like(start) for _ in range(2)]
+rows = ctypes.c_int64(40)
+
+def linear(y, x, weight, residual=None):
+    return "linear", LinearArgs(
+        y=y.data_ptr(), x=x.data_ptr(), weight=weight.data_ptr(), num_rows=addressof(rows),
+        residual=None if residual is None else residual.data_ptr(),
+        in_features=x.shape[1], out_features=y.shape[1],
+    )
+
+calls = []
+for _ in range(3):
+    for here, there in (streams, reversed(streams)):
+        calls += [linear(wide, here, up), linear(there, wide, down, here)]
+recorded = library.record(calls)
+
+def result():
+    streams[0].copy_(start)
+    recorded.run()
+    return streams[0].clone()
+
+alone = result()
+library.start_threads(4)
+differing = sum(not torch.equal(result(), alone) for _ in range(400))
+library.settle()
+print(differing, library.num_repeated)
+"""
+
+
+def test_no_thread_waits_for_one_that_lost_its_core():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=200
+    )
+    differing, num_repeated = map(int, done.stdout.split())
+    assert differing == 0
+    assert num_repeated > 0

@@ -1,0 +1,98 @@
+"""The decoder as a GPU runs it: with these kernels it gives the logits it gives in torch.
+
+In the interpreter its tensors lie on a CPU and say that they do not.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.rope_frequencies import RopeConfig
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.kernels.paged_layout import PagedLayout
+
+from .conftest import HAS_GPU
+
+BLOCK_SIZE = 8
+STEPS = [0, 13, 14, 15, 20]  # the sequence's lengths before and after each
+NUM_PADDED = 3
+
+
+def decoder(dtype: torch.dtype, *, has_qk_norm: bool, head_dim: int) -> Decoder:
+    config = DecoderConfig(
+        vocab_size=50,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        context_len=64,
+        rope=RopeConfig(),
+        windows=(None, 7),
+        dtype="float32",
+        has_qkv_bias=True,
+        has_qk_norm=has_qk_norm,
+    )
+    model = Decoder(config).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        numbers = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(numbers * 0.3 if parameter.dim() > 1 else 1 + 0.1 * numbers)
+    return model
+
+
+@torch.inference_mode()
+def logits(model: Decoder, device: str) -> Tensor:
+    """Of every token, computed in steps that are padded as a CUDA graph pads them."""
+    dtype = model.dtype
+    model = model.to(device)
+    shape = KVShape.of(model.config, BLOCK_SIZE, dtype)
+    pool = shape.allocate(7, torch.device(device)).fill_(torch.nan)
+    table = torch.tensor([5, 2, 6], dtype=torch.int32)
+    token_ids = torch.randint(50, (STEPS[-1],), generator=torch.Generator().manual_seed(1))
+    found = []
+    for start, end in pairwise(STEPS):
+        positions = torch.arange(start, end)
+        slots = table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        layout = PagedLayout(
+            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+            block_tables=table[None].to(device),
+            slot_mapping=torch.cat((slots, torch.full((NUM_PADDED,), -1))).to(device),
+            max_query_len=end - start,
+            max_seq_len=end,
+        )
+        padding = torch.zeros(NUM_PADDED, dtype=torch.int64)
+        context = ForwardContext(
+            kv_pool=pool, layout=layout, positions=torch.cat((positions, padding)).to(device)
+        )
+        hidden = model(torch.cat((token_ids[start:end], padding)).to(device), context)
+        found.append(model.logits(hidden[: end - start]))
+    return torch.cat(found).cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("head_dim", "has_qk_norm"), [(16, False), (32, True)])
+def test_equals_torch(device, head_dim, has_qk_norm, dtype, monkeypatch):
+    model = decoder(dtype, has_qk_norm=has_qk_norm, head_dim=head_dim)
+    exact = logits(model.double(), "cpu")
+    in_torch = logits(model.to(dtype), "cpu")
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):  # of padding: nothing attends for it, so it may be anything
+        by_kernels = logits(model, device)
+    assert exact.std() > 0.5
+    our_error, torch_error = (
+        (found - exact).pow(2).mean().sqrt() for found in (by_kernels, in_torch)
+    )
+    assert our_error < 1.5 * torch_error

@@ -1,0 +1,178 @@
+"""The table of launch configurations: what it says is used; the tuner writes what is fastest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from penstock.kernels.gpu import paged_attention, tuning
+from penstock.kernels.gpu.sampling import config_for
+from penstock.load.gpu import tune as tuner
+from penstock.load.gpu.bench import Bench
+from penstock.load.gpu.candidates import DECODE, FEW_DECODE, seconds_of
+from penstock.load.gpu.figures import Results
+from penstock.load.gpu.sizes import small_sizes
+from penstock.load.gpu.tunables import Run, Tunable, tunables
+
+KEY = "head_dim 32 group 2 block_size 16 float16 float16 paged"
+OWN, FAST, SLOW, WRONG = ({"BLOCK_N": n} for n in (0, 1, 2, 3))
+SECONDS = {0: 1.0, 1: 0.5, 2: 2.0, 3: 0.1}
+
+
+@pytest.fixture
+def bench(device: str) -> Bench:
+    return Bench(device=torch.device(device), sizes=small_sizes(), results=Results(about={}))
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An empty table that the kernels read, for a card called `card`."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(tuning, "read_table", lambda: found)
+    monkeypatch.setattr(tuning, "device_name", lambda: "card")
+    return found
+
+
+def test_the_shipped_table_is_one():
+    """Entries come from `python -m penstock.load.gpu.tune`, on the device they are for."""
+    for operations in tuning.read_table().values():
+        assert operations.keys() <= {"paged_decode", "paged_prefill", "sample_tokens"}
+        for configs in operations.values():
+            for config in configs.values():
+                assert all(isinstance(value, int) for value in config.values())
+
+
+def test_only_this_device_operation_and_key_count(table):
+    table["card"] = {"paged_decode": {"key": {"BLOCK_N": 32}}}
+    table["other"] = {"paged_decode": {"else": {"BLOCK_N": 64}}}
+    assert tuning.tuned("paged_decode", "key") == {"BLOCK_N": 32}
+    assert tuning.tuned("paged_decode", "else") is None
+    assert tuning.tuned("paged_prefill", "key") is None
+
+
+def test_a_launcher_takes_what_was_tuned(table, bench, monkeypatch):
+    taken = []
+    decode = paged_attention.decode
+
+    def spy(output: Tensor, arguments: Any, layout: Any, config: Any, **options: Any) -> None:
+        taken.append(config)
+        decode(output, arguments, layout, config, **options)
+
+    monkeypatch.setattr(paged_attention, "decode", spy)
+    tunable = next(tunables(bench))
+    assert (tunable.operation, tunable.key) == ("paged_decode", KEY)
+    run = next(tunable.runs())
+    own = run()
+    table["card"] = {"paged_decode": {KEY: {"BLOCK_N": 32, "num_warps": 2}}}
+    torch.testing.assert_close(run(), own, rtol=0, atol=2e-3)
+    assert taken[1] == {**taken[0], "BLOCK_N": 32, "num_warps": 2}
+
+
+def test_sampling_takes_what_was_tuned(table):
+    own = config_for(5003)
+    table["card"] = {"sample_tokens": {"5003": {**own, "BLOCK": 2048}}}
+    assert config_for(5003) == {**own, "BLOCK": 2048}
+
+
+def test_every_class_has_a_key_of_its_own(bench):
+    classes = list(tunables(bench))
+    names = [str(tunable) for tunable in classes]
+    assert len(set(names)) == len(names) > 10
+    for word in ("contiguous", "float8_e4m3fn", "sample_tokens", "paged_prefill", "block_size 8"):
+        assert any(word in name for name in names), word
+    assert all(tunable.candidates for tunable in classes)
+    assert all(config in DECODE for config in FEW_DECODE)
+
+
+# -- the tuner --------------------------------------------------------------------------------
+
+
+def stub_runs(is_better: bool) -> Iterator[Run]:
+    """Three shapes, in the last of which the fast one may be no faster than the launcher's own."""
+    for is_fast in (True, True, is_better):
+
+        def run(config: dict[str, int] = OWN, is_fast: bool = is_fast) -> Tensor:
+            run.seconds = SECONDS[config["BLOCK_N"]] if is_fast else 1.0  # type: ignore[attr-defined]
+            return torch.full((2, 4), 2.0 if config == WRONG else 1.0)
+
+        yield run
+
+
+class StubTimer:
+    def median_s(self, call: Any) -> float:
+        call()
+        run = getattr(call, "func", call)
+        seconds: float = run.seconds
+        return seconds
+
+
+def stub(*, is_better: bool = True) -> Tunable:
+    return Tunable(
+        operation="paged_decode",
+        key="key",
+        candidates=[SLOW, FAST, WRONG],
+        runs=lambda: stub_runs(is_better),
+    )
+
+
+def test_the_fastest_that_is_right_wins(bench):
+    bench.timer = StubTimer()
+    config, ratio = tuner.best(bench, stub(), [SLOW, FAST, WRONG])
+    assert config == FAST
+    assert ratio == pytest.approx(0.5)
+    assert tuner.best(bench, stub(), [SLOW])[1] == pytest.approx(2.0)
+
+
+def test_all_shapes_of_a_class_count(bench):
+    bench.timer = StubTimer()
+    config, ratio = tuner.best(bench, stub(is_better=False), [SLOW, FAST])
+    assert config == FAST
+    assert ratio == pytest.approx(0.25 ** (1 / 3))
+
+
+def test_a_configuration_beyond_the_device_never_wins(bench, monkeypatch):
+    def too_large(call: Any) -> float:
+        raise triton.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(bench.timer, "median_s", too_large)
+    assert seconds_of(bench.timer, lambda: None) == float("inf")
+
+
+def test_a_table_is_added_to_not_replaced(bench, tmp_path, monkeypatch):
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"other card": {"paged_decode": {"key": {"BLOCK_N": 9}}}}))
+    monkeypatch.setattr(tuner, "device_name", lambda: "card")
+    monkeypatch.setattr(tuner, "tunables", lambda _: iter([stub()]))
+    bench.timer = StubTimer()
+    tuner.tune(bench, path, is_small=False)
+    found = json.loads(path.read_text())
+    assert found["card"] == {"paged_decode": {"key": FAST}}
+    assert found["other card"] == {"paged_decode": {"key": {"BLOCK_N": 9}}}
+
+
+def test_what_gains_nothing_is_not_kept(bench, tmp_path, monkeypatch):
+    path = tmp_path / "tuned.json"
+    path.write_text("{}")
+    slow = stub()
+    monkeypatch.setattr(
+        tuner,
+        "tunables",
+        lambda _: iter([Tunable(operation="x", key="y", candidates=[SLOW], runs=slow.runs)]),
+    )
+    bench.timer = StubTimer()
+    tuner.tune(bench, path, is_small=False)
+    assert json.loads(path.read_text()) == {}
+
+
+def test_it_tunes_the_kernels_themselves(bench, tmp_path: Path, capsys):
+    tuner.tune(bench, tmp_path / "tuned.json", is_small=True)
+    printed = capsys.readouterr().out
+    assert printed.count("takes") == 5
+    assert "wrong" not in printed

@@ -1,0 +1,82 @@
+"""The quantization bench: it sees what int8 changes, which is little on the demo model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import ConfigError
+from penstock.engine.model_files import resolve_model
+from penstock.load.quantization import errors
+from penstock.load.quantization.errors import Text, held_out_texts, measure_errors
+
+from .conftest import Penstock
+
+DEMO = resolve_model(ModelConfig(), weights=True)
+
+
+def test_errors_of_the_demo_model() -> None:
+    """The tolerance of int8: logits move by less than a tenth, answers stay."""
+    texts = held_out_texts(DEMO, num_texts=12, seed=1, context_len=2048)
+    assert len(texts) == 12
+    found = measure_errors(DEMO, dtype="auto", texts=texts, num_threads=None)
+    assert found.num_tokens == sum(len(text.token_ids) for text in texts) > 1000
+    assert 0.01 < found.relative_error < 0.1
+    assert 0.95 < found.same_top_share < 1.0
+    assert found.answer_same_top_share > 0.99
+    assert found.perplexity < 1.1  # answers to known questions: a shifted token would be far off
+    assert found.int8_perplexity < 1.005 * found.perplexity
+
+
+def test_without_rounding_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = errors.fastest
+    monkeypatch.setattr(errors, "fastest", lambda *args: original(*args[:3], "none"))
+    texts = held_out_texts(DEMO, num_texts=2, seed=1, context_len=2048)
+    found = measure_errors(DEMO, dtype="auto", texts=texts, num_threads=None)
+    assert found.relative_error == 0.0
+    assert found.same_top_share == found.answer_same_top_share == 1.0
+    assert found.int8_perplexity == found.perplexity
+
+
+def test_what_is_compared_of_a_text() -> None:
+    """Three tokens, of which the last two are an answer; a shift of all logits changes nothing."""
+    exact = torch.tensor([[1.0, -1.0], [2.0, -2.0], [0.0, 0.0]], dtype=torch.float64)
+    rounded = exact + torch.tensor([[0.0, 0.0], [-3.0, 3.0], [5.0, 5.0]])
+    compared = dict(
+        zip(errors._COMPARED, errors._compare(exact, rounded, Text([1, 0, 0], 1)), strict=True)
+    )
+    assert compared["squares"] == 2.0 + 8.0
+    assert compared["squared change"] == 18.0
+    assert (compared["tokens"], compared["same"]) == (3, 2)
+    assert (compared["tokens of answers"], compared["same in answers"]) == (2, 1)
+    assert compared["loss"] == pytest.approx(math.log1p(math.exp(-2)) + math.log1p(math.exp(-4)))
+    assert compared["int8 loss"] == pytest.approx(
+        math.log1p(math.exp(-2)) + math.log1p(math.exp(2))
+    )
+
+
+def test_texts_fit_the_context() -> None:
+    texts = held_out_texts(DEMO, num_texts=1000, seed=0, context_len=200)
+    assert max(len(text.token_ids) for text in texts) <= 200
+    assert all(0 < text.answer_start < len(text.token_ids) for text in texts)
+    with pytest.raises(ConfigError, match="no text fits a context of 5 tokens"):
+        held_out_texts(DEMO, num_texts=1, seed=0, context_len=5)
+
+
+def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Path) -> None:
+    arguments = ("--num-seqs", "1,3", "--prompt-tokens", "16", "--output-tokens", "8",
+                 "--repeats", "2", "--num-texts", "2", "--out", str(tmp_path))  # fmt: skip
+    done = penstock("bench", "quantization", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(rows) == (2 + 1) + (2 + 2)
+    assert set(rows) <= set((tmp_path / "quantization.md").read_text().splitlines())
+    figures = json.loads((tmp_path / "quantization.json").read_text())
+    assert (figures["model"], figures["errors"]["num_texts"]) == ("demo", 2)
+    assert [cell["num_seqs"] for cell in figures["speed"]] == [1, 3]
+    assert all(cell["ratio"] > 0.0 for cell in figures["speed"])
