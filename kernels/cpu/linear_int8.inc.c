@@ -84,6 +84,7 @@ INLINE void NAME(int8_tile)(
         for (int v = 0; v < panels; v++)
             memcpy(&weights[v], w + v * LANES * QUAD, sizeof weights[0]);
         if (rows == MAX_ROWS)
+#pragma GCC unroll 8
             for (int v = 0; v < panels; v++) __builtin_prefetch(w + v * LANES * QUAD + AHEAD_BYTES, 0, 2);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 from torch import Tensor
 
 from penstock.load.gpu.bench import Bench
-from penstock.load.gpu.candidates import FEW_DECODE, fastest
+from penstock.load.gpu.candidates import FEW_DECODE, fastest_s
 from penstock.load.gpu.ceilings import COPY, MATMUL
 from penstock.load.gpu.paged import (
     PagedKV,
@@ -118,12 +119,8 @@ def _decode_row(bench: Bench, cell: DecodeCell) -> Mapping[str, Any]:
     timer = bench.timer
     paged_s = timer.median_s(lambda: attend(query, kv))
     fixed_s = timer.median_s(lambda: attend(query, kv, split_len=_FIXED_SPLIT_LEN))
-    side_by_side = contiguous(kv)
-    _, contiguous_s = fastest(
-        timer,
-        lambda config: attend(query, side_by_side, is_contiguous=True, config=config or None),
-        [{}, *FEW_DECODE],
-    )
+    side_by_side = partial(attend, query, contiguous(kv), is_contiguous=True)
+    contiguous_s = fastest_s(timer, side_by_side, FEW_DECODE)
     row: dict[str, Any] = {
         "kv": "FP8" if cell.is_fp8 else "16 bits",
         **_decode_share(bench, cell, paged_s),

@@ -68,10 +68,10 @@ class Bench:
         """0 … size - 1 in random order: int64 [size]."""
         return torch.randperm(size, generator=self._generator, device=self.device)
 
-    def conclude(self, figure: str, values: Sequence[float | None], *, num_cells: int) -> None:
+    def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
         """Set a figure to the worst of its cells, if there are as many as its bar speaks of."""
-        worst = BARS[figure].worst(values) if len(values) == num_cells else None
-        self.results.add_figure(figure, worst)
+        is_whole = len(values) == num_cells
+        self.results.add_figure(figure, BARS[figure].worst(values) if is_whole else None)
 
 
 Section = Callable[[Bench], None]

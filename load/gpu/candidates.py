@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
+from penstock.kernels.gpu.tuning import Config
 from penstock.load.gpu.timing import Timer
-
-Config = dict[str, int]
 
 DECODE: tuple[Config, ...] = tuple(
     {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
@@ -48,10 +48,6 @@ def seconds_of(timer: Timer, call: Callable[[], object]) -> float:
         return float("inf")
 
 
-def fastest(
-    timer: Timer, run: Callable[[Config], object], configs: Sequence[Config]
-) -> tuple[Config, float]:
-    """The best of them, and its seconds."""
-    seconds = [seconds_of(timer, lambda config=config: run(config)) for config in configs]  # type: ignore[misc]
-    best = min(range(len(configs)), key=seconds.__getitem__)
-    return configs[best], seconds[best]
+def fastest_s(timer: Timer, run: Callable[..., object], configs: Sequence[Config]) -> float:
+    """Seconds with the best of them, or with what the launcher chooses, if that is faster."""
+    return min(seconds_of(timer, partial(run, config=config)) for config in (None, *configs))

@@ -32,10 +32,18 @@ def measure(bench: Bench) -> None:
     """Ours first, then theirs: both models at once would leave less memory for either's KV."""
     vocab_size = bench.sizes.model["vocab_size"]
     jobs = make_jobs(bench.sizes.end_to_end.trace, vocab_size=vocab_size, seed=1)
+    # Other prompts than the workload's, which would be found in a prefix cache.
+    warm_up = [
+        replace(job, num_output_tokens=_NUM_WARM_UP_TOKENS)
+        for job in make_jobs(bench.sizes.end_to_end.trace, vocab_size=vocab_size, seed=0)
+    ]
     with checkpoint(bench.sizes) as model:
-        ours = _run_engine(bench, model, jobs)
+        ours = _run_engine(bench, model, jobs, warm_up)
         _add_row(bench, "penstock", ours, ours)
-        _compare(bench, hugging_face_model(model, bench.device), jobs, ours)
+        theirs = hugging_face_model(model, bench.device)
+        _run_generate(bench, theirs, jobs, ours)
+        _run_continuous(bench, theirs, jobs, warm_up, ours)
+    del theirs
     free_memory()
 
 
@@ -62,9 +70,11 @@ def run_jobs(core: EngineCore, jobs: Sequence[Job]) -> Throughput:
     return done
 
 
-def _run_engine(bench: Bench, model: ModelConfig, jobs: Sequence[Job]) -> Throughput:
+def _run_engine(
+    bench: Bench, model: ModelConfig, jobs: Sequence[Job], warm_up: Sequence[Job]
+) -> Throughput:
     longest = max(len(job.prompt) + job.num_output_tokens for job in jobs)
-    core, info = build_core(
+    core, _ = build_core(
         EngineConfig(
             model=replace(model, max_model_len=longest),
             scheduler=SchedulerConfig(
@@ -73,10 +83,8 @@ def _run_engine(bench: Bench, model: ModelConfig, jobs: Sequence[Job]) -> Throug
             device=DeviceConfig(device=bench.device.type, **MODES[OWN_MODE]),  # type: ignore[arg-type]
         )
     )
-    # Other prompts than the workload's, or it would find them in the prefix cache.
-    warm_up = make_jobs(bench.sizes.end_to_end.trace, vocab_size=info.vocab_size, seed=0)
     try:
-        run_jobs(core, [replace(job, num_output_tokens=_NUM_WARM_UP_TOKENS) for job in warm_up])
+        run_jobs(core, warm_up)
         with frozen_garbage():
             return run_jobs(core, jobs)
     finally:
@@ -85,29 +93,9 @@ def _run_engine(bench: Bench, model: ModelConfig, jobs: Sequence[Job]) -> Throug
         free_memory()
 
 
-def _compare(bench: Bench, model: Any, jobs: Sequence[Job], ours: Throughput) -> None:
-    """Every way to run theirs; the figure is of the fastest batch."""
-    static = _run_batches(bench, model, jobs, ours)
-    if not static:
-        return
-    best = max(static, key=lambda run: run.tokens_per_s).batch_size
-    limit_s = bench.sizes.end_to_end.hf_limit_s
-    for name in bench.in_time(_SECTION, [f"generate, batch {best}, output lengths known"]):
-        run = run_static(model, by_output(jobs), batch_size=best, limit_s=limit_s)
-        _add_row(bench, name, run, ours)
-    for name in bench.in_time(_SECTION, ["continuous batching"]):
-        try:
-            run = run_continuous(model, jobs, limit_s=bench.remaining_s)
-        except Exception as error:  # new there, and what is wrong with it is the result
-            bench.results.add_note(_SECTION, f"{name}: {type(error).__name__}: {error}")
-        else:
-            _add_row(bench, name, run, ours)
-
-
-def _run_batches(
-    bench: Bench, model: Any, jobs: Sequence[Job], ours: Throughput
-) -> list[Throughput]:
-    """`generate` in batches of every size, as far as there is time."""
+def _run_generate(bench: Bench, model: Any, jobs: Sequence[Job], ours: Throughput) -> None:
+    """Batches of every size; the figure is of the fastest. That one then knows the outputs'
+    lengths too."""
     sizes, runs = bench.sizes.end_to_end, []
     for batch in bench.in_time(_SECTION, [*sizes.hf_batches, len(jobs)]):
         limit_s = min(sizes.hf_limit_s, bench.remaining_s)
@@ -115,7 +103,25 @@ def _run_batches(
         _add_row(bench, f"generate, batch {runs[-1].batch_size}", runs[-1], ours)
     speedups = [ours.tokens_per_s / run.tokens_per_s for run in runs]
     bench.conclude("speedup_over_hf_generate", speedups, num_cells=len(sizes.hf_batches) + 1)
-    return runs
+    if not runs:
+        return
+    best = max(runs, key=lambda run: run.tokens_per_s).batch_size
+    for name in bench.in_time(_SECTION, [f"generate, batch {best}, output lengths known"]):
+        limit_s = min(sizes.hf_limit_s, bench.remaining_s)
+        run = run_static(model, by_output(jobs), batch_size=best, limit_s=limit_s)
+        _add_row(bench, name, run, ours)
+
+
+def _run_continuous(
+    bench: Bench, model: Any, jobs: Sequence[Job], warm_up: Sequence[Job], ours: Throughput
+) -> None:
+    for name in bench.in_time(_SECTION, ["continuous batching"]):
+        try:
+            run = run_continuous(model, jobs, warm_up, limit_s=bench.remaining_s)
+        except Exception as error:  # new there, and what is wrong with it is the result
+            bench.results.add_note(_SECTION, f"{name}: {type(error).__name__}: {error}")
+        else:
+            _add_row(bench, name, run, ours)
 
 
 def _add_row(bench: Bench, name: str, run: Throughput, ours: Throughput) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,17 +28,13 @@ def bound_of(dtype: torch.dtype) -> float:
     return 2 * torch.finfo(dtype).eps
 
 
-@contextmanager
-def _poisoned_memory() -> Iterator[None]:
-    """New tensors hold NaN until they are written."""
+def poisoned(call: Callable[[], T]) -> T:
+    """The result of a call for which torch fills new tensors with NaN: nothing unwritten looks
+    right."""
+    settings: Any = torch.utils.deterministic
+    assert settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        return call()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def poisoned(call: Callable[[], T]) -> T:
-    """The result of a call in whose memory nothing unwritten looks right."""
-    with _poisoned_memory():
-        return call()

@@ -7,7 +7,8 @@ Knows nothing of devices or of how anything is measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,8 @@ class Bar:
     def is_met(self, value: float) -> bool:
         return value <= self.bound if self.is_upper else value >= self.bound
 
-    def worst(self, values: Iterable[float | None]) -> float | None:
-        """Of values that are all there; None if one is not, or there is none."""
-        known = list(values)
-        if not known or any(value is None for value in known):
-            return None
-        numbers = [value for value in known if value is not None]
-        return max(numbers) if self.is_upper else min(numbers)
+    def worst(self, values: Sequence[float]) -> float:
+        return max(values) if self.is_upper else min(values)
 
 
 BARS: dict[str, Bar] = {
@@ -88,10 +84,9 @@ class Results:
     is_complete: bool = False
 
     def add_check(self, name: str, *, error: float, bound: float) -> bool:
-        """Whether the error is within its bound; NaN is not."""
+        """Whether the error is within its bound; NaN is not, and becomes None."""
         is_right = error <= bound
-        # NaN is no JSON.
-        shown = error if error == error else None
+        shown = error if math.isfinite(error) else None  # JSON has numbers only
         self.checks[name] = {"error": shown, "bound": bound, "is_right": is_right}
         self._save()
         return is_right

@@ -76,8 +76,13 @@ def _run_static(model: Any, jobs: Sequence[Job], batch_size: int, limit_s: float
     return done
 
 
-def run_continuous(model: Any, jobs: Sequence[Job], *, limit_s: float) -> Throughput:
+def run_continuous(
+    model: Any, jobs: Sequence[Job], warm_up: Sequence[Job], *, limit_s: float
+) -> Throughput:
     """The whole workload, submitted at once.
+
+    Args:
+        warm_up: run before; of other prompts, since it may find those of `jobs` in its cache.
 
     Raises:
         TimeoutError: it takes longer than the limit.
@@ -92,7 +97,6 @@ def run_continuous(model: Any, jobs: Sequence[Job], *, limit_s: float) -> Throug
     )
     manager.start()
     try:
-        warm_up = [Job(job.index, job.prompt, _NUM_WARM_UP_TOKENS) for job in jobs]
         _submit_and_wait(manager, warm_up, prefix="warm", limit_s=limit_s)
         return _submit_and_wait(manager, jobs, prefix="job", limit_s=limit_s)
     finally:

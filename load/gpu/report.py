@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.load.gpu.figures import BARS
+from penstock.load.marked_text import marked, replace_marked
 from penstock.load.tables import table
 
 LOAD = Path(__file__).parents[1]
 RESULTS = LOAD / "results" / "gpu"
 DOCS = LOAD / "README.md"
-BEGIN, END = "<!-- GPU figures: written by load.gpu.report -->", "<!-- end of GPU figures -->"
+NAME = "GPU figures: written by load.gpu.report"
 NOTHING = "No figure of a GPU has been measured yet: nothing is committed under `results/gpu`."
 _CEILINGS = {
     "copy_bytes_per_s": "copy in device memory, bytes read + written",
@@ -56,15 +57,12 @@ def details(data: Data) -> str:
 
 def update(docs: Path, text: str) -> None:
     """Put the text between the markers of a page."""
-    head, _, rest = docs.read_text("utf-8").partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    assert end, f"{docs} lacks the markers"
-    docs.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+    replace_marked(docs, NAME, text)
 
 
 def shown(docs: Path) -> str:
     """What stands between the markers."""
-    return docs.read_text("utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    return marked(docs, NAME)
 
 
 # -- parts ------------------------------------------------------------------------------------
@@ -106,7 +104,7 @@ def _checks(data: Data) -> str:
     rows = [
         [
             name,
-            "NaN" if check["error"] is None else f"{check['error']:.1e}",
+            "not finite" if check["error"] is None else f"{check['error']:.1e}",
             f"{check['bound']:.1e}",
             "yes" if check["is_right"] else "**no**",
         ]

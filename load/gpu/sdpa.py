@@ -38,10 +38,9 @@ def decode_runs(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Run]:
 
     The heads that share a KV head may stand in the place of query positions.
     """
+    batch, _, num_kv_heads, head_dim = keys.shape
     by_head = query[:, :, None]  # [batch, num_heads, 1, head_dim]
-    grouped = query.view(
-        len(query), keys.shape[2], -1, query.shape[2]
-    )  # [batch, num_kv_heads, group, head_dim]
+    grouped = query.view(batch, num_kv_heads, -1, head_dim)  # [batch, num_kv_heads, group, …]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     return {
         "grouped": lambda: F.scaled_dot_product_attention(grouped, keys, values),

@@ -115,7 +115,8 @@ def test_a_byte_a_weight_and_the_originals_are_dropped(tiny_checkpoint: Callable
     assert isinstance(int8, CpuDecoder)
     assert isinstance(whole, CpuDecoder)
     for layer, original in zip(int8._layers, whole._layers, strict=True):
-        assert 4 * layer.num_bytes == original.num_bytes == 4 * original.num_weights
+        assert layer.num_weights < layer.num_bytes < 1.2 * layer.num_weights  # and scales
+        assert original.num_bytes == 4 * original.num_weights
 
 
 def test_in_torch_it_is_a_byte_a_weight_too(tiny_checkpoint: Callable[..., Path]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,54 +16,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine.sampling.sample import Sample
 
-from penstock.engine.request import SamplingParams, TokenLogprobs
+from penstock.engine.request import SamplingParams
 from penstock.engine.sampling.rows import SamplingRow
-from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampling_table import SamplingTable
-from penstock.kernels.cpu.library import load_library
 from penstock.kernels.draw_uniforms_reference import as_draws, draw_uniforms_reference
 
 EOS = (2,)
-
-
-@dataclass(frozen=True)
-class Result:
-    token_id: int
-    is_valid: bool
-    logprobs: TokenLogprobs | None
-
-
-class Sample:
-    """Logits and sequences in, a result for each out."""
-
-    def __init__(self, device: str, *, has_kernels: bool) -> None:
-        dtypes = (torch.float32, torch.bfloat16) if has_kernels else ()
-        self._libraries = {dtype: load_library(dtype) for dtype in dtypes}
-        assert None not in self._libraries.values()
-        self._device = torch.device(device)
-
-    def __call__(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int] = ()
-    ) -> list[Result]:
-        logits = logits.to(self._device)
-        before = logits.clone()
-        table = SamplingTable(len(rows) + 2, self._device)
-        places = np.arange(len(rows))[::-1] + 1
-        for place, item in zip(places, rows, strict=True):
-            table.enter(place, item)
-        batch = table.select(places, np.array([len(item.token_ids) for item in rows]))
-        sampler = Sampler(eos_token_ids, library=self._libraries.get(logits.dtype))
-        sampled = sampler.choose(logits, batch).read()
-        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
-        return [
-            Result(token_id, is_valid, sampled.logprobs.get(place))
-            for place, (token_id, is_valid) in enumerate(
-                zip(sampled.token_ids, sampled.is_valid, strict=True)
-            )
-        ]
-
-
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 

@@ -1,0 +1,58 @@
+"""The README's table of rivals, from a comparison's JSON:
+
+python -m penstock.load.peers.readme load/results/DATE-peers.json
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.load.marked_text import replace_marked
+from penstock.load.peers.cells import OURS, Cell, cells
+from penstock.load.peers.report import Report
+from penstock.load.tables import table
+
+README = Path(__file__).parents[2] / "README.md"
+NAME = "rivals: written by load.peers.readme"
+_WORKLOADS = {
+    "single": "single stream",
+    "c8": "8 in flight",
+    "c32": "32 in flight",
+    "front128": "128 in flight",
+}
+
+
+def summary(found: Sequence[Cell]) -> str:
+    """Tokens per second of ours, and ours by each rival's."""
+    systems = [name for name in dict.fromkeys(cell.system for cell in found) if name != OURS]
+    by_place = {(cell.model, cell.workload, cell.system): cell for cell in found}
+    rows = []
+    for model, workload in dict.fromkeys((cell.model, cell.workload) for cell in found):
+        ours = by_place.get((model, workload, OURS))
+        if workload not in _WORKLOADS or ours is None:
+            continue
+        rivals = (by_place.get((model, workload, name)) for name in systems)
+        rows.append(
+            [
+                f"{model}, {_WORKLOADS[workload]}",
+                f"{ours.tokens_per_s:,.0f}",
+                *(
+                    "–" if each is None or not each.ratio else f"{1 / each.ratio:.2f}×"
+                    for each in rivals
+                ),
+            ]
+        )
+    return table(["", "our tokens/s", *(f"by {name}" for name in systems)], rows)
+
+
+def main(path: str) -> int:
+    text = summary(cells(Report.read(Path(path)).observations))
+    replace_marked(README, NAME, text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""The README's table of rivals is what the command makes of the newest comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.load.marked_text import marked, replace_marked
+from penstock.load.peers.cells import Observation, cells
+from penstock.load.peers.readme import NAME, README, summary
+from penstock.load.peers.report import Report
+
+RESULTS = README.parent / "load" / "results"
+
+
+def test_the_readme_shows_the_newest_comparison() -> None:
+    newest = max(RESULTS.glob("*-peers.json"))
+    assert marked(README, NAME) == summary(cells(Report.read(newest).observations))
+
+
+def observation(system: str, tokens_per_s: float) -> Observation:
+    return Observation(
+        model="S",
+        workload="c8",
+        system=system,
+        setting="default",
+        flags="",
+        round=0,
+        pair="vllm",
+        output_tokens_per_s=tokens_per_s,
+        ttft_ms_p50=1.0,
+        ttft_ms_p99=1.0,
+        itl_ms_p50=1.0,
+        itl_ms_p99=1.0,
+    )
+
+
+def test_more_than_one_means_that_ours_is_faster() -> None:
+    text = summary(cells([observation("penstock", 300.0), observation("vllm", 200.0)]))
+    row = text.splitlines()[-1]
+    assert [part.strip() for part in row.split("|")[1:-1]] == ["S, 8 in flight", "300", "1.50×"]
+
+
+def test_a_page_without_the_comments_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(AssertionError, match="lacks the comments"):
+        replace_marked(page, NAME, "text")
