@@ -10,7 +10,6 @@ enum { ZERO_BYTE = 128 }; /* what stands for 0 in an unsigned byte: vpdpbusd tak
 typedef uint8_t bvec __attribute__((vector_size(16)));
 typedef uint32_t uvec_part __attribute__((vector_size(PART_BYTES)));
 typedef int16_t short_part __attribute__((vector_size(PART_BYTES)));
-union uparts { uvec all; uvec_part part[NUM_PARTS]; };
 
 /* The larger. */
 INLINE ivec imax(ivec a, ivec b) {
@@ -48,7 +47,13 @@ INLINE void store_bytes(uint8_t *p, ivec x) {
     memcpy(p, &bytes, sizeof bytes);
 }
 
-#if !defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__)
+/* sum + Σ x[4i + j] · w[4i + j] over j in lane i, bytes of x unsigned, those of w signed. Exact but
+ * for multiples of 2^32. */
+INLINE uvec_part dot_quads(uvec_part sum, uvec_part x, uvec_part w) {
+    return (uvec_part)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+}
+#else
 /* sum + a[2i] · b[2i] + a[2i + 1] · b[2i + 1] in lane i */
 INLINE uvec_part add_pairs(uvec_part sum, short_part a, short_part b) {
 #if defined(__AVX512F__)
@@ -60,24 +65,14 @@ INLINE uvec_part add_pairs(uvec_part sum, short_part a, short_part b) {
     return sum + first + (uvec_part)(((ivec_part)a >> 16) * ((ivec_part)b >> 16));
 #endif
 }
-#endif
 
-/* sum + Σ x[4i + j] · w[4i + j] over j in lane i, for 64 bytes each: those of x unsigned, those of w
- * signed. Exact but for multiples of 2^32. */
-INLINE uvec dot_quads(uvec sum, uvec x, uvec w) {
-#if defined(__AVX512VNNI__)
-    return (uvec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
-#else
-    union uparts sums = {sum}, xs = {x}, ws = {w};
-    for (int i = 0; i < NUM_PARTS; i++) { /* even and odd bytes as 16 bits, which hold no sum of products */
-        uvec_part even = xs.part[i] & 0x00ff00ff, odd = xs.part[i] >> 8 & 0x00ff00ff;
-        short_part w_odd = (short_part)ws.part[i] >> 8;
-        short_part w_even = (short_part)(ws.part[i] << 8) >> 8;
-        sums.part[i] = add_pairs(sums.part[i], (short_part)even, w_even);
-        sums.part[i] = add_pairs(sums.part[i], (short_part)odd, w_odd);
-    }
-    return sums.all;
-#endif
+/* Bytes in pairs of 16 bits, even ones and odd ones: 8 bits hold no sum of products, and the
+ * instruction that adds pairs of bytes stops at 16. */
+INLINE uvec_part dot_quads(uvec_part sum, uvec_part x, uvec_part w) {
+    short_part w_even = (short_part)(w << 8) >> 8, w_odd = (short_part)w >> 8;
+    sum = add_pairs(sum, (short_part)(x & 0x00ff00ff), w_even);
+    return add_pairs(sum, (short_part)(x >> 8 & 0x00ff00ff), w_odd);
 }
+#endif
 
 #endif

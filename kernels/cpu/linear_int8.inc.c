@@ -55,34 +55,36 @@ struct job NAME(quantize_rows)(const void *args) {
 }
 
 static __attribute__((noinline)) void NAME(write_int8_tile)(
-    const struct linear_int8_args *a, long row, long column, const uvec *sums, const float *scales,
-    int rows, int panels) {
+    const struct linear_int8_args *a, long row, long column, const uvec_part *sums,
+    const float *scales, int rows, int panels) {
     for (long end = row + rows; row < end; row++)
-        for (long v = 0; v < panels; v++) {
-            vec sum = __builtin_convertvector((ivec)*sums++, vec);
-            sum = sum * splat(a->x_scales[row]) * load_f32(scales + v * LANES);
-            NAME(write_columns)(&a->linear, row, column + v * LANES, sum);
+        for (long v = 0; v < panels; v++, sums += NUM_PARTS) {
+            ivec total;
+            memcpy(&total, sums, sizeof total);
+            vec product = __builtin_convertvector(total, vec);
+            product = product * splat(a->x_scales[row]) * load_f32(scales + v * LANES);
+            NAME(write_columns)(&a->linear, row, column + v * LANES, product);
         }
 }
 
-/* `rows` rows against a group */
+/* `rows` rows against a group, which is `parts` registers wide */
 INLINE void NAME(int8_tile)(
     const struct linear_int8_args *a, long row, long group, const int rows, const int panels) {
-    const long quads = num_quads(a->linear.in_features), size = panels * LANES * QUAD;
+    const int parts = panels * NUM_PARTS;
+    const long quads = num_quads(a->linear.in_features), size = parts * PART_BYTES;
     const uint8_t *x = (const uint8_t *)a->linear.x + row * quads * QUAD;
     const char *first_sums = (const char *)a->linear.weight + int8_group_start(a->linear.in_features, group);
     const char *scales = first_sums + size, *w = scales + size;
-    uvec sums[MAX_ROWS * GROUP];
+    uvec_part sums[MAX_ROWS * GROUP * NUM_PARTS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++)
-            memcpy(&sums[r * panels + v], first_sums + v * LANES * QUAD, sizeof sums[0]);
+        for (int i = 0; i < parts; i++)
+            memcpy(&sums[r * parts + i], first_sums + i * PART_BYTES, PART_BYTES);
     for (long k = 0; k < quads; k++, w += size) {
-        uvec weights[GROUP];
+        uvec_part weights[GROUP * NUM_PARTS];
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++)
-            memcpy(&weights[v], w + v * LANES * QUAD, sizeof weights[0]);
+        for (int i = 0; i < parts; i++) memcpy(&weights[i], w + i * PART_BYTES, PART_BYTES);
         if (rows == MAX_ROWS)
 #pragma GCC unroll 8
             for (int v = 0; v < panels; v++) __builtin_prefetch(w + v * LANES * QUAD + AHEAD_BYTES, 0, 2);
@@ -91,13 +93,13 @@ INLINE void NAME(int8_tile)(
             uint32_t quad;
             memcpy(&quad, x + (r * quads + k) * QUAD, sizeof quad);
 #pragma GCC unroll 8
-            for (int v = 0; v < panels; v++)
-                sums[r * panels + v] = dot_quads(sums[r * panels + v], usplat(quad), weights[v]);
+            for (int i = 0; i < parts; i++)
+                sums[r * parts + i] = dot_quads(sums[r * parts + i], quad - (uvec_part){0}, weights[i]);
         }
     }
-    uvec finished[MAX_ROWS * GROUP];
+    uvec_part finished[MAX_ROWS * GROUP * NUM_PARTS];
 #pragma GCC unroll 32
-    for (int i = 0; i < rows * panels; i++) finished[i] = sums[i];
+    for (int i = 0; i < rows * parts; i++) finished[i] = sums[i];
     if (!pool_claim()) return;
     NAME(write_int8_tile)(
         a, row, group * GROUP * LANES, finished, (const float *)scales, rows, panels);
