@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from operator import sub
 from pathlib import Path
 
 import uvloop
@@ -36,6 +37,7 @@ from penstock.load.workloads.server_pages import ServerPages
 from penstock.load.workloads.wire import Wire
 
 _BAR = 1.2
+_NUM_WARM_UPS = 4
 _NOTES = """\
 Medians over all conversations. New: tokens of the prompt that were not cached, as the server counts
 them. The request without a past comes after each conversation; the ratio is of neighbours."""
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="full",
         help="how later turns refer to earlier ones",
     )
-    parser.add_argument("--conversations", type=int, default=16, help="measured, after one")
+    parser.add_argument("--conversations", type=int, default=16, help="that are measured")
     parser.add_argument("--turns", type=int, default=4, help="of each conversation")
     parser.add_argument("--prefix-len", type=int, default=512, help="tokens of the system prompt")
     parser.add_argument("--input-len", type=int, default=32, help="tokens of what a user says")
@@ -138,9 +140,9 @@ def _target(base_url: str, model: str, directory: Path | None) -> Target:
 
 
 async def _measure(target: Target, wire: Wire, parsed: argparse.Namespace) -> list[StreamRecord]:
-    """Of conversations (even dialogues) and of the request after each. One that is not measured
-    tells first by how much that request must be longer than what the user says: templates and the
-    answer before add a few tokens to a turn.
+    """Of conversations (even dialogues) and of the request after each. Some that are not measured
+    tell first by how much that request must be longer than what the user says: templates and the
+    answer before add a few tokens to a turn, and a beginning like others' is cached.
     """
     async with wire.open(target.base_url) as transport:
 
@@ -155,8 +157,9 @@ async def _measure(target: Target, wire: Wire, parsed: argparse.Namespace) -> li
             )
             return result.records
 
-        *_, last, alone = await hold(_dialogues(target, parsed, num=1, seed=WARM_UP_SEED))
-        num_more = _num_new(last) - _num_new(alone)
+        warm_up = _dialogues(target, parsed, num=_NUM_WARM_UPS, seed=WARM_UP_SEED)
+        *_, last, alone = _sort(await hold(warm_up), parsed.turns)
+        num_more = int(statistics.median(map(sub, last.new_tokens, alone.new_tokens)))
         return await hold(
             _dialogues(
                 target, parsed, num=parsed.conversations, seed=parsed.seed, num_more=num_more

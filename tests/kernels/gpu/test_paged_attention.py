@@ -17,8 +17,8 @@ from penstock.kernels.gpu.device_limits import DeviceLimits
 from penstock.kernels.gpu.paged_attention import paged_attention_triton
 from penstock.kernels.gpu.paged_decode import choose_splits
 
-DECODES = [(0, 1), (6, 1), (30, 1), (100, 1), (63, 1)]
-MIXED = [(17, 1), (0, 9), (8, 7), (40, 1), (3, 45)]
+DECODES = [(0, 1), (6, 1), (30, 1), (70, 1)]
+MIXED = [(17, 1), (0, 9), (40, 1), (3, 45)]
 # Relative to the largest number there can be, 1: half precision rounds weights and results.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16}
@@ -36,9 +36,9 @@ def check(case: PagedCase, **more: Any) -> None:
 
 @st.composite
 def shapes(draw: st.DrawFn, dtypes: list[torch.dtype]) -> CaseShape:
-    sequence = st.tuples(st.integers(0, 80), st.just(1) | st.integers(1, 40))
+    sequence = st.tuples(st.integers(0, 80), st.just(1) | st.integers(1, 24))
     return CaseShape(
-        step=draw(st.lists(sequence, min_size=1, max_size=4)),
+        step=draw(st.lists(sequence, min_size=1, max_size=3)),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         heads=draw(st.sampled_from([(1, 1), (3, 3), (4, 2), (3, 1), (10, 2), (6, 1), (7, 1)])),
         head_dim=draw(st.sampled_from([32, 64, 80, 96, 112, 128, 192, 256])),
@@ -51,7 +51,7 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype]) -> CaseShape:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shape=shapes([torch.float32, torch.float16]),
     seed=st.integers(0, 1000),
@@ -62,7 +62,7 @@ def test_equals_the_definition(
     shape: CaseShape, seed: int, block_n: int, split_len: int | None, device: str
 ) -> None:
     case = PagedCase(shape, seed=seed, device=device)
-    check(case, config=SMALL_TILES | {"BLOCK_N": block_n}, split_len=split_len)
+    check(case, config={"BLOCK_M": 32, "BLOCK_N": block_n}, split_len=split_len)
 
 
 @pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
@@ -93,7 +93,7 @@ def test_windows_narrower_than_a_tile_of_queries(window: int, device: str) -> No
 
 
 def test_any_number_of_splits_gives_the_same(device: str) -> None:
-    shape = CaseShape(step=[(400, 1), (2, 1), (63, 1)], has_sinks=True)
+    shape = CaseShape(step=[(400, 1), (2, 1), (63, 1)], heads=(8, 1), has_sinks=True)
     case = PagedCase(shape, device=device)
     for split_len in (16, 32, 128, 512):  # up to 26 splits: more than are merged at once
         check(case, config=SMALL_TILES, split_len=split_len)
@@ -144,11 +144,13 @@ def test_a_batch_of_nothing(device: str) -> None:
     assert attend(case).shape == (0, 4, 32)
 
 
-def test_a_broken_sequence_does_not_spoil_its_neighbours(device: str) -> None:
-    case = PagedCase(CaseShape(step=MIXED, block_size=8), device=device)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about NaN
+@pytest.mark.parametrize("seq", [1, 2], ids=["prefill", "decode"])
+def test_a_broken_sequence_does_not_spoil_its_neighbours(seq: int, device: str) -> None:
+    case = PagedCase(CaseShape(step=MIXED, block_size=8, heads=(4, 1)), device=device)
     expected = case.expected()
-    case.spoil(2)
-    start, end = case.layout.query_start_loc[2:4].tolist()
+    case.spoil(seq)
+    start, end = case.layout.query_start_loc[seq : seq + 2].tolist()
     output = attend(case, config=SMALL_TILES)
     assert output[start:end].isnan().all()
     others = torch.ones(len(output), dtype=torch.bool, device=device)
