@@ -158,8 +158,11 @@ async def _measure(target: Target, wire: Wire, parsed: argparse.Namespace) -> li
             return result.records
 
         warm_up = _dialogues(target, parsed, num=_NUM_WARM_UPS, seed=WARM_UP_SEED)
-        *_, last, alone = _sort(await hold(warm_up), parsed.turns)
-        num_more = int(statistics.median(map(sub, last.new_tokens, alone.new_tokens)))
+        warmed = await hold(warm_up)
+        if not all(record.is_clean for record in warmed):
+            return warmed
+        *_, last, alone = _sort(warmed, parsed.turns)
+        num_more = max(map(sub, last.new_tokens, alone.new_tokens))
         return await hold(
             _dialogues(
                 target, parsed, num=parsed.conversations, seed=parsed.seed, num_more=num_more
