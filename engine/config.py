@@ -14,9 +14,13 @@ from penstock.engine.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["none", "int8"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+KVCacheDType = Literal["auto", "fp8"]
+CudagraphMode = Literal["auto", "none", "piecewise", "full"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8")
+KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8")
+CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
 DEMO_MODEL = "demo"
 
 
@@ -49,6 +53,7 @@ class CacheConfig:
     """Memory for KV blocks.
 
     Attributes:
+        kv_cache_dtype: `auto` is the model's own; `fp8` (e4m3) halves what a token takes, on a GPU.
         kv_cache_memory_bytes: bytes for the device pool; None takes a share of what is free.
         gpu_memory_utilization: the share of a GPU's memory this engine may use in all.
         num_blocks: overrides the size in blocks.
@@ -59,6 +64,7 @@ class CacheConfig:
     """
 
     block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
@@ -91,7 +97,8 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed per step over all sequences.
         enable_chunked_prefill: a prompt may be computed over several steps. Off, a prompt is
             computed in one step, so `max_num_batched_tokens` must cover the context.
-        max_steps_in_flight: batches handed to the device before the first result is awaited.
+        max_steps_in_flight: batches handed to the device before the first result is awaited; None
+            takes 2 on a GPU, which then runs one while the next is planned, and 1 on a CPU.
         scheduling_policy: `fcfs` is by arrival; `priority` by the requests' priority first.
         priority_aging_s: under `priority`, seconds of waiting that move a request up by one.
         preemption: what becomes of a victim's KV when blocks run out: `swap` moves it to host
@@ -101,7 +108,7 @@ class SchedulerConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
-    max_steps_in_flight: int = 1
+    max_steps_in_flight: int | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
     priority_aging_s: float = 30.0
     preemption: PreemptionMode = "auto"
@@ -109,7 +116,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
         _check(self.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be at least 1")
-        _check(self.max_steps_in_flight >= 1, "max_steps_in_flight must be at least 1")
+        in_flight = self.max_steps_in_flight
+        _check(in_flight is None or in_flight >= 1, "max_steps_in_flight must be at least 1")
         _check(0.0 < self.priority_aging_s < float("inf"), "--priority-aging-s must be more than 0")
 
 
@@ -121,11 +129,17 @@ class DeviceConfig:
         num_threads: of a CPU; None takes what the cores here suggest.
         deterministic: refuse to start where a result may depend on what else is computed with it:
             on the batch, how a prompt is cut into chunks, preemption, what is cached.
+        cudagraph_mode: what a GPU replays instead of launching it kernel by kernel: `full`, batches
+            of decodes whole and others between their attentions; `piecewise`, all between their
+            attentions; `none`. `auto` is `full` on a GPU.
+        enforce_eager: no graphs, whatever `cudagraph_mode` says.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     deterministic: bool = False
+    cudagraph_mode: CudagraphMode = "auto"
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -28,7 +30,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class RequestRefusedError(InvalidRequestError):
-    """A request that this gateway does not serve, with the status and code that say why."""
+    """A request that this gateway does not serve, with the status and code that say why.
+
+    Attributes:
+        headers: to send with it over HTTP (`Retry-After`, …).
+    """
+
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self, message: str, *, code: str, param: str | None = None, status: int = 400
@@ -51,6 +59,7 @@ class Failure:
     code: str
     message: str
     param: str | None = None
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def body(self) -> dict[str, Any]:
         return {
@@ -63,11 +72,11 @@ class Failure:
         }
 
     def response(self) -> Response:
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
+        challenge = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         return Response(
             orjson.dumps(self.body()),
             status_code=self.status,
-            headers=headers,
+            headers={**challenge, **self.headers},
             media_type="application/json",
         )
 
@@ -98,7 +107,8 @@ def failure_of(error: Exception) -> Failure:
     """How to tell a caller of `error`. What is not in the table is a bug of ours: it goes to the
     log under an id, and the caller is told the id alone."""
     if isinstance(error, RequestRefusedError):
-        return refusal(error.status, code=error.code, message=str(error), param=error.param)
+        failure = refusal(error.status, code=error.code, message=str(error), param=error.param)
+        return replace(failure, headers=error.headers) if error.headers else failure
     for rule in _TABLE:
         if isinstance(error, rule.exception):
             return Failure(

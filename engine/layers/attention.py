@@ -6,11 +6,32 @@ Not known here: projections, rotary positions, models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from penstock.kernels.paged_attention import paged_attention
 from penstock.kernels.paged_layout import PagedLayout
+
+
+class Attend(Protocol):
+    """As `paged_attention`, which it stands for."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        layout: PagedLayout,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +44,15 @@ class ForwardContext:
         positions: int64 [num_tokens]
         prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; only for
             models that ask for it.
+        attend: runs attention; another than `paged_attention` where a step is captured in pieces,
+            or where it must not depend on the batch.
     """
 
     kv_pool: Tensor
     layout: PagedLayout
     positions: Tensor
     prompt_lens: Tensor | None = None
+    attend: Attend = paged_attention
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -42,17 +66,51 @@ class Attention(nn.Module):
     Args:
         layer: index into the KV pool.
         window: positions a token sees, itself included; None sees all before it.
+        soft_cap: bounds scores; None leaves them as they are.
+
+    Attributes:
+        key_scale, value_scale: float32 [num_kv_heads], what stored numbers are multiplied with;
+            None unless the cache is in FP8.
     """
 
-    def __init__(self, *, layer: int, head_dim: int, window: int | None) -> None:
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+    def __init__(
+        self, *, layer: int, head_dim: int, window: int | None, soft_cap: float | None = None
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.scale = head_dim**-0.5
         self.window = window
+        self.soft_cap = soft_cap
+        self.register_buffer("key_scale", None, persistent=False)
+        self.register_buffer("value_scale", None, persistent=False)
 
-    def forward(self, query: Tensor, context: ForwardContext) -> Tensor:
-        """query [num_tokens, num_heads, head_dim] → the same shape"""
+    def use_fp8_cache(self, num_kv_heads: int, device: torch.device) -> None:
+        """Store keys and values in e4m3 as they are: a scale of 1, as where a checkpoint brings
+        none. Its range (± 448) holds what normed keys and values come to."""
+        self.key_scale = torch.ones(num_kv_heads, device=device)
+        self.value_scale = torch.ones(num_kv_heads, device=device)
+
+    def forward(
+        self, query: Tensor, context: ForwardContext, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """query [num_tokens, num_heads, head_dim] → the same shape
+
+        Args:
+            sinks: [num_heads], logits that only take weight from the others.
+        """
         key_cache, value_cache = context.cache(self.layer)
-        return paged_attention(
-            query, key_cache, value_cache, context.layout, scale=self.scale, window=self.window
+        return context.attend(
+            query,
+            key_cache,
+            value_cache,
+            context.layout,
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=sinks,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )

@@ -1,14 +1,14 @@
 """The decoder as a list of C calls: the fast path of a CPU.
 
-It computes what `models.decoder.Decoder` specifies, with weights packed for the kernels. The list
-is recorded once; a step fills in one structure and runs it, so no Python stands between the
-operations. Every sum runs in an order that depends on its own row alone, so neither batch nor
-chunking nor a warm cache changes a bit of a result. Not known here: checkpoints, sampling.
+It computes what `models.decoder.Decoder` specifies, with weights packed for the kernels, and draws
+the tokens that follow. The list is recorded once; a step fills in one structure and runs it, so no
+Python stands between the operations, and a step like the last one has nothing to fill in. Every sum
+runs in an order that depends on its own row alone, so neither batch nor chunking nor a warm cache
+changes a bit of a result. Not known here: checkpoints, what a request asks for beyond a draw.
 """
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import Structure, addressof
 
 import torch
@@ -17,12 +17,14 @@ from torch import Tensor
 from penstock.engine.config import Quantization
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
-from penstock.engine.layers.rotary import RotaryEmbedding
+from penstock.engine.models.cpu_head import CpuHead
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.packed_linear import LINEARS, CpuLinear, PackedLinear, address
+from penstock.engine.models.packed_linear import LINEARS, CpuLinear, address
+from penstock.engine.models.rotary_table import RotaryTable
+from penstock.engine.models.step_output import StepOutput
 from penstock.kernels.cpu.int8 import Int8Rows
-from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary, RecordedCalls
+from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.structures import (
     AttentionArgs,
     EmbedArgs,
@@ -42,6 +44,8 @@ def can_run(config: DecoderConfig, block_size: int) -> bool:
     """Whether the kernels take these shapes: values come in pairs, of positions too."""
     sizes = (config.hidden_size, config.intermediate_size, block_size)
     is_even = all(size % 2 == 0 for size in sizes)
+    if config.attention_soft_cap is not None or config.has_sinks:
+        return False
     return is_even and config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
 
 
@@ -85,17 +89,21 @@ class CpuDecoder:
         ]
         self._norm = decoder.norm.weight
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
-        self._head = PackedLinear(library, _take(head.weight))
+        self._step = Step()
+        self._head = CpuHead(library, _take(head.weight), self._step)
         # A tied embedding is looked up in the packed head: it is held once.
         self._embedding = None if self.config.is_tied else decoder.embed_tokens.weight
         self._num_weights = sum(layer.num_weights for layer in self._layers)
         self._num_bytes = sum(layer.num_bytes for layer in self._layers)
-        self._step = Step()
         self._buffers = Buffers(self.config, 0, self.dtype)
-        self._logits = torch.empty(0, self._head.out_features, dtype=self.dtype)
         self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
-        self._recorded: RecordedCalls | None = None
+        self._recorded = library.record([])
         self._recorded_for = (0, 0)
+        # Of the last step: what it was given, and what one with the same leaves behind.
+        self._context: ForwardContext | None = None
+        self._given: tuple[Tensor, ...] = ()
+        self._output: StepOutput | None = None
+        self._is_shared = False
 
     def __del__(self) -> None:
         self._library.settle()  # a thread may still read weights, to no effect
@@ -114,12 +122,51 @@ class CpuDecoder:
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], good until the
         next call"""
-        num_tokens, layout = len(input_ids), context.layout
-        recorded = self._record(num_tokens, context.kv_pool)
+        self._context = None
+        self._fill(input_ids, context, self._keep(context.layout.block_tables))
+        self._head.skip()
+        self._recorded.run(is_shared=self._is_worth_sharing(len(input_ids)))
+        return self._buffers.normed[: len(input_ids)]
+
+    def step(
+        self,
+        input_ids: Tensor,
+        context: ForwardContext,
+        sampled_tokens: Tensor | None,
+        parameters: Tensor,
+        draws: Tensor | None,
+    ) -> StepOutput:
+        """A forward pass, logits, and the tokens that follow; good until the next call.
+
+        A context that was the last step's too stands for the same tensors, perhaps with other
+        values in them: nothing is looked up again.
+
+        Args:
+            input_ids: int64 [num_tokens]
+            context: its block tables stay where they are for as long as this decoder lives: a
+                thread that was taken off its core may read them late.
+            sampled_tokens: int64 [num_sampled], the tokens that another one follows; None: all.
+            parameters, draws: as `sample_tokens` and `draw_uniforms` have them; draws may be None
+                where every temperature is 0.
+        """
+        if context is not self._context or self._output is None or self.needs_prompt_lens:
+            self._fill(input_ids, context, context.layout.block_tables)
+            self._output = self._head.bind(len(input_ids), sampled_tokens, parameters, draws)
+            self._is_shared = self._is_worth_sharing(len(input_ids))
+            self._context = context
+        self._recorded.run(is_shared=self._is_shared)
+        return self._output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
+        return self._head.logits(hidden, is_shared=self._is_worth_sharing(len(hidden)))
+
+    def _fill(self, input_ids: Tensor, context: ForwardContext, block_tables: Tensor) -> None:
+        """Point the calls of a forward pass to its inputs."""
+        step, layout = self._step, context.layout
+        self._record(len(input_ids), context.kv_pool)
         cosines, sines, rows = self._rotary.rows(context)
-        step = self._step
-        step.num_tokens, step.num_seqs = num_tokens, layout.num_seqs
-        block_tables = self._keep(layout.block_tables)
+        step.num_tokens, step.num_seqs = len(input_ids), layout.num_seqs
         step.table_stride = block_tables.stride(0)
         step.token_ids = input_ids.data_ptr()
         step.slot_mapping = layout.slot_mapping.data_ptr()
@@ -128,21 +175,7 @@ class CpuDecoder:
         step.block_tables = block_tables.data_ptr()
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
         step.rotary_rows = rows.data_ptr()
-        recorded.run(is_shared=self._is_worth_sharing(num_tokens))
-        return self._buffers.normed[:num_tokens]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
-        if len(hidden) > len(self._logits):  # kept: fresh pages cost more than small products
-            self._logits = torch.empty(len(hidden), self._head.out_features, dtype=self.dtype)
-        hidden, logits = hidden.contiguous(), self._logits[: len(hidden)]
-        num_rows = ctypes.c_int64(len(hidden))
-        self._library.run(
-            "linear",
-            self._head.args(logits, hidden, addressof(num_rows)),
-            is_shared=self._is_worth_sharing(len(hidden)),
-        )
-        return logits
+        self._given = (input_ids, cosines, sines, rows)  # their memory is pointed to
 
     def _is_worth_sharing(self, num_tokens: int) -> bool:
         """Whether a pass over so many tokens takes one thread long enough to wake the others:
@@ -161,22 +194,23 @@ class CpuDecoder:
         self._block_tables[:num_rows, :num_columns] = block_tables
         return self._block_tables
 
-    def _record(self, num_tokens: int, kv_pool: Tensor) -> RecordedCalls:
-        """The calls of a forward pass over this pool with room for so many tokens."""
+    def _record(self, num_tokens: int, kv_pool: Tensor) -> None:
+        """Have the calls of a step over this pool with room for so many tokens."""
         capacity, pool = self._recorded_for
-        if self._recorded is None or num_tokens > capacity or kv_pool.data_ptr() != pool:
+        if num_tokens > capacity or kv_pool.data_ptr() != pool:
             self._library.settle()
             capacity = max(capacity, 1 << (num_tokens - 1).bit_length())
             self._buffers = Buffers(self.config, capacity, self.dtype)
             self._recorded = self._library.record(self._calls(kv_pool))
             self._recorded_for = (capacity, kv_pool.data_ptr())
-        return self._recorded
 
     def _calls(self, kv_pool: Tensor) -> list[tuple[str, Structure]]:
         buffers, step = self._buffers, self._step
         embed = EmbedArgs(
             y=buffers.stream.data_ptr(),
-            weight=(self._head.weight if self._embedding is None else self._embedding).data_ptr(),
+            weight=self._head.matrix.weight.data_ptr()
+            if self._embedding is None
+            else self._embedding.data_ptr(),
             step=addressof(step),
             size=self.config.hidden_size,
             num_rows=self.config.vocab_size,
@@ -186,7 +220,7 @@ class CpuDecoder:
         for layer, cache in zip(self._layers, kv_pool, strict=True):
             calls.extend(layer.calls(self.config, buffers, step, cache))
         final = _norm_args(buffers.normed, buffers.stream, self._norm, step, self.config)
-        return [*calls, ("rms_norm", final)]
+        return [*calls, ("rms_norm", final), *self._head.calls(buffers.normed)]
 
 
 class PackedLayer:
@@ -269,28 +303,6 @@ class PackedLayer:
             ("silu_mul", silu_mul),
             *self.down_proj.calls(stream, buffers.gated, rows, room, residual=attended),
         ]
-
-
-class RotaryTable:
-    """Cosines and sines of all positions so far, grown as longer sequences come."""
-
-    def __init__(self, rotary: RotaryEmbedding) -> None:
-        self._rotary = rotary
-        self._cosines = self._sines = torch.empty(0, rotary.head_dim // 2)
-
-    @property
-    def needs_prompt_lens(self) -> bool:
-        return self._rotary.needs_prompt_lens
-
-    def rows(self, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Two tables float32 [n, head_dim / 2], and each token's row in them, int64."""
-        if self.needs_prompt_lens:  # a token's angles are its own
-            cosines, sines = self._rotary(context.positions, context.prompt_lens, torch.float32)
-            return cosines, sines, torch.arange(len(context.positions))
-        if context.layout.max_seq_len > len(self._cosines):
-            positions = torch.arange(1 << (context.layout.max_seq_len - 1).bit_length())
-            self._cosines, self._sines = self._rotary(positions, None, torch.float32)
-        return self._cosines, self._sines, context.positions
 
 
 def _take(weight: Tensor) -> Tensor:

@@ -34,8 +34,16 @@ class SelfAttention(nn.Module):
         if self.has_qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.sinks = (
+            nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
+            if config.has_sinks
+            else None
+        )
         self.attention = Attention(
-            layer=layer, head_dim=self.head_dim, window=config.windows[layer]
+            layer=layer,
+            head_dim=self.head_dim,
+            window=config.windows[layer],
+            soft_cap=config.attention_soft_cap,
         )
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
@@ -46,8 +54,10 @@ class SelfAttention(nn.Module):
             *context.cache(self.attention.layer),
             context.layout.slot_mapping,
             qk_norm=self._qk_norm,
+            key_scale=self.attention.key_scale,
+            value_scale=self.attention.value_scale,
         )  # [num_tokens, num_heads, head_dim]
-        mixed = self.attention(query, context)
+        mixed = self.attention(query, context, sinks=self.sinks)
         output: Tensor = self.o_proj(mixed.reshape(num_tokens, -1))
         return output
 
@@ -129,6 +139,12 @@ class Decoder(nn.Module):
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
         head = self.embed_tokens if self.config.is_tied else self.lm_head
         return head.logits(hidden)
+
+    def use_fp8_cache(self) -> None:
+        """Keys and values are stored in FP8 from now on."""
+        for layer in self.layers:
+            attention: SelfAttention = layer.self_attn
+            attention.attention.use_fp8_cache(self.config.num_kv_heads, self.device)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,6 +18,8 @@ class DecoderConfig:
         windows: for each layer, the positions a token sees (None: all before it).
         dtype: the checkpoint's own, as its config names it.
         is_tied: the output head is the embedding.
+        attention_soft_cap: bounds attention's scores; None: nothing does.
+        has_sinks: each head has a logit without a value that joins its softmax.
     """
 
     vocab_size: int
@@ -37,6 +39,8 @@ class DecoderConfig:
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    attention_soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

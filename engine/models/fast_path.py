@@ -14,6 +14,7 @@ from penstock.engine.layers.int8_linear import quantize_linears
 from penstock.engine.models.cpu_decoder import CpuDecoder, can_run
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.step_output import StepOutput
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 
@@ -91,3 +92,20 @@ def fastest(
     if quantization == "int8":
         quantize_linears(decoder)
     return decoder
+
+
+def run_step(
+    model: LanguageModel,
+    input_ids: Tensor,
+    context: ForwardContext,
+    sampled_tokens: Tensor | None,
+    parameters: Tensor,
+    draws: Tensor | None,
+) -> StepOutput:
+    """One step, with the tokens it draws where the model does that too; args as in
+    `CpuDecoder.step`."""
+    if isinstance(model, CpuDecoder):
+        return model.step(input_ids, context, sampled_tokens, parameters, draws)
+    hidden = model(input_ids, context)
+    rows = hidden if sampled_tokens is None else hidden[sampled_tokens]
+    return StepOutput(hidden=hidden, logits=model.logits(rows))

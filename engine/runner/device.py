@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.engine.config import DeviceConfig, ModelConfig
+from penstock.engine.config import CacheConfig, CudagraphMode, DeviceConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.kernels.cpu.cores import num_usable_cores
@@ -14,7 +14,7 @@ def select_device(config: DeviceConfig) -> torch.device:
     """The device to run on; sets the number of CPU threads of this process.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none, or for what it cannot give.
+        ConfigError: CUDA is asked for and there is none.
     """
     if config.num_threads is not None and config.num_threads < 1:
         raise ConfigError(f"the number of CPU threads must be positive: {config.num_threads}")
@@ -24,12 +24,40 @@ def select_device(config: DeviceConfig) -> torch.device:
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
-    if config.deterministic:
-        raise ConfigError(
-            "--deterministic: on a GPU the order of torch's sums depends on the batch; use "
-            "--device cpu"
-        )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def settle_cudagraph_mode(config: DeviceConfig, device: torch.device) -> CudagraphMode:
+    """What is captured on this device: `none`, `piecewise` or `full`.
+
+    Raises:
+        ConfigError: graphs are asked for on a CPU, or both asked for and forbidden.
+    """
+    mode = config.cudagraph_mode
+    if config.enforce_eager:
+        if mode in ("piecewise", "full"):
+            raise ConfigError(f"--enforce-eager forbids what --cudagraph-mode {mode} asks for")
+        return "none"
+    if device.type == "cuda":
+        return "full" if mode == "auto" else mode
+    if mode in ("piecewise", "full"):
+        raise ConfigError(f"--cudagraph-mode {mode} needs a GPU: leave it out")
+    return "none"
+
+
+def settle_kv_dtype(
+    config: CacheConfig, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """What keys and values are kept in, for a model in `dtype`.
+
+    Raises:
+        ConfigError: FP8 is asked for on a CPU.
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type != "cuda":
+        raise ConfigError("--kv-cache-dtype fp8 needs a GPU: leave it out")
+    return torch.float8_e4m3fn
 
 
 def settle_max_model_len(config: ModelConfig, decoder: DecoderConfig) -> int:

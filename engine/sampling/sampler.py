@@ -74,20 +74,29 @@ class Sampler:
         self._library = library
         self._changed = torch.empty(0, 0)  # kept: fresh pages cost more than what is done to them
 
-    def choose(self, logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
-        """The next token of each row; logits [num_rows, vocab_size] as the model gave them, left
-        as they are."""
-        uniforms = batch.parameters[0]  # nobody reads them where all rows are greedy
-        if batch.draws is not None:
-            uniforms = draw_uniforms(batch.draws, library=self._library)
-        token_ids, is_valid = self._choose(logits, batch, uniforms)
+    def choose(
+        self, logits: Tensor, batch: SamplingBatch, *, drawn: tuple[Tensor, Tensor] | None = None
+    ) -> ChosenTokens:
+        """The next token of each row.
+
+        Args:
+            logits: [num_rows, vocab_size] as the model gave them, left as they are.
+            drawn: what `sample_tokens` makes of them, if somebody knows already.
+        """
+        if drawn is not None and not batch.changed:
+            token_ids, is_valid = drawn
+        else:
+            token_ids, is_valid = self._choose(logits, batch)
+        if not batch.num_tops:
+            return ChosenTokens(token_ids=token_ids, is_valid=is_valid, described=())
         described = describe_some(logits, token_ids, batch.num_tops)
         return ChosenTokens(token_ids=token_ids, is_valid=is_valid, described=described)
 
-    def _choose(
-        self, logits: Tensor, batch: SamplingBatch, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Token ids and whether each row had a distribution."""
+        uniforms = batch.parameters[0]  # nobody reads them where all rows are greedy
+        if batch.draws is not None:
+            uniforms = draw_uniforms(batch.draws, library=self._library)
         if not batch.changed:
             return self._sample(logits, batch.parameters, uniforms)
         if len(batch.changed) == len(logits):

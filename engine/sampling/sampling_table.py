@@ -31,12 +31,19 @@ class SamplingBatch:
         changed: row → its sequence, where logits are changed before the draw.
         num_tops: row → how many of the likeliest tokens to report, where log-probabilities are
             wanted.
+        num_tokens: [num_rows], of each sequence; on a CPU the same memory as in `draws`.
     """
 
     parameters: Tensor
     draws: Tensor | None
     changed: Mapping[int, SamplingRow]
     num_tops: Mapping[int, int]
+    num_tokens: npt.NDArray[np.int64]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row asks for a draw alone, in this step and in those to come."""
+        return not self.changed and not self.num_tops
 
 
 class SamplingTable:
@@ -89,4 +96,5 @@ class SamplingTable:
             draws=on_device[_DRAWS] if is_random else None,
             changed=changed,
             num_tops=num_tops,
+            num_tokens=columns[_POSITION],
         )

@@ -136,3 +136,15 @@ static void NAME(embed_item)(const void *args, long token) {
 struct job NAME(embed)(const void *args) {
     return (struct job){NAME(embed_item), args, ((const struct embed_args *)args)->step->num_tokens, 0};
 }
+
+/* One item: few rows, of a prompt's many. */
+static void NAME(gather_rows_item)(const void *args, long item) {
+    const struct gather_rows_args *a = args;
+    (void)item;
+    for (long r = 0; r < a->step->num_gathered; r++) {
+        const DTYPE *x = (const DTYPE *)a->x + a->step->sampled_tokens[r] * a->size;
+        memcpy((DTYPE *)a->y + r * a->size, x, a->size * sizeof(DTYPE));
+    }
+}
+
+struct job NAME(gather_rows)(const void *args) { return (struct job){NAME(gather_rows_item), args, 1, 0}; }

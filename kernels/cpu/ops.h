@@ -7,14 +7,16 @@
 
 #include <stdint.h>
 
-/* One step: the fields of PagedLayout (kernels/paged_layout.py), and the tokens. */
+/* One step: the fields of PagedLayout (kernels/paged_layout.py), the tokens, and which of them are
+ * followed by one that is to be drawn: `num_gathered` is their number, or 0 if they are all tokens. */
 struct step {
-    int64_t num_tokens, num_seqs, table_stride;
+    int64_t num_tokens, num_seqs, table_stride, num_sampled, num_gathered;
     const int64_t *token_ids, *slot_mapping;                        /* [num_tokens] */
     const int32_t *query_start_loc, *seq_lens;
     const int32_t *block_tables; /* [num_seqs, table_stride]; read after the step, to no effect */
     const float *cosines, *sines;                                   /* [n, head_dim / 2] */
     const int64_t *rotary_rows;                                     /* [num_tokens], rows of these */
+    const int64_t *sampled_tokens;                                  /* [num_gathered] */
 };
 
 /* y[rows, out] = x[rows, in] · packed weight (+ bias) (+ residual, after rounding the product) */
@@ -90,6 +92,14 @@ struct silu_mul_args {
     void *y;
     const void *x;
     const int64_t *num_rows;
+    int64_t size;
+};
+
+/* y[r, size] = x[sampled_tokens[r]], of num_gathered rows */
+struct gather_rows_args {
+    void *y;
+    const void *x;
+    const struct step *step;
     int64_t size;
 };
 

@@ -19,9 +19,9 @@ def _fields(pointers: str, integers: str = "", doubles: str = "") -> Sequence[tu
 
 class Step(ctypes.Structure):
     _fields_: ClassVar = [
-        *_fields("", "num_tokens num_seqs table_stride"),
+        *_fields("", "num_tokens num_seqs table_stride num_sampled num_gathered"),
         *_fields("token_ids slot_mapping query_start_loc seq_lens block_tables"),
-        *_fields("cosines sines rotary_rows"),
+        *_fields("cosines sines rotary_rows sampled_tokens"),
     ]
 
 
@@ -73,6 +73,10 @@ class AttentionArgs(ctypes.Structure):
 
 class SiluMulArgs(ctypes.Structure):
     _fields_: ClassVar = _fields("y x num_rows", "size")
+
+
+class GatherRowsArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields("y x step", "size")
 
 
 class SampleTokensArgs(ctypes.Structure):

@@ -69,7 +69,7 @@ class Stack:
             num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
         )
         self.core = EngineCore(
-            self.scheduler, self.device, max_steps_in_flight=config.max_steps_in_flight
+            self.scheduler, self.device, max_steps_in_flight=config.max_steps_in_flight or 1
         )
         self.outputs: dict[Branch, list[RequestOutput]] = {}
         self.prompt_of: dict[str, list[int]] = {}

@@ -1,0 +1,43 @@
+"""Ids that nobody can guess, and that say to which conversation they belong.
+
+    conv_<tree>            a conversation
+    resp_<tree><turn>      a response; every response is in the tree of some conversation, if only
+                           of one that no listing shows
+    turn_<tree><turn>      items that were added without a response
+
+`<tree>` and `<turn>` are 24 hexadecimal digits each (96 random bits). All keys of a tree carry
+`{<tree>}` in Redis, so that they live in one slot of a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_NUM_BYTES = 12
+_CONVERSATION = re.compile(r"conv_([0-9a-f]{24})")
+_TURN = re.compile(r"(?:resp|turn)_([0-9a-f]{24})[0-9a-f]{24}")
+
+
+def new_conversation_id() -> str:
+    return f"conv_{secrets.token_hex(_NUM_BYTES)}"
+
+
+def new_response_id(conversation_id: str) -> str:
+    return f"resp_{conversation_id.removeprefix('conv_')}{secrets.token_hex(_NUM_BYTES)}"
+
+
+def new_turn_id(conversation_id: str) -> str:
+    return f"turn_{conversation_id.removeprefix('conv_')}{secrets.token_hex(_NUM_BYTES)}"
+
+
+def conversation_of(turn_id: str) -> str | None:
+    """The conversation of a response or turn; None if the id is none of ours."""
+    match = _TURN.fullmatch(turn_id)
+    return None if match is None else f"conv_{match[1]}"
+
+
+def tree_of(id_: str) -> str | None:
+    """The 24 digits that every key of a conversation carries; None if the id is none of ours."""
+    match = _CONVERSATION.fullmatch(id_) or _TURN.fullmatch(id_)
+    return None if match is None else match[1]
