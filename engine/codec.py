@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -119,20 +120,25 @@ def _decode_submit(values: list[Any]) -> Submit:
 
 def _encode_output(output: RequestOutput) -> list[Any]:
     """The request, the branch and its tokens; what is rarely set follows as a map."""
+    plain = [output.request_id, output.index, output.token_ids]
+    values = _rare_values(output)
+    if values == _RARE_DEFAULTS:
+        return plain
     rare = {
         name: _RARE_ENCODERS[name](value) if name in _RARE_ENCODERS else value
-        for name in _RARE_FIELDS
-        if (value := getattr(output, name)) != _OUTPUT_DEFAULTS[name]
+        for name, value, default in zip(_RARE_FIELDS, values, _RARE_DEFAULTS, strict=True)
+        if value != default
     }
-    plain = [output.request_id, output.index, output.token_ids]
-    return [*plain, rare] if rare else plain
+    return [*plain, rare]
 
 
 def _decode_output(values: list[Any]) -> RequestOutput:
     request_id, index, token_ids, *rest = values
+    if not rest:  # as in most steps
+        return RequestOutput(request_id=request_id, index=index, token_ids=tuple(token_ids))
     rare = {
         name: _RARE_DECODERS[name](value) if name in _RARE_DECODERS else value
-        for name, value in (rest[0] if rest else {}).items()
+        for name, value in rest[0].items()
     }
     return RequestOutput(request_id=request_id, index=index, token_ids=tuple(token_ids), **rare)
 
@@ -159,7 +165,7 @@ def _encode_step(message: Step) -> list[Any]:
     return [
         message.number,
         [_encode_output(output) for output in message.outputs],
-        _values(message.stats),
+        _encode_stats(message.stats),
     ]
 
 
@@ -172,7 +178,13 @@ def _decode_step(values: list[Any]) -> Step:
     )
 
 
-def _decode_stats(values: list[Any]) -> EngineStats:
+def _encode_stats(stats: EngineStats | None) -> list[Any] | None:
+    return None if stats is None else _values(stats)
+
+
+def _decode_stats(values: list[Any] | None) -> EngineStats | None:
+    if values is None:
+        return None
     return EngineStats(**dict(zip(_STATS_FIELDS, values, strict=True)))
 
 
@@ -183,13 +195,15 @@ def _decode_info(values: list[Any]) -> EngineInfo:
 
 
 def _encode_heartbeat(message: Heartbeat) -> list[Any]:
-    return [None if message.stats is None else _values(message.stats)]
+    return [_encode_stats(message.stats)]
 
 
 _OUTPUT_DEFAULTS = {field.name: field.default for field in fields(RequestOutput)}
 _RARE_FIELDS = tuple(
     name for name in _OUTPUT_DEFAULTS if name not in {"request_id", "index", "token_ids"}
 )
+_RARE_DEFAULTS = tuple(_OUTPUT_DEFAULTS[name] for name in _RARE_FIELDS)
+_rare_values = attrgetter(*_RARE_FIELDS)
 _RARE_ENCODERS: dict[str, Any] = {
     "logprobs": _encode_entries,
     "prompt_logprobs": _encode_entries,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock.engine.request import Request, RequestOutput
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer not heard of for this long is declared dead
 
@@ -92,6 +92,9 @@ class EngineStats:
     """A snapshot of the engine. Counters (`*_total`) only grow.
 
     Attributes:
+        num_tokens_waiting: those that the waiting requests are to compute.
+        queue_tokens_per_s: such tokens leaving the queue while somebody waits; 0: not known yet.
+        prefill_tokens_per_s: prompt tokens computed in steps that compute prompts; the same.
         num_requests_swapped: sequences parked with their KV in host memory.
         num_blocks_used, num_blocks_cached: device blocks held by sequences; free, but findable.
         num_host_blocks_kept, num_host_blocks_cached: the same of the host tier.
@@ -106,6 +109,9 @@ class EngineStats:
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    num_tokens_waiting: int = 0
+    queue_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
     num_requests_swapped: int = 0
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
@@ -139,12 +145,14 @@ class EngineStats:
 class Step:
     """One iteration's outputs of all streams of one gateway.
 
-    `number` counts this gateway's frames from 1 without gaps: a gap is a bug or a lost frame.
+    Attributes:
+        number: counts this gateway's frames from 1 without gaps: a gap is a bug or a lost frame.
+        stats: None while they are those of an earlier frame, or not worth a look yet.
     """
 
     number: int
     outputs: tuple[RequestOutput, ...]
-    stats: EngineStats
+    stats: EngineStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

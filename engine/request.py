@@ -204,7 +204,11 @@ class Request:
         priority: lower values run first, under the policy `priority`.
         cache_salt: KV blocks are shared only between requests of equal salt.
         retention: what becomes of its blocks when it ends.
-        tenant, deadline_s, adapter: carried for scheduling and caching policies.
+        tenant: among tenants the waiting queue is fair.
+        weight: the tenant's share of service, beside others'; more than 0.
+        wants_queue_position: outputs tell its place while it waits.
+        deadline_s: wall-clock seconds by which its first token is wanted; carried for policies.
+        adapter: carried for policies.
     """
 
     request_id: str
@@ -213,8 +217,10 @@ class Request:
     arrival_s: float = 0.0
     output_token_ids: tuple[int, ...] = ()
     tenant: str = ""
+    weight: float = 1.0
     priority: int = 0
     cache_salt: str = ""
+    wants_queue_position: bool = False
     deadline_s: float | None = None
     adapter: str | None = None
     retention: Retention | None = None
@@ -268,7 +274,11 @@ class RequestOutput:
         stop_token_id: the EOS or stop id that ended it, if one did.
         num_cached_tokens: prompt tokens whose KV was reused instead of computed.
         score: of a beam search's hypothesis (see `BeamSearch.length_penalty`).
+        prefix_id: of a branch that finished, the hash of its last full block of KV: names the
+            whole chain.
         notice: the branch was preempted, or resumed.
+        queue_position: of a request that waits and asked for it: how many are served before it.
+        num_tokens_ahead: with it, the prompt tokens of those.
         error: with `FinishReason.ERROR`, what went wrong.
         is_refused: the request itself was at fault and nothing of it ran.
         param: the parameter at fault.
@@ -284,7 +294,10 @@ class RequestOutput:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     score: float | None = None
+    prefix_id: bytes | None = None
     notice: Notice | None = None
+    queue_position: int | None = None
+    num_tokens_ahead: int = 0
     error: str | None = None
     is_refused: bool = False
     param: str | None = None

@@ -6,9 +6,9 @@ Run by the supervisor as `python -m penstock.engine.server`.
 from __future__ import annotations
 
 import gc
-import logging
 import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -22,12 +22,15 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.logs import configure_logging
 from penstock.engine.messages import Abort, DropPrefix, EngineInfo, Submit
 from penstock.engine.process import Status, run_child
 from penstock.engine.request import FinishReason, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.stats import snapshot
 from penstock.engine.wire import GatewayGone, Inbound, Wire
+
+_STATS_INTERVAL_S = 0.1  # while nothing ends and nothing begins
 
 
 class EngineServer:
@@ -39,6 +42,7 @@ class EngineServer:
         self._wire = Wire(address, info)
         self._owners: dict[str, bytes] = {}  # request id → gateway's identity
         self._is_stopping = False
+        self._stats_due_s = 0.0
 
     def start(self) -> None:
         """Begin to answer gateways."""
@@ -83,6 +87,7 @@ class EngineServer:
             for request_id in [key for key, owner in self._owners.items() if owner == identity]:
                 self._abort(request_id)
         self._publish_stats()
+        self._stats_due_s = 0.0  # the next step will show what came of it
 
     def _submit(self, identity: bytes, request: Request) -> None:
         try:
@@ -113,13 +118,16 @@ class EngineServer:
             frames[self._owners[output.request_id]].append(output)
             if output.is_last:
                 del self._owners[output.request_id]
-        self._publish_stats()
+                self._stats_due_s = 0.0
+        if time.monotonic() >= self._stats_due_s:
+            self._publish_stats()
         for identity, frame in frames.items():
             self._wire.send(identity, tuple(frame))
         self._wire.flush()
 
     def _publish_stats(self) -> None:
         self._wire.stats = snapshot(self._core.scheduler, bytes_per_block=self._bytes_per_block)
+        self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
 
 
 def parse_config(values: Mapping[str, Any]) -> EngineConfig:
@@ -135,7 +143,7 @@ def parse_config(values: Mapping[str, Any]) -> EngineConfig:
 def serve(config: Mapping[str, Any], status: Status) -> None:
     """The process: load, report ready, step until SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-    logging.basicConfig(level=config["log_level"].upper(), format=config["log_format"])
+    configure_logging(config["log_level"], config["log_format"])
     core, info = build_core(parse_config(config["engine"]))
     server = EngineServer(core, info, config["address"])
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

@@ -9,6 +9,7 @@ from penstock.engine.blocks import BlockManager
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.executor.in_process import InProcessExecutor
+from penstock.engine.executor.overlapped import OverlappedExecutor
 from penstock.engine.messages import EngineInfo
 from penstock.engine.model_files import (
     read_generation_defaults,
@@ -45,8 +46,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     )
     core = EngineCore(
         scheduler,
-        InProcessExecutor(runner),
-        max_steps_in_flight=config.scheduler.max_steps_in_flight,
+        OverlappedExecutor(runner) if device.overlaps_steps else InProcessExecutor(runner),
+        max_steps_in_flight=config.scheduler.max_steps_in_flight or 1 + device.overlaps_steps,
     )
     info = EngineInfo(
         model=config.model.model,
@@ -76,4 +77,5 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
         if config.model.load_format == "dummy"
         else weights_fingerprint(path)
     )
-    return weights + f" {device.dtype} {config.model.quantization} {device.block_size}".encode()
+    types = f"{device.dtype} {device.kv_cache_dtype} {config.model.quantization}"
+    return weights + f" {types} {device.block_size}".encode()

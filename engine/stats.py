@@ -7,7 +7,7 @@ from penstock.engine.scheduling import Scheduler
 
 
 def snapshot(scheduler: Scheduler, *, bytes_per_block: int) -> EngineStats:
-    """All of them now. Cheap enough for every step."""
+    """All of them now. What a quick step takes is a few times this: not for every one."""
     blocks = scheduler.blocks
     device, host = blocks.tiers.device, blocks.tiers.host
     counted, moved = scheduler.counters, blocks.counters
@@ -15,6 +15,9 @@ def snapshot(scheduler: Scheduler, *, bytes_per_block: int) -> EngineStats:
     return EngineStats(
         num_requests_running=scheduler.num_running,
         num_requests_waiting=scheduler.num_waiting,
+        num_tokens_waiting=scheduler.num_tokens_waiting,
+        queue_tokens_per_s=scheduler.queue_tokens_per_s,
+        prefill_tokens_per_s=scheduler.prefill_tokens_per_s,
         num_requests_swapped=blocks.num_swapped_sequences,
         num_blocks_used=device.num_held,
         num_blocks_cached=device.num_cached,

@@ -52,6 +52,7 @@ class GatewayGone:
 class _Gateway:
     last_heard_s: float
     num_steps: int = 0
+    stats: EngineStats | None = None  # the last that a step's frame carried
     pending: deque[bytes] = field(default_factory=deque)
     pending_since_s: float = 0.0
 
@@ -92,6 +93,8 @@ class Wire(threading.Thread):
 
     def receive(self, *, timeout_s: float | None) -> Iterator[Inbound]:
         """Everything that came in; waits for the first up to `timeout_s` (None: for ever)."""
+        if timeout_s == 0.0 and self._inbox.empty():
+            return  # as between most steps
         try:
             item = self._inbox.get(block=timeout_s != 0.0, timeout=timeout_s or None)
             while item is not None:
@@ -147,7 +150,8 @@ class Wire(threading.Thread):
             events = dict(poller.poll(self._poll_timeout_ms()))
             if self._wake_in in events:
                 self._wake_in.recv()
-            self._read_all()
+            if self._router in events:
+                self._read_all()
             self._send_outbox()
             self._retry_pending()
             if time.monotonic() >= self._next_heartbeat_s:
@@ -192,7 +196,9 @@ class Wire(threading.Thread):
             gateway = self._gateways.get(identity)
             if gateway is not None:
                 gateway.num_steps += 1
-                step = Step(number=gateway.num_steps, outputs=outputs, stats=self.stats)
+                stats = self.stats if self.stats is not gateway.stats else None
+                gateway.stats = stats or gateway.stats
+                step = Step(number=gateway.num_steps, outputs=outputs, stats=stats)
                 self._post(identity, step)
 
     def _beat(self) -> None:

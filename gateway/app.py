@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -11,87 +12,125 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
+from penstock.gateway.admission.factory import Gate, make_gate
 from penstock.gateway.auth import Guard
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoints.chat_completions import ChatCompletions
 from penstock.gateway.endpoints.completions import Completions
+from penstock.gateway.endpoints.conversations import conversation_routes
 from penstock.gateway.endpoints.models import Models
 from penstock.gateway.endpoints.responses import Responses
 from penstock.gateway.endpoints.status import Status
+from penstock.gateway.endpoints.tickets import TicketDesk
+from penstock.gateway.endpoints.tokens import Tokens
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generator import Generator
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.model import load_model
 from penstock.gateway.page import ChatPage
-from penstock.gateway.responder import Responder
-from penstock.gateway.sessions import SessionStore
+from penstock.gateway.responses.responder import Responder, ResponderSettings
+from penstock.gateway.responses.run import RunSettings
+from penstock.gateway.stores import make_stores
 from penstock.gateway.websocket import ResponsesSocket
 
 
 def create_app(config: GatewayConfig) -> Starlette:
     """The gateway as an ASGI application. `app.state.engine` is its link to the engine, which
-    opens and closes with the application's lifespan.
+    opens and closes with the application's lifespan; `app.state.log_store` hands its unfinished
+    responses over.
 
     Raises:
         ModelLoadError: the model's tokenizer or settings cannot be read.
     """
     model = load_model(config)
     context = zmq.asyncio.Context()
-    engine = EngineClient(config.engine_address, context)
+    engine = EngineClient(config.engine_address, context, engine_wait_s=config.engine_wait_s)
     metrics = Metrics(engine, model.name)
+    gate = make_gate(config, engine)
     generator = Generator(
         engine,
         model,
         metrics=metrics,
+        admission=gate.admission,
         trusts_request_template=config.trust_request_chat_template,
+    )
+
+    stores = make_stores(config)
+    responder = Responder(
+        generator,
+        engine=engine,
+        conversations=stores.conversations,
+        logs=stores.logs,
+        settings=_responder_settings(config),
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
+        await responder.start()
+        starting = asyncio.create_task(stores.start())
         try:
             yield
         finally:
+            starting.cancel()
             await engine.close()
+            await gate.aclose()
+            await responder.close()
+            await stores.close()
             context.destroy(linger=200)
 
     app = Starlette(
         routes=[
-            Mount("/v1", routes=_api_routes(config, generator, engine=engine)),
+            Mount(
+                "/v1",
+                routes=[
+                    *_api_routes(config, generator, responder=responder, engine=engine),
+                    *TicketDesk(gate.tickets).routes(),
+                    *conversation_routes(
+                        stores.conversations, max_body_bytes=config.max_body_bytes
+                    ),
+                ],
+            ),
+            *Tokens(generator, engine, max_body_bytes=config.max_body_bytes).routes(),
             *_status_routes(Status(engine, metrics)),
             Mount("/", app=ChatPage()),
         ],
-        middleware=_middleware(config),
+        middleware=_middleware(config, gate),
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     app.state.engine = engine
+    app.state.log_store = stores.logs
     return app
 
 
 def _api_routes(
-    config: GatewayConfig, generator: Generator, *, engine: EngineClient
+    config: GatewayConfig, generator: Generator, *, responder: Responder, engine: EngineClient
 ) -> list[BaseRoute]:
     models = Models(engine, generator.model)
-    sessions = SessionStore(config.session_store_bytes)
-    responder = Responder(
-        generator, sessions, engine=engine, retention_s=config.session_retention_s
-    )
     max_bytes, ping_s = config.max_body_bytes, config.sse_ping_s
     chat = ChatCompletions(generator, max_body_bytes=max_bytes, ping_s=ping_s)
     completions = Completions(generator, max_body_bytes=max_bytes, ping_s=ping_s)
-    responses = Responses(responder, sessions, max_body_bytes=max_bytes, ping_s=ping_s)
+    responses = Responses(responder, max_body_bytes=max_bytes, ping_s=ping_s)
     return [
         Route("/chat/completions", chat.create, methods=["POST"]),
         Route("/completions", completions.create, methods=["POST"]),
-        WebSocketRoute("/responses", ResponsesSocket(responder, sessions).serve),
-        Route("/responses", responses.create, methods=["POST"]),
-        Route("/responses/{response_id}", responses.retrieve, methods=["GET"]),
-        Route("/responses/{response_id}", responses.delete, methods=["DELETE"]),
+        WebSocketRoute("/responses", ResponsesSocket(responder).serve),
+        *responses.routes(),
         Route("/models", models.list, methods=["GET"]),
         Route("/models/{model:path}", models.retrieve, methods=["GET"]),
     ]
+
+
+def _responder_settings(config: GatewayConfig) -> ResponderSettings:
+    return ResponderSettings(
+        run=RunSettings(
+            grace_s=config.disconnect_grace_s, interval_s=config.stream_interval_ms / 1e3
+        ),
+        retention_s=config.session_retention_s,
+        needs_storage=config.session_storage == "required",
+    )
 
 
 def _status_routes(status: Status) -> list[BaseRoute]:
@@ -102,8 +141,14 @@ def _status_routes(status: Status) -> list[BaseRoute]:
     ]
 
 
-def _middleware(config: GatewayConfig) -> list[Middleware]:
-    guard = Middleware(Guard, config=config)
+def _middleware(config: GatewayConfig, gate: Gate) -> list[Middleware]:
+    guard = Middleware(
+        Guard,
+        config=config,
+        keys=gate.keys,
+        tickets=gate.tickets,
+        limit_headers=gate.admission.headers,
+    )
     if not config.allowed_origins:
         return [guard]
     # Outermost, so that a page let in can also read why it was refused.

@@ -3,33 +3,53 @@
     Host     bound to loopback, it must name loopback (or an allowed origin): a rebound DNS name
              could otherwise reach us
     Origin   absent, the server's own, or allowed: browsers let any page open a WebSocket to us
-    key      `/v1/*` only: `Authorization: Bearer`, or for browsers' WebSockets the subprotocol
-             `openai-insecure-api-key.<key>`
+    key      `/v1/*`, `/tokenize`, `/detokenize`: `Authorization: Bearer`, or for browsers'
+             WebSockets a ticket as `?ticket=`, or the subprotocol `openai-insecure-api-key.<key>`
 
-Not known here: tenants, quotas, and anything that a request asks for.
+Whoever is let in is known from here on (`callers`), and is told with every answer what is left of
+its limits. No key and no ticket leaves this file: the ticket is taken out of the address.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Sequence
-from urllib.parse import urlsplit
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.gateway.callers import NO_LIMITS, Caller, set_caller
 from penstock.gateway.config import GatewayConfig, is_loopback
 from penstock.gateway.errors import Failure, refusal
+from penstock.gateway.key_ring import KeyRing
+from penstock.gateway.tickets import Tickets
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
+_KEY_PATHS = ("/v1", "/tokenize", "/detokenize")
+_TICKET = "ticket"
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Guard:
-    """ASGI middleware; a WebSocket is refused at its handshake with the same answer as HTTP."""
+    """ASGI middleware; a WebSocket is refused at its handshake with the same answer as HTTP.
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+    Args:
+        limit_headers: what to tell a caller of its limits.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        *,
+        keys: KeyRing,
+        tickets: Tickets,
+        limit_headers: Callable[[Caller], Mapping[str, str]],
+    ) -> None:
         self._app = app
+        self._keys = keys
+        self._tickets = tickets
+        self._limit_headers = limit_headers
         self._checks_host = config.is_loopback
         self._allowed_origins = frozenset(config.allowed_origins)
         # A name trusted as an origin is no rebound name: a proxy here may pass it on as Host. Nor
@@ -37,13 +57,22 @@ class Guard:
         self._hosts = {"localhost", config.host_name.lower()} | {
             name for origin in self._allowed_origins if (name := urlsplit(origin).hostname)
         }
-        self._keys = [key.encode() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        ticket = _take_ticket(scope) if scope["type"] == "websocket" else None
         failure = self._check(scope)
+        if failure is None and not self._keys.is_open and scope["path"].startswith(_KEY_PATHS):
+            caller = await self._caller(scope, ticket)
+            if caller is None:
+                failure = refusal(
+                    401, code="invalid_api_key", message="a valid API key is required"
+                )
+            else:
+                set_caller(scope, caller)
+                send = self._telling(caller, send)
         if failure is None:
             await self._app(scope, receive, send)
         else:
@@ -67,8 +96,6 @@ class Guard:
                 code="origin_not_allowed",
                 message=f"pages of {origin!r} may not use this server; see --allowed-origins",
             )
-        if self._keys and scope["path"].startswith("/v1") and not self._has_key(scope, headers):
-            return refusal(401, code="invalid_api_key", message="a valid API key is required")
         return None
 
     def _lets_in(self, origin: str, host: str) -> bool:
@@ -76,17 +103,39 @@ class Guard:
             return True
         return bool(host) and origin.partition("://")[2] == host
 
-    def _has_key(self, scope: Scope, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+    async def _caller(self, scope: Scope, ticket: str | None) -> Caller | None:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         offered = [key] if scheme.lower() == "bearer" else []
         offered += _subprotocol_keys(scope.get("subprotocols", ()))
-        # A list, not a generator: every pair is compared, each in constant time.
-        matches = [
-            hmac.compare_digest(item.encode("latin-1", "replace"), known)
-            for item in offered
-            for known in self._keys
-        ]
-        return any(matches)
+        caller = self._keys.find([item.encode("latin-1", "replace") for item in offered])
+        if caller is not None or ticket is None:
+            return caller
+        key_id = await self._tickets.redeem(ticket)
+        return None if key_id is None else self._keys.by_id(key_id)
+
+    def _telling(self, caller: Caller, send: Send) -> Send:
+        """Adds what is left of the caller's limits to the head of an answer."""
+        if caller.limits == NO_LIMITS:
+            return send
+
+        async def telling(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in self._limit_headers(caller).items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        return telling
+
+
+def _take_ticket(scope: Scope) -> str | None:
+    """The ticket in an address, which is taken out of it: addresses get into logs."""
+    query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    tickets = [value for name, value in query if name == _TICKET]
+    if tickets:
+        rest = [(name, value) for name, value in query if name != _TICKET]
+        scope["query_string"] = urlencode(rest).encode("latin-1")
+    return tickets[0] if tickets else None
 
 
 def _subprotocol_keys(subprotocols: Sequence[str]) -> list[str]:

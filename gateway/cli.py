@@ -8,19 +8,17 @@ The command line wins over the environment, and that over the file.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 from penstock.engine.config import (
     DEMO_MODEL,
-    DTYPES,
-    QUANTIZATIONS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -28,104 +26,8 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError
+from penstock.gateway.flags import FLAGS, Flag
 from penstock.load.benches import add_benches
-
-_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def parse_bytes(text: str) -> int:
-    """A size such as `512M`, `2GiB` or `1000`; binary multiples.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    digits = text.strip().lower().removesuffix("b").removesuffix("i")
-    unit = digits[-1:] if digits[-1:] in _SIZES else ""
-    size = float(digits.removesuffix(unit)) * _SIZES[unit]
-    if not 1 <= size < math.inf:
-        raise ValueError(f"{text!r} is not a size")
-    return int(size)
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One setting of `serve`: its flag, how its text is read, and where it belongs."""
-
-    name: str
-    default: Any
-    help: str
-    parse: Callable[[str], Any] = str
-    choices: tuple[str, ...] = ()
-    is_list: bool = False
-
-    @property
-    def key(self) -> str:
-        return self.name.replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        return "PENSTOCK_" + self.key.upper()
-
-
-_MODEL, _CACHE, _SCHEDULER = ModelConfig(), CacheConfig(), SchedulerConfig()
-
-FLAGS: tuple[Flag, ...] = (
-    # where it listens and whom it lets in
-    Flag("host", "127.0.0.1", "address to listen on; the default takes only this machine"),
-    Flag("port", 8000, "port to listen on; 0 takes a free one", int),
-    Flag("api-key", (), "a key that callers must send; may be repeated", is_list=True),
-    Flag("allowed-origins", (), "browser origins let in besides the server's own; may be "
-         "repeated, * for all", is_list=True),
-    Flag("served-model-name", (), "name(s) of the model in the API; default: MODEL as given",
-         is_list=True),
-    Flag("trust-request-chat-template", False, "let requests bring their own chat template"),
-    Flag("max-body-bytes", 4 << 20, "largest request body", parse_bytes),
-    Flag("session-store-bytes", 256 << 20, "memory for stored responses", parse_bytes),
-    Flag("session-retention-s", 600.0, "seconds for which the KV of a stored response is preferred "
-         "to other cached KV; 0: not at all", float),
-    Flag("log-level", "info", "least severe messages logged",
-         choices=("debug", "info", "warning", "error")),
-    # the model
-    Flag("revision", None, "branch, tag or commit of a model on the Hub"),
-    Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
-    Flag("quantization", _MODEL.quantization, "int8: weights of the layers in a byte each, faster "
-         "and a little less exact (CPU only)", choices=QUANTIZATIONS),
-    Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
-         choices=("auto", "dummy")),
-    Flag("max-model-len", None, "context in tokens; default: the model's own", int),
-    Flag("generation-config", _MODEL.generation_config,
-         "auto: sampling defaults and EOS from generation_config.json", choices=("auto", "none")),
-    # memory
-    Flag("block-size", _CACHE.block_size, "tokens in a KV block", int),
-    Flag("kv-cache-memory-bytes", None, "memory for KV blocks, as 512M or 2GiB; default: a share "
-         "of what is free", parse_bytes),
-    Flag("gpu-memory-utilization", _CACHE.gpu_memory_utilization,
-         "share of a GPU's memory to use in all", float),
-    Flag("num-blocks", None, "KV blocks, instead of a size in bytes", int),
-    Flag("enable-prefix-caching", _CACHE.enable_prefix_caching,
-         "share KV between requests whose tokens begin alike"),
-    Flag("swap-space", None, "GiB of host memory for KV that the device has no room for, 0: none; "
-         "default: a moderate share of what is free", float),
-    Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", int),
-    # scheduling
-    Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", int),
-    Flag("max-num-batched-tokens", _SCHEDULER.max_num_batched_tokens,
-         "tokens computed in one step", int),
-    Flag("enable-chunked-prefill", _SCHEDULER.enable_chunked_prefill,
-         "compute a long prompt over several steps"),
-    Flag("preemption", _SCHEDULER.preemption, "what becomes of a sequence's KV when blocks run "
-         "out; auto: what costs less", choices=("auto", "swap", "recompute")),
-    Flag("scheduling-policy", _SCHEDULER.scheduling_policy,
-         "fcfs: by arrival; priority: by the requests' priority first",
-         choices=("fcfs", "priority")),
-    Flag("priority-aging-s", _SCHEDULER.priority_aging_s,
-         "seconds of waiting that move a request up by one priority", float),
-    # the device
-    Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
-    Flag("deterministic", False, "results do not depend on what else is computed: batch, chunks, "
-         "preemption, caches (CPU only)"),
-    Flag("num-threads", None, "CPU threads of the engine; default: one a core", int),
-)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,8 +117,13 @@ def _check(settings: Mapping[str, Any]) -> None:
         raise ConfigError("--api-key is empty: anybody would have it")
     if not 0 <= settings["port"] < 1 << 16:
         raise ConfigError(f"--port {settings['port']} is not between 0 and 65535")
-    if not 0 <= settings["session_retention_s"] < math.inf:
-        raise ConfigError("--session-retention-s must be a number of seconds, 0 or more")
+    if settings["api_workers"] > 1 and settings["redis_url"] is None:
+        raise ConfigError(
+            f"--api-workers {settings['api_workers']} needs --redis-url: several gateways share "
+            "their state"
+        )
+    if settings["ssl_certfile"] is None and settings["ssl_keyfile"] is not None:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile")
 
 
 def _read_file(path: Path | str | None) -> dict[str, Any]:
@@ -237,7 +144,8 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
             return _read_list(value)
         result = flag.parse(str(value))
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{source} has no sense: {value!r}") from error
+        told = "" if flag.is_secret else f": {value!r}"
+        raise ConfigError(f"{source} has no sense{told}") from error
     if flag.choices and result not in flag.choices:
         raise ConfigError(f"{source} must be one of {', '.join(flag.choices)}, not {value!r}")
     return result
@@ -275,7 +183,19 @@ def _serve(parsed: argparse.Namespace) -> int:
     from penstock.gateway.supervisor import Supervisor
 
     settings = resolve_settings(vars(parsed), os.environ)
+    _hide_secrets(vars(parsed), model=settings["model"])
     return Supervisor(settings, engine_config(settings)).run()
+
+
+def _hide_secrets(given: Mapping[str, Any], *, model: str) -> None:
+    """Take what is secret off the list of processes, and out of the children's environment."""
+    secret = [flag for flag in FLAGS if flag.is_secret]
+    for flag in secret:
+        os.environ.pop(flag.variable, None)
+    if any(flag.key in given for flag in secret):
+        name = setproctitle.getthreadtitle()
+        setproctitle.setproctitle(f"penstock serve {model} (arguments hidden)")
+        setproctitle.setthreadtitle(name)
 
 
 def _chat(parsed: argparse.Namespace) -> int:

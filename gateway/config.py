@@ -25,32 +25,87 @@ class GatewayConfig:
         host: the address the listening socket is bound to; on loopback the Host header is
             checked.
         host_name: what the user called it.
+        worker_index: which of the gateway processes on this socket it is, from 0.
+        num_workers: how many they are.
+
         api_keys: any of them opens `/v1/*`; none leaves it open.
+        api_keys_file: keys with tenants, weights and limits, read again when it changes.
         allowed_origins: browser origins let in besides the server's own; `*` lets in all.
+        ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files; with them TLS alone is spoken.
         served_model_names: ids of the model in the API; empty takes the model as the user
             named it.
+
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
+        max_connections: of this process, WebSockets included; those beyond are answered 503.
+        header_timeout_s: from a connection's first byte, or its begin, to the end of the header.
+        body_timeout_s: from there to the end of the body.
+        sse_ping_s: silence on an event stream after which a comment is sent.
+        stream_interval_ms: the least time between two delta events of a response, whose text in
+            between is merged; 0: one per iteration of the engine.
+
+        max_queue_requests: requests waiting in the engine beyond which new ones are refused.
+        max_queue_tokens: the same in prompt tokens.
+        request_deadline_ms: a request whose first token is predicted later than this is refused;
+            None: none is. `x-request-deadline-ms` of a request goes before it.
+
+        redis_url: where state is shared; a secret, as it may hold a password. None: in memory.
+        session_storage: while Redis is down, `required` refuses new sessions, `optional` runs
+            them without storage.
+        session_ttl_s: how long an untouched conversation is kept in Redis.
+        session_store_bytes: for conversations in memory.
         session_retention_s: how long the KV of a stored response is hinted to be worth keeping;
             0 gives no hint.
-        sse_ping_s: silence on an event stream after which a comment is sent.
+        response_log_bytes: for response logs in memory.
+        response_log_ttl_s: how long an ended response can be resumed.
+        engine_wait_s: how long streams wait for the return of an engine that died.
+        disconnect_grace_s: how long a stored response runs on without a reader.
         shutdown_grace_s: how long streams may go on after SIGTERM.
+
+        otlp_endpoint: where traces go; None: nowhere.
+        log_format: `text` or `json`, one object a line.
     """
 
     engine_address: str
     host: str = "127.0.0.1"
     host_name: str = "localhost"
-    api_keys: tuple[str, ...] = ()
+    worker_index: int = 0
+    num_workers: int = 1
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
     served_model_names: tuple[str, ...] = ()
     trust_request_chat_template: bool = False
+
     max_body_bytes: int = 4 << 20
     max_websocket_message_bytes: int = 1 << 20
+    max_connections: int = 10_000
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    sse_ping_s: float = 15.0
+    stream_interval_ms: float = 0.0
+
+    max_queue_requests: int = 4096
+    max_queue_tokens: int = 16 << 20
+    request_deadline_ms: float | None = None
+
+    redis_url: str | None = field(default=None, repr=False)
+    session_storage: str = "required"
+    session_ttl_s: float = 30 * 86400.0
     session_store_bytes: int = 256 << 20
     session_retention_s: float = 600.0
-    sse_ping_s: float = 15.0
-    shutdown_grace_s: float = 5.0
+    response_log_bytes: int = 256 << 20
+    response_log_ttl_s: float = 3600.0
+    engine_wait_s: float = 60.0
+    disconnect_grace_s: float = 60.0
+    shutdown_grace_s: float = 30.0
+
+    otlp_endpoint: str | None = None
     log_level: str = "info"
-    log_format: str = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    log_format: str = "text"
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @classmethod

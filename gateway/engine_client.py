@@ -2,8 +2,8 @@
 
 A connection to the engine is one *life*: a DEALER socket under a fresh identity, `Hello`, then
 `EngineInfo`. It ends when the engine says `Failure`, is silent for too long, loses a frame, or
-somebody calls `mark_dead`; every stream then gets `EngineDeadError`, and the next life begins by
-saying hello again, so a restarted engine is found without anyone's help.
+somebody calls `mark_dead`. The next life begins by saying hello again, so a restarted engine is
+found without anyone's help, and goes on with the streams that are open (`open_streams`).
 
 Not known here: text, APIs, clients.
 """
@@ -14,17 +14,15 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from penstock.engine.codec import decode, encode
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.messages import (
     HEARTBEAT_INTERVAL_S,
     SILENCE_LIMIT_S,
-    Abort,
     DropPrefix,
     EngineInfo,
     EngineStats,
@@ -33,12 +31,14 @@ from penstock.engine.messages import (
     Hello,
     Message,
     Step,
-    Submit,
 )
 from penstock.engine.request import Request
 from penstock.gateway.engine_socket import EngineSocket
 from penstock.gateway.engine_stream import EngineStream
+from penstock.gateway.open_streams import OpenStreams
 
+MAX_ENGINE_LIVES = 5
+ENGINE_WAIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _LAST_WORDS_S = 0.1
@@ -57,15 +57,28 @@ class EngineClient:
 
     Args:
         address: the ZeroMQ endpoint that the engine binds; it may not be there yet.
+        max_engine_lives: engines that may die with a request before it fails.
+        engine_wait_s: how long the streams of an engine that died wait for the next.
     """
 
-    def __init__(self, address: str, context: zmq.asyncio.Context) -> None:
+    def __init__(
+        self,
+        address: str,
+        context: zmq.asyncio.Context,
+        *,
+        max_engine_lives: int = MAX_ENGINE_LIVES,
+        engine_wait_s: float = ENGINE_WAIT_S,
+    ) -> None:
         self.stats = EngineStats()
         self.info: EngineInfo | None = None  # None while no engine answers
         self._address = address
         self._context = context
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._streams: dict[str, EngineStream] = {}
+        self._streams = OpenStreams(
+            lambda message: self._outbox.put_nowait(message),
+            max_engine_lives=max_engine_lives,
+            engine_wait_s=engine_wait_s,
+        )
         self._has_info = asyncio.Event()
         self._death: asyncio.Future[str] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -89,16 +102,19 @@ class EngineClient:
         """Begin to connect; call it inside the event loop."""
         self._keeper = asyncio.create_task(self._keep_connected(), name="engine-client")
 
-    async def drain(self, grace_s: float) -> None:
-        """Take no more requests; let streams end on their own for a while, then fail the rest."""
+    async def drain(
+        self, grace_s: float, *, hand_over: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Take no more requests; let streams end on their own for a while, then fail the rest,
+        after `hand_over` had its chance with them."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self._streams:  # noqa: ASYNC110  (once in a process's life)
                     await asyncio.sleep(0.05)
-        if self._streams:
-            self._outbox.put_nowait(Abort(request_ids=tuple(self._streams)))
-            self._fail_streams(_SHUTDOWN)
+        if hand_over is not None:
+            await hand_over()
+        self._streams.fail_all(_SHUTDOWN)
 
     async def close(self) -> None:
         """Let go of the engine; streams still open fail."""
@@ -126,27 +142,21 @@ class EngineClient:
         return self.info
 
     def submit(self, request: Request) -> EngineStream:
-        """Queue a request for the engine.
+        """Queue a request for the engine. Its stream goes on when another engine takes over.
 
         Raises:
             EngineDeadError: no engine answers.
         """
         self.require_info()
-        assert request.request_id not in self._streams
-        stream = EngineStream(request.request_id)
-        self._streams[request.request_id] = stream
-        self._outbox.put_nowait(Submit(request=request))
-        return stream
+        return self._streams.open(request)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; nothing more comes out of its stream. A finished one is left alone."""
-        if self._streams.pop(request_id, None) is not None:
-            self._outbox.put_nowait(Abort(request_ids=(request_id,)))
+        self._streams.abort(request_id)
 
     def abort_branch(self, request_id: str, index: int) -> None:
         """Stop one branch of a request that goes on; what is on its way of it still comes."""
-        if request_id in self._streams:
-            self._outbox.put_nowait(Abort(branches=((request_id, index),)))
+        self._streams.abort_branch(request_id, index)
 
     def drop_prefix(self, token_ids: Sequence[int], cache_salt: str) -> None:
         """Have the engine forget the cached KV of these tokens, as far as nobody else uses it.
@@ -157,22 +167,26 @@ class EngineClient:
             self._outbox.put_nowait(DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt))
 
     def mark_dead(self, reason: str) -> None:
-        """Somebody knows that the engine is gone: fail its streams now."""
+        """Somebody knows that the engine is gone: its streams wait for the next."""
         if self._death is not None and not self._death.done():
             self._death.set_result(reason)
 
     # -- one life after the other -----------------------------------------------------------
 
     async def _keep_connected(self) -> None:
-        while True:
-            try:
-                reason = await self._live()
-            except Exception as error:  # a socket that cannot be made, say: tell, and try again
-                reason = f"{type(error).__name__}: {error}"
-            finally:
-                self._bury(_SHUTDOWN)
-            _LOG.error("the engine is gone: %s", reason)
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
+        try:
+            while True:
+                try:
+                    reason = await self._live()
+                except Exception as error:  # a socket that cannot be made, say: tell, and try again
+                    reason = f"{type(error).__name__}: {error}"
+                    self._bury(reason)
+                _LOG.error("the engine is gone: %s", reason)
+                self._streams.tick()
+                await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
+        finally:
+            self.info = None
+            self._streams.fail_all(_SHUTDOWN)
 
     async def _live(self) -> str:
         """From hello to death; returns the cause."""
@@ -182,11 +196,11 @@ class EngineClient:
         socket = EngineSocket(self._context, self._address, self._take_frame)
         tasks = [
             asyncio.create_task(self._guarded(work))
-            for work in (self._send(socket), self._beat(), self._watch(socket.monitor))
+            for work in (self._send(socket), self._beat(), self._watch(socket))
         ]
         try:
             reason = await self._death
-            self._bury(f"the engine died: {reason}")
+            self._bury(reason)
             return reason
         finally:
             for task in tasks:
@@ -208,12 +222,7 @@ class EngineClient:
         self.info = None
         self._has_info.clear()
         self.stats = dataclasses.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
-        self._fail_streams(reason)
-
-    def _fail_streams(self, reason: str) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(EngineDeadError(reason))
+        self._streams.lose_engine(reason)
 
     async def _send(self, socket: EngineSocket) -> None:
         while True:
@@ -221,9 +230,9 @@ class EngineClient:
             while not socket.send(frame):  # noqa: ASYNC110  (the engine is slow or gone)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _watch(self, socket: EngineSocket) -> None:
         """A killed engine's socket closes at once: no need to wait until it has been silent."""
-        await recv_monitor_message(monitor)
+        await socket.disconnected.wait()
         # What it sent before is still to be read, a `Failure` with its reason above all.
         await asyncio.sleep(_LAST_WORDS_S)
         self.mark_dead("its connection closed")
@@ -237,6 +246,7 @@ class EngineClient:
         while True:
             self._outbox.put_nowait(Hello() if self.info is None else Heartbeat())
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            self._streams.tick()
             self._num_silent_beats += self.info is not None
             if self._num_silent_beats > _MAX_SILENT_BEATS:
                 self.mark_dead(f"silent for {SILENCE_LIMIT_S:.0f} s")
@@ -257,9 +267,11 @@ class EngineClient:
         elif isinstance(message, Heartbeat):
             self.stats = message.stats or self.stats
         elif isinstance(message, EngineInfo):
-            self._num_lives += self.info is None
-            self.info = message
-            self._has_info.set()
+            if self.info is None:  # else a second answer, to a hello that had to wait
+                self._num_lives += 1
+                self.info = message
+                self._has_info.set()
+                self._streams.take_engine()
         elif isinstance(message, Failure):
             self.mark_dead(message.message)
 
@@ -268,11 +280,5 @@ class EngineClient:
         if step.number != self._num_steps:
             self.mark_dead(f"frame {step.number} came where {self._num_steps} was due")
             return
-        self.stats = step.stats
-        for output in step.outputs:
-            # What was aborted while its tokens were on their way is simply not here any more.
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.push(output)
-                if output.is_last:
-                    del self._streams[output.request_id]
+        self.stats = step.stats or self.stats
+        self._streams.take(step.outputs)

@@ -23,6 +23,9 @@ class EngineSocket:
     Args:
         address: of a ROUTER; it may not be there yet.
         on_frame: is called with every frame.
+
+    Attributes:
+        disconnected: set once a connection was lost.
     """
 
     def __init__(
@@ -31,17 +34,23 @@ class EngineSocket:
         address: str,
         on_frame: Callable[[bytes], None],
     ) -> None:
-        plain: Any = zmq.Socket  # the context would make one of asyncio's
+        plain: Any = zmq.Socket  # the context would make them asyncio's
         made = context.socket(zmq.DEALER, socket_class=plain)
         self._socket = cast("zmq.Socket[bytes]", made)
         self._socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16))
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.monitor = zmq.asyncio.Socket(monitor)
+        self.disconnected = asyncio.Event()
+        events = f"inproc://engine-socket-{id(self)}"
+        self._socket.monitor(events, zmq.EVENT_DISCONNECTED)
+        monitor = context.socket(zmq.PAIR, socket_class=plain)
+        self._monitor = cast("zmq.Socket[bytes]", monitor)
+        self._monitor.connect(events)
         self._on_frame = on_frame
         self._loop = asyncio.get_running_loop()
         self._socket.connect(address)
         self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._read_monitor()  # a file descriptor tells of what comes after one has looked
 
     def send(self, frame: bytes) -> bool:
         """Whether there was room for it."""
@@ -55,7 +64,9 @@ class EngineSocket:
 
     def close(self) -> None:
         self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
 
     def _read(self) -> None:
@@ -65,3 +76,8 @@ class EngineSocket:
             except zmq.Again:
                 return
             self._on_frame(frame)
+
+    def _read_monitor(self) -> None:
+        # It tells of one kind of event alone, so what it says of it is of no interest.
+        if self._monitor.poll(0):
+            self.disconnected.set()

@@ -1,7 +1,8 @@
 """One request's outputs on their way from the wire to whoever reads them.
 
 What was not read yet is merged per branch, so a slow reader costs a few integers per token and
-gets several tokens at once. Not known here: the wire, text, APIs.
+gets several tokens at once. All tokens that came are kept, so that another engine can go on from
+them. Not known here: the wire, text, APIs.
 """
 
 from __future__ import annotations
@@ -9,59 +10,156 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import RequestOutput, TokenLogprobs
+from penstock.engine.request import Request, RequestOutput, TokenLogprobs
+from penstock.gateway.replay import Replay
 
 
 class EngineStream:
-    """A request's outputs, in order; those of one branch merge, but never across a notice."""
+    """A request's outputs, in order; those of one branch merge, but never across a notice.
 
-    __slots__ = ("_error", "_is_done", "_open", "_pending", "_wakeup", "request_id")
+    Attributes:
+        wire_id: its name in the engine that computes it; None while none does.
+        token_ids: by branch, all that came.
+        ended: branches that need nothing more: they finished, or are not wanted.
+        num_deaths: engines that died while they had this request.
+        num_strikes: those of them since its last output came.
+    """
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self._pending: list[_Pending] = []
-        self._open: dict[int, _Pending] = {}  # by branch: what its next output merges into
-        self._error: EngineDeadError | None = None
+    __slots__ = (
+        "_error",
+        "_is_done",
+        "_num_prompt_logprobs",
+        "_open",
+        "_pending",
+        "_replay",
+        "_waiter",
+        "ended",
+        "num_deaths",
+        "num_strikes",
+        "request",
+        "token_ids",
+        "wire_id",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.wire_id: str | None = None
+        self.token_ids: list[list[int]] = [[] for _ in range(request.sampling_params.num_branches)]
+        self.token_ids[0] += request.output_token_ids
+        self.ended: set[int] = set()
+        self.num_deaths = 0
+        self.num_strikes = 0
+        self._pending: list[RequestOutput | _Merged] = []
+        self._open: dict[int, int] = {}  # by branch, once outputs merge: the place of its last
+        self._error: Exception | None = None
         self._is_done = False
-        self._wakeup = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._num_prompt_logprobs = 0
+        self._replay: Replay | None = None
+
+    # -- for the reader ---------------------------------------------------------------------
 
     async def next(self) -> list[RequestOutput]:
         """Everything that came since the last call; waits while there is nothing.
 
         Raises:
-            EngineDeadError: the engine died before the last output.
+            EngineDeadError: the engine died, and no other came to go on.
+            GenerationFailedError: no engine can go on with this request.
         """
-        await self._wakeup.wait()
-        if not self._pending:
-            assert self._error is not None
-            raise self._error
-        if self._error is None:  # otherwise: first what arrived, then the error
-            self._wakeup.clear()
-        outputs = [pending.merged() for pending in self._pending]
-        self._pending, self._open = [], {}
-        return outputs
+        while not self._pending:
+            if self._error is not None:  # first what arrived, then the error
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._pending = self._pending, []
+        if self._open:
+            self._open.clear()
+        return [
+            output if isinstance(output, RequestOutput) else output.whole() for output in outputs
+        ]
+
+    # -- for the client ---------------------------------------------------------------------
 
     def push(self, output: RequestOutput) -> None:
+        """An output came.
+
+        Raises:
+            GenerationFailedError: it contradicts what came from an engine before.
+        """
         if self._is_done:
             return
         self._is_done = output.is_last
-        pending = self._open.get(output.index)
-        if pending is None or output.notice is not None:
-            pending = self._open[output.index] = _Pending(output)
-            self._pending.append(pending)
+        self.num_strikes = 0
+        if self._replay is not None:
+            unseen = self._replay.unseen(output)
+            if self._replay.is_over:
+                self._replay = None
+            if unseen is None:
+                return
+            output = unseen
+        self.token_ids[output.index] += output.token_ids
+        if output.finish_reason is not None:
+            self.ended.add(output.index)
+        if output.prompt_logprobs:
+            self._num_prompt_logprobs += len(output.prompt_logprobs)
+        if self._pending:
+            self._merge(output)
         else:
-            pending.merge(output)
-        self._wakeup.set()
+            self._pending.append(output)
+        if self._waiter is not None:
+            self._wake()
 
-    def fail(self, error: EngineDeadError) -> None:
+    def fail(self, error: Exception) -> None:
         if not self._is_done:
             self._is_done = True
             self._error = error
-            self._wakeup.set()
+            self._wake()
+
+    def lose_engine(self) -> None:
+        """The engine that computed it is gone."""
+        self.wire_id = None
+        self.num_deaths += 1
+        self.num_strikes += 1
+
+    def resume(self, wire_id: str) -> Request:
+        """What another engine has to be asked so that it goes on."""
+        params = self.request.sampling_params
+        is_single = params.num_branches == 1 and params.beam_search is None
+        self.wire_id = wire_id
+        self._replay = Replay(
+            {0: ()} if is_single else dict(enumerate(self.token_ids)),
+            ended=self.ended,
+            num_prompt_logprobs=self._num_prompt_logprobs,
+            has_tokens=any(self.token_ids),
+        )
+        return dataclasses.replace(
+            self.request,
+            request_id=wire_id,
+            output_token_ids=tuple(self.token_ids[0]) if is_single else (),
+        )
+
+    def _merge(self, output: RequestOutput) -> None:
+        """Another output came before the last was read."""
+        pending, index = self._pending, output.index
+        if not self._open:
+            self._open = {each.index: 0 for each in pending if isinstance(each, RequestOutput)}
+        place = self._open.get(index)
+        if place is None or output.notice is not None:
+            self._open[index] = len(pending)
+            pending.append(output)
+            return
+        last = pending[place]
+        if isinstance(last, RequestOutput):
+            last = pending[place] = _Merged(last)
+        last.add(output)
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
-class _Pending:
+class _Merged:
     """Outputs of one branch that were not read yet: the first, and what later ones add to it."""
 
     __slots__ = (
@@ -76,26 +174,23 @@ class _Pending:
     def __init__(self, output: RequestOutput) -> None:
         self._first = self._last = output
         self._num_cached_tokens = output.num_cached_tokens
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._token_ids = [*output.token_ids]
+        self._logprobs: list[TokenLogprobs] = [*output.logprobs]
+        self._prompt_logprobs: list[TokenLogprobs] = [*output.prompt_logprobs]
 
-    def merge(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput) -> None:
         self._last = output
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs
         self._prompt_logprobs += output.prompt_logprobs
 
-    def merged(self) -> RequestOutput:
-        first, last = self._first, self._last
-        if last is first:
-            return first
+    def whole(self) -> RequestOutput:
         return dataclasses.replace(
-            last,
-            token_ids=(*first.token_ids, *self._token_ids),
-            logprobs=(*first.logprobs, *self._logprobs),
-            prompt_logprobs=(*first.prompt_logprobs, *self._prompt_logprobs),
+            self._last,
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
             num_cached_tokens=self._num_cached_tokens,
-            notice=first.notice,  # no other has one
+            notice=self._first.notice,  # no other has one
         )

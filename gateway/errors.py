@@ -2,7 +2,7 @@
 
 HTTP, an event stream and a WebSocket tell the same failure the same way:
 
-    HTTP        status   {"error": {"message", "type", "param", "code"}}
+    HTTP        status   {"error": {"message", "type", "param", "code", "penstock"?}}
     SSE         (200)    data: {"error": {…}}                 in the middle of a stream
     WebSocket            {"type": "error", "status": …, "error": {…}, "stream_id": …}
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -34,9 +34,11 @@ class RequestRefusedError(InvalidRequestError):
 
     Attributes:
         headers: to send with it over HTTP (`Retry-After`, …).
+        details: of our own, told beside OpenAI's fields under `penstock`.
     """
 
     headers: Mapping[str, str] = MappingProxyType({})
+    details: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self, message: str, *, code: str, param: str | None = None, status: int = 400
@@ -59,17 +61,19 @@ class Failure:
     code: str
     message: str
     param: str | None = None
-    headers: Mapping[str, str] = MappingProxyType({})
+    headers: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
         }
+        if self.details:
+            error["penstock"] = dict(self.details)
+        return {"error": error}
 
     def response(self) -> Response:
         challenge = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
@@ -108,7 +112,7 @@ def failure_of(error: Exception) -> Failure:
     log under an id, and the caller is told the id alone."""
     if isinstance(error, RequestRefusedError):
         failure = refusal(error.status, code=error.code, message=str(error), param=error.param)
-        return replace(failure, headers=error.headers) if error.headers else failure
+        return replace(failure, headers=error.headers, details=error.details)
     for rule in _TABLE:
         if isinstance(error, rule.exception):
             return Failure(

@@ -2,8 +2,9 @@
 
     engine → outputs of branches → deltas → finish reasons and usage
 
-Lives here: stop strings, the choice of the best branches, and the promise that a generation that
-is left early is aborted. Not known here: HTTP, SSE, WebSocket, the shape of any API's answer.
+Lives here: stop strings, the choice of the best branches, the promise that a generation that is
+left early is aborted, and going on from the middle of one. Not known here: HTTP, SSE, WebSocket,
+the shape of any API's answer.
 """
 
 from __future__ import annotations
@@ -16,36 +17,17 @@ from dataclasses import dataclass
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import (
     FinishReason,
-    Notice,
     Request,
     RequestOutput,
-    SamplingParams,
     TokenLogprobs,
 )
 from penstock.engine.text import OutputText
+from penstock.gateway.admission.admission import Reservation
+from penstock.gateway.branch import Branch, Delta
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.metrics import StreamMeter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """What came of one branch since its last delta.
-
-    Attributes:
-        index: which branch.
-        text: may be empty while a character or a stop string is incomplete.
-        logprobs: one entry per token that has text; empty unless asked for.
-        finish_reason: set on the branch's last delta, and only there.
-        notice: what happened to the branch before this text came.
-    """
-
-    index: int
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    notice: Notice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,55 +46,6 @@ class Usage:
     cached_tokens: int
 
 
-class Branch:
-    """One of a request's outputs.
-
-    Attributes:
-        finish_reason: None until the end.
-        token_ids: the output so far, without what came after a stop string.
-    """
-
-    __slots__ = ("_index", "_params", "_sum_logprobs", "_text", "finish_reason", "token_ids")
-
-    def __init__(self, index: int, text: OutputText, params: SamplingParams) -> None:
-        self.finish_reason: FinishReason | None = None
-        self.token_ids: list[int] = []
-        self._index = index
-        self._text = text
-        self._params = params
-        self._sum_logprobs = 0.0
-
-    @property
-    def mean_logprob(self) -> float:
-        """Per token of output; 0 if its logprobs were not reported."""
-        return self._sum_logprobs / max(len(self.token_ids), 1)
-
-    def take(self, output: RequestOutput) -> Delta:
-        """What an output of the engine adds, until it ends or a stop string is found."""
-        params = self._params
-        # A token that ended the sequence counts, but carries no text.
-        is_silent = output.stop_token_id is not None and not params.include_stop_str_in_output
-        spoken = output.token_ids[:-1] if is_silent else output.token_ids
-        pushed = self._text.push(spoken)
-        text, counted, reason = pushed.text, output.token_ids, output.finish_reason
-        if pushed.stop is not None:
-            counted, reason = spoken[: pushed.num_tokens], FinishReason.STOP
-        elif reason is not None:
-            rest = self._text.finish()
-            text += rest.text
-            reason = reason if rest.stop is None else FinishReason.STOP
-        self.token_ids += counted
-        self._sum_logprobs += sum(entry.logprob for entry in output.logprobs[: len(counted)])
-        self.finish_reason = reason
-        return Delta(
-            index=self._index,
-            text=text,
-            logprobs=() if params.logprobs is None else output.logprobs[: pushed.num_tokens],
-            finish_reason=reason,
-            notice=output.notice,
-        )
-
-
 class Generation:
     """One prompt and the branches of output that answer it. Used as a context: entering submits
     the request, leaving before the end aborts it.
@@ -122,12 +55,20 @@ class Generation:
                 ...
         generation.branches[0].finish_reason, generation.usage
 
+    A request with `output_token_ids` goes on from the middle, wherever its beginning was computed:
+    what those tokens make of text beyond `shown_text` (half a character may be held back at the
+    cut) is the first delta.
+
     Args:
         texts: one per branch that is computed.
+        shown_text: what has been delivered of the output.
+        reservation: what it holds until it is left or discarded; None: nothing.
 
     Attributes:
         prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; all of
             them are there when the first delta comes.
+        prefix_id: names the KV of all full blocks of prompt and output to an engine; None before
+            the end, and where only the gateway knew the end.
     """
 
     def __init__(
@@ -137,19 +78,34 @@ class Generation:
         *,
         texts: Sequence[OutputText],
         meter: StreamMeter,
+        shown_text: str = "",
+        reservation: Reservation | None = None,
     ) -> None:
         self.request = request
+        self._reservation = reservation or Reservation()
         self.branches = [
             Branch(index, text, request.sampling_params) for index, text in enumerate(texts)
         ]
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prefix_id: bytes | None = None
+        self._num_running = len(self.branches)
+        self._shown_text = shown_text
+        self._due: list[Delta] = []
         self._engine = engine
         self._stream: EngineStream | None = None
         self._meter = meter
         self._num_cached_tokens = 0
 
     def __enter__(self) -> Generation:
-        self._stream = self._engine.submit(self.request)
+        """
+        Raises:
+            EngineDeadError: no engine answers.
+            GenerationFailedError: the output so far is not what its tokens say.
+        """
+        if self.request.output_token_ids:
+            self._catch_up(self.request.output_token_ids)
+        if not self.is_finished:
+            self._stream = self._engine.submit(self.request)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -159,6 +115,11 @@ class Generation:
         rest = FinishReason.ERROR if is_error else FinishReason.ABORT
         reason = self.branches[0].finish_reason if self.is_finished else None
         self._meter.finished((reason or rest).value)
+        self._settle()
+
+    def discard(self) -> None:
+        """It will not be entered: give back what it holds."""
+        self._reservation.settle()
 
     def cancel(self) -> None:
         """Stop it; what has come so far is still delivered, and then the end."""
@@ -176,7 +137,7 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        return all(branch.finish_reason is not None for branch in self.branches)
+        return self._num_running == 0
 
     @property
     def num_wanted(self) -> int:
@@ -208,15 +169,51 @@ class Generation:
             InvalidRequestError: the engine refused this request.
             GenerationFailedError: the engine gave up on this request.
         """
-        assert self._stream is not None, "next() outside of its context"
-        while not self.is_finished:
-            outputs = await self._stream.next()
-            deltas = [self._take(output) for output in outputs]
-            assert self.is_finished or not any(output.is_last for output in outputs)
-            telling = [delta for delta in deltas if delta is not None]
-            if telling:
-                return telling
+        if self._due:
+            due, self._due = self._due, []
+            return due
+        while self._num_running:
+            assert self._stream is not None, "next() outside of its context"
+            deltas = []
+            is_over = False
+            for output in await self._stream.next():  # per branch, so the last may come first
+                delta = self._take(output)
+                if delta is not None:
+                    deltas.append(delta)
+                is_over = is_over or output.is_last
+            assert not (is_over and self._num_running), "an end with branches left"
+            if deltas:
+                return deltas
         return None
+
+    def _catch_up(self, token_ids: tuple[int, ...]) -> None:
+        """Take what is known of the output, as if it had just come."""
+        assert len(self.branches) == 1, "only a single output can be continued"
+        reason = self._end_of(token_ids)
+        delta = self.branches[0].take(
+            RequestOutput(
+                request_id=self.request.request_id,
+                token_ids=token_ids,
+                finish_reason=reason,
+                stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
+            )
+        )
+        if not delta.text.startswith(self._shown_text):
+            raise GenerationFailedError("the text that was delivered is not that of its tokens")
+        delta.text = delta.text[len(self._shown_text) :]
+        self._num_running -= delta.finish_reason is not None
+        if delta.text or delta.finish_reason:
+            self._due.append(delta)
+
+    def _end_of(self, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Why the output ends with these tokens, if it does: its last words may have been lost."""
+        info, params = self._engine.require_info(), self.request.sampling_params
+        ends = params.stop_token_ids + (() if params.ignore_eos else info.eos_token_ids)
+        if len(token_ids) >= params.min_tokens and token_ids[-1] in ends:
+            return FinishReason.STOP
+        num_tokens = len(self.request.prompt_token_ids) + len(token_ids)
+        is_full = len(token_ids) >= params.max_tokens or num_tokens >= info.max_model_len
+        return FinishReason.LENGTH if is_full else None
 
     def _take(self, output: RequestOutput) -> Delta | None:
         if output.finish_reason is FinishReason.ERROR:
@@ -227,18 +224,40 @@ class Generation:
         branch = self.branches[output.index]
         if branch.finish_reason is not None:
             return None  # on its way when the branch was stopped
-        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
-        self.prompt_logprobs += output.prompt_logprobs
+        if output.num_cached_tokens:
+            self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs:
+            self.prompt_logprobs += output.prompt_logprobs
         self._meter.output(
             output.index,
             num_tokens=len(output.token_ids),
             num_prompt_tokens=len(self.request.prompt_token_ids),
         )
         delta = branch.take(output)
-        if delta.finish_reason is not None and output.finish_reason is None:
-            self._stop(output.index)
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+            if output.finish_reason is None:
+                self._stop(output.index)
+            elif output.index == 0:
+                self.prefix_id = output.prefix_id
+        if output.token_ids:
+            self._reservation.started()
+        if output.queue_position is not None:
+            delta.queue_position = output.queue_position
+            wait_s = self._reservation.wait_s(output.num_tokens_ahead)
+            delta.estimated_wait_ms = round(wait_s * 1e3)
+            return delta
         is_telling = delta.text or delta.logprobs or delta.finish_reason or delta.notice
         return delta if is_telling else None
+
+    def _settle(self) -> None:
+        used = self.usage
+        self._reservation.settle(
+            num_prompt=used.prompt_tokens if used.output_tokens else 0,
+            num_cached=used.cached_tokens if used.output_tokens else 0,
+            num_output=used.output_tokens,
+            num_branches=len(self.branches),
+        )
 
     def _stop(self, index: int) -> None:
         """A stop string was found: only the gateway knows, so the engine must be told."""

@@ -8,8 +8,11 @@ default filled in. Not known here: HTTP, SSE, WebSocket, the shape of any API's 
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import secrets
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,10 +21,17 @@ from penstock.engine.messages import EngineInfo
 from penstock.engine.model_files import GenerationDefaults
 from penstock.engine.request import Request, Retention, SamplingParams
 from penstock.engine.text import OutputText
+from penstock.gateway.admission.admission import Admission, Reservation
+from penstock.gateway.callers import ANYBODY, Caller
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation import Generation
-from penstock.gateway.limits import check_priority, check_vocabulary, fit_branches, output_limit
+from penstock.gateway.limits import (
+    check_vocabulary,
+    fit_branches,
+    fitting_priority,
+    output_limit,
+)
 from penstock.gateway.metrics import Metrics, StreamMeter
 from penstock.gateway.model import ServedModel
 from penstock.gateway.off_loop import off_loop
@@ -41,6 +51,7 @@ class ChatPrompt:
 
     messages: Sequence[Mapping[str, str]]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False  # templates write their own
     template: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -55,14 +66,21 @@ class Generator:
         model: ServedModel,
         *,
         metrics: Metrics,
+        admission: Admission,
         trusts_request_template: bool = False,
     ) -> None:
         self.model = model
         self._engine = engine
         self._metrics = metrics
+        self._admission = admission
         self._trusts_request_template = trusts_request_template
 
     async def tokenise_chat(self, prompt: ChatPrompt) -> list[int]:
+        """The ids of a rendered conversation; raises as `render_chat`."""
+        text = await self.render_chat(prompt)
+        return await self.tokenise(text, add_special_tokens=prompt.add_special_tokens)
+
+    async def render_chat(self, prompt: ChatPrompt) -> str:
         """A conversation as the model's template writes it.
 
         Raises:
@@ -76,16 +94,16 @@ class Generator:
                 param="chat_template",
             )
         num_chars = sum(len(message["content"]) for message in prompt.messages)
-        text = await off_loop(
+        return await off_loop(
             lambda: self.model.chat_template.render(
                 prompt.messages,
                 add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
                 template=prompt.template,
                 kwargs=prompt.kwargs,
             ),
             is_long=num_chars >= _LONG_TEXT_CHARS,
         )
-        return await self.tokenise(text, add_special_tokens=prompt.add_special_tokens)
 
     async def tokenise(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return await off_loop(
@@ -99,26 +117,30 @@ class Generator:
             is_long=len(token_ids) >= _LONG_TEXT_TOKENS,
         )
 
-    def plan(
+    async def plan(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         *,
         request: SamplingRequest,
         param: str,
+        caller: Caller = ANYBODY,
+        deadline_s: float | None = None,
         retention: Retention | None = None,
     ) -> Generation:
-        """A generation that fits, not yet begun.
+        """A generation that fits and is admitted, not yet begun. It is to be entered or discarded.
 
         Args:
             param: the parameter that the prompt came from, for error messages.
+            deadline_s: within which its first token is wanted, from now.
 
         Raises:
             InvalidRequestError: the prompt or a sampling parameter cannot be served.
+            RequestRefusedError: 429 or 503: it was not admitted.
             EngineDeadError: no engine answers.
         """
         info = self._engine.require_info()
-        check_priority(request.priority, info.scheduling_policy)
+        priority = fitting_priority(caller, request, info.scheduling_policy)
         params = self._fitting_params(request, len(prompt_token_ids), info=info, param=param)
         for name, token_ids in (
             (param, prompt_token_ids),
@@ -126,27 +148,68 @@ class Generator:
             ("stop_token_ids", params.stop_token_ids),
         ):
             check_vocabulary(token_ids, info.vocab_size, param=name)
+        reservation = await self._admission.admit(
+            caller, len(prompt_token_ids), params, deadline_s=deadline_s
+        )
+        now_s = time.time()
         return self._generation(
             Request(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt_token_ids),
                 sampling_params=params,
-                arrival_s=time.time(),
-                priority=request.priority,
-                cache_salt=request.cache_salt or "",
+                arrival_s=now_s,
+                tenant=caller.tenant,
+                weight=caller.weight,
+                priority=priority,
+                cache_salt=caller.salt_of(request.cache_salt),
+                wants_queue_position=request.wants_queue_position,
+                deadline_s=None if deadline_s is None else now_s + deadline_s,
                 retention=retention,
             ),
             continues_prompt=request.continues_prompt,
+            reservation=reservation,
         )
 
-    def _generation(self, request: Request, *, continues_prompt: bool) -> Generation:
+    def resume(
+        self, request: Request, *, output_token_ids: Sequence[int], shown_text: str
+    ) -> Generation:
+        """A generation that goes on from the middle, wherever it was begun; it was admitted then.
+
+        Args: see `Generation`.
+        """
+        return self._generation(
+            dataclasses.replace(request, output_token_ids=tuple(output_token_ids)),
+            continues_prompt=False,
+            shown_text=shown_text,
+        )
+
+    def _generation(
+        self,
+        request: Request,
+        *,
+        continues_prompt: bool,
+        shown_text: str = "",
+        reservation: Reservation | None = None,
+    ) -> Generation:
         params = request.sampling_params
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
         texts = [
             OutputText(self.model.tokenizer, params, context=context)
             for _ in range(params.num_branches)
         ]
-        return Generation(self._engine, request, texts=texts, meter=StreamMeter(self._metrics))
+        generation = Generation(
+            self._engine,
+            request,
+            texts=texts,
+            meter=StreamMeter(self._metrics),
+            shown_text=shown_text,
+            reservation=reservation,
+        )
+        if reservation is not None:
+            # A client may leave before anybody comes to enter or discard it.
+            loop = asyncio.get_running_loop()
+            weakref.finalize(generation, _give_back, reservation, loop).atexit = False
+        return generation
 
     def _fitting_params(
         self, request: SamplingRequest, num_prompt_tokens: int, *, info: EngineInfo, param: str
@@ -188,6 +251,12 @@ class Generator:
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
         )
+
+
+def _give_back(reservation: Reservation, loop: asyncio.AbstractEventLoop) -> None:
+    # In whatever thread the garbage was found.
+    if not (reservation.is_settled or loop.is_closed()):
+        loop.call_soon_threadsafe(reservation.settle)
 
 
 _Number = TypeVar("_Number", int, float)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.messages import EngineInfo
 from penstock.engine.request import SamplingParams, num_blocks_needed
+from penstock.gateway.callers import Caller
 from penstock.gateway.schemas import SamplingRequest
 
 
@@ -101,15 +102,19 @@ def check_vocabulary(
         )
 
 
-def check_priority(priority: int, policy: str) -> None:
-    """Refuse a priority that the scheduler would not heed.
+def fitting_priority(caller: Caller, request: SamplingRequest, policy: str) -> int:
+    """What a request runs with: what it asks for, as far as the caller may ask.
 
     Raises:
-        InvalidRequestError: it is one.
+        InvalidRequestError: it asks for a priority that the scheduler would not heed.
     """
-    if priority != 0 and policy != "priority":
+    asked = request.priority if "priority" in request.model_fields_set else None
+    if policy == "priority":
+        return caller.priority_of(asked)
+    if asked and caller.priority_bounds is not None:
         raise InvalidRequestError(
             "this server serves in the order of arrival; priority needs it started with "
             "--scheduling-policy priority",
             param="priority",
         )
+    return 0

@@ -8,29 +8,41 @@ from typing import Any
 
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.engine.text.output_text import Detokenizer
+from penstock.engine.text.detokenizer import new_detokenizer
 
 _LEAST = -9999.0  # JSON has no -inf
 Lists = dict[str, list[Any]]
 
 
-def token_objects(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """As chat completions and responses have them: one object per token."""
+def token_name(token_id: int) -> str:
+    """vLLM's name of a token by its id, where texts would not tell tokens apart."""
+    return f"token_id:{token_id}"
+
+
+def token_objects(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """As chat completions and responses have them: one object per token.
+
+    Args:
+        as_ids: tokens by id instead of by text.
+    """
+    name = token_name if as_ids else tokenizer.token_text
+
+    def token_object(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": name(token_id),
+            "logprob": max(logprob, _LEAST),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
     return [
         {
-            **_token_object(tokenizer, entry.token_id, entry.logprob),
-            "top_logprobs": [_token_object(tokenizer, *candidate) for candidate in entry.top],
+            **token_object(entry.token_id, entry.logprob),
+            "top_logprobs": [token_object(*candidate) for candidate in entry.top],
         }
         for entry in entries
     ]
-
-
-def _token_object(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": max(logprob, _LEAST),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
 
 
 def prompt_dictionaries(
@@ -62,6 +74,7 @@ class TokenLists:
     Args:
         num_top: alternatives wanted; there may be more in the entries.
         context: ids that come before, whose text does not count.
+        as_ids: tokens by id instead of by text.
     """
 
     def __init__(
@@ -72,24 +85,25 @@ class TokenLists:
         skip_special_tokens: bool,
         context: Sequence[int] = (),
         next_offset: int = 0,
+        as_ids: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._name = token_name if as_ids else tokenizer.token_text
         self._num_top = num_top
         self._next_offset = next_offset
-        self._detokenizer = Detokenizer(
+        self._detokenizer = new_detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, context=context
         )
 
     def take(self, entries: Sequence[TokenLogprobs]) -> Lists:
         """The lists of the next tokens."""
-        text = self._tokenizer.token_text
+        name = self._name
         return {
-            "tokens": [text(entry.token_id) for entry in entries],
+            "tokens": [name(entry.token_id) for entry in entries],
             "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
             # The token itself is always among them, as OpenAI has it.
             "top_logprobs": [
                 {
-                    text(token_id): max(logprob, _LEAST)
+                    name(token_id): max(logprob, _LEAST)
                     for token_id, logprob in (
                         *entry.top[: self._num_top],
                         (entry.token_id, entry.logprob),
@@ -103,7 +117,7 @@ class TokenLists:
     def take_prompt(self, first_token_id: int, entries: Sequence[TokenLogprobs]) -> Lists:
         """The lists of a prompt, of whose first token nothing is known."""
         first: Lists = {
-            "tokens": [self._tokenizer.token_text(first_token_id)],
+            "tokens": [self._name(first_token_id)],
             "token_logprobs": [None],
             "top_logprobs": [None],
             "text_offset": [self._offset(first_token_id)],

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.engine_metrics import EngineCollector
+from penstock.gateway.plain_histogram import PlainHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
@@ -44,9 +45,13 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token.", buckets=_TTFT_BUCKETS
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time per token after the first.", buckets=_ITL_BUCKETS
+        self.inter_token_latency = PlainHistogram(
+            "penstock:inter_token_latency_seconds",
+            "Time per token after the first.",
+            labels={"model_name": model_name},
+            buckets=_ITL_BUCKETS,
         )
+        self._registry.register(self.inter_token_latency)
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", buckets=_E2E_BUCKETS
         )
@@ -88,10 +93,11 @@ class StreamMeter:
         if num_tokens == 0:
             return
         now = time.perf_counter()
-        if not self._last_s:
+        last_s = self._last_s.get(index)
+        if last_s is not None:
+            self._metrics.inter_token_latency.observe((now - last_s) / num_tokens)
+        elif not self._last_s:
             self._metrics.time_to_first_token.observe(now - self._arrival_s)
-        elif index in self._last_s:
-            self._metrics.inter_token_latency.observe((now - self._last_s[index]) / num_tokens)
         self._metrics.generation_tokens.inc(num_tokens)
         self._last_s[index] = now
 

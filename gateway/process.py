@@ -1,6 +1,10 @@
 """The gateway as its own process: settings from a pipe, an inherited listening socket, uvicorn.
 
 Run by the supervisor as `python -m penstock.gateway.process`.
+
+SIGTERM: no connection is taken any more, `/ready` says 503, and streams have `shutdown_grace_s` to
+end by themselves. The rest is handed over where a store can (Redis), or ends with its terminal
+event. A second SIGTERM ends the process at once.
 """
 
 from __future__ import annotations
@@ -9,73 +13,145 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.engine.errors import ConfigError
+from penstock.engine.logs import configure_logging
 from penstock.engine.process import Status, run_child
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.engine_client import EngineClient
+from penstock.gateway.http_protocol import HttpLimits, RefuseConnections, limited_protocol
+from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
+_LOG = logging.getLogger(__name__)
 LISTEN_FD = "PENSTOCK_LISTEN_FD"
+_HELLO_S = 1.0  # an engine that runs answers in much less
+_HAND_OVER_S = 2.0
 _FLUSH_S = 2  # for connections to close once their streams have ended
+_SPARE_FILES = 64  # for what is no connection
 
 
 def serve(settings: Mapping[str, Any], status: Status) -> None:
     """The process: read the model, connect, report ready, serve until SIGTERM.
 
     Raises:
+        ConfigError: certificate or key cannot be used.
         ModelLoadError: the model's tokenizer or settings cannot be read.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     config = GatewayConfig.from_settings(settings)
-    logging.basicConfig(level=config.log_level.upper(), format=config.log_format)
+    configure_logging(config.log_level, config.log_format)
+    _make_room_for(config.max_connections)
     app = create_app(config)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="websockets-sansio",
-            ws_max_size=config.max_websocket_message_bytes,
-            ws_per_message_deflate=False,
-            lifespan="on",
-            access_log=False,
-            log_config=None,
-            log_level="warning",  # its start and stop are the supervisor's to tell
-            server_header=False,
-            timeout_graceful_shutdown=_FLUSH_S,
-        ),
-        engine=app.state.engine,
-        grace_s=config.shutdown_grace_s,
-    )
+    server = _Server(_uvicorn_config(config, app), app, grace_s=config.shutdown_grace_s)
     listener = socket.socket(fileno=int(os.environ[LISTEN_FD]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(server, listener, status=status))
 
 
+def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
+    limits = HttpLimits(
+        max_connections=config.max_connections,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+    )
+    result = uvicorn.Config(
+        RefuseConnections(_start_with_engine(app)),
+        http=limited_protocol(limits),
+        ws=PatientWebSocketProtocol,
+        ws_max_size=config.max_websocket_message_bytes,
+        ws_per_message_deflate=False,
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        log_level="warning",  # its start and stop are the supervisor's to tell
+        server_header=False,
+        timeout_graceful_shutdown=_FLUSH_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        # Without any, OpenSSL would ask the terminal.
+        ssl_keyfile_password=config.ssl_keyfile_password or "none was given",
+    )
+    try:
+        result.load()
+    except (OSError, ssl.SSLError) as error:
+        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
+        raise ConfigError(f"cannot use the certificate and key of {files}: {error}") from error
+    return result
+
+
+def _start_with_engine(app: Starlette) -> ASGIApp:
+    """The application; its start waits a moment for an engine that is there, so that connections
+    which waited for a gateway to start again find it able to serve them."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_after_hello(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(app.state.engine.wait_ready(), _HELLO_S)
+            await send(message)
+
+        await app(scope, receive, send_after_hello if scope["type"] == "lifespan" else send)
+
+    return run
+
+
+def _make_room_for(max_connections: int) -> None:
+    """Raise the limit of open files as far as we may; a connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < max_connections + _SPARE_FILES:
+        _LOG.warning("only %d files may be open: fewer than --max-connections need", hard)
+
+
 class _Server(uvicorn.Server):
     """Ends streams with a terminal event before uvicorn, which would just cut them, shuts down."""
 
-    def __init__(self, config: uvicorn.Config, *, engine: EngineClient, grace_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, app: Starlette, *, grace_s: float) -> None:
         super().__init__(config)
-        self.engine = engine
+        self.app = app
         self._grace_s = grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.engine.drain(self._grace_s)
+        for server in self.servers:
+            server.close()  # uvicorn would do so only after the streams
+        await self.app.state.engine.drain(self._grace_s, hand_over=self._hand_over)
         await asyncio.sleep(0.1)  # uvicorn closes WebSockets at once: let the last events out
         await super().shutdown(sockets)
+
+    async def _hand_over(self) -> None:
+        """Leave unfinished responses to another gateway, where the log's store can do that."""
+        log_store = getattr(self.app.state, "log_store", None)
+        hand_over = getattr(log_store, "hand_over", None)
+        if hand_over is None:
+            return
+        try:
+            await asyncio.wait_for(hand_over(), _HAND_OVER_S)
+        except Exception as error:
+            _LOG.warning("could not hand responses over: %s", type(error).__name__)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
 
 
 async def _serve(server: _Server, listener: socket.socket, *, status: Status) -> None:
     async def announce() -> None:
-        await server.engine.wait_ready()
+        await server.app.state.engine.wait_ready()
         status.ready()
 
     announcer = asyncio.create_task(announce())

@@ -1,13 +1,14 @@
 """The Responses WebSocket mode: many responses on one socket, one JSON event a message.
 
-    client → response.create {…, stream_id?} · penstock.cancel {response_id | stream_id} ·
-             penstock.drop_prefix {response_id} · response.steer (refused)
-    server → the events of `response_events`, with `stream_id` where one was given ·
-             penstock.prefix_dropped · error
+    client → response.create {…, stream_id?} · response.steer (refused) ·
+             penstock.resume {response_id, starting_after?, stream_id?} ·
+             penstock.cancel {response_id | stream_id} · penstock.drop_prefix {response_id}
+    server → the events of `responses.events`, with `stream_id` where one was given ·
+             penstock.recovered · penstock.prefix_dropped · error
 
-Responses of one lane (`stream_id`) run in order, those of different lanes side by side. One task
-always receives, so a cancel is read while tokens are sent. Nothing is queued for a slow reader:
-each lane waits for the socket, and its tokens merge meanwhile.
+`PROTOCOL.md` has them in full. Responses of one lane (`stream_id`) come in order, those of other
+lanes side by side. One task always receives, so a cancel is read while tokens are sent. Nothing is
+queued for a slow reader: each lane waits for the socket, and reads on from its place in the log.
 """
 
 from __future__ import annotations
@@ -16,38 +17,45 @@ import asyncio
 import contextlib
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from penstock.gateway.auth import KEY_SUBPROTOCOL
+from penstock.gateway.callers import caller_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
-from penstock.gateway.responder import Responder, Turn
+from penstock.gateway.responses.events import Event, EventWriter
+from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.responder import Responder
 from penstock.gateway.schemas import SocketRequest, parse_json, parse_request
-from penstock.gateway.sessions import SessionStore
 
 MAX_IN_FLIGHT = 16
 MAX_LANES = 32
+MAX_AGE_S = 3600.0
 _LANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _Message = Mapping[str, Any]
+Events = AsyncGenerator[list[Event], None]
 
 
 class ResponsesSocket:
     """The endpoint: a `Connection` per WebSocket."""
 
-    def __init__(self, responder: Responder, sessions: SessionStore) -> None:
+    def __init__(self, responder: Responder, *, max_age_s: float = MAX_AGE_S) -> None:
         self._responder = responder
-        self._sessions = sessions
+        self._max_age_s = max_age_s
 
     async def serve(self, websocket: WebSocket) -> None:
         await websocket.accept(subprotocol=_subprotocol(websocket.scope["subprotocols"]))
-        connection = Connection(websocket, self._responder, sessions=self._sessions)
+        connection = Connection(websocket, self._responder)
         try:
-            await connection.run()
+            async with asyncio.timeout(self._max_age_s):
+                await connection.run()
         except WebSocketDisconnect:
             pass
+        except TimeoutError:
+            await connection.expire()
         finally:
             await connection.close()
 
@@ -62,16 +70,15 @@ def _subprotocol(offered: list[str]) -> str | None:
 class Connection:
     """One client's socket and what runs on it."""
 
-    def __init__(
-        self, websocket: WebSocket, responder: Responder, *, sessions: SessionStore
-    ) -> None:
+    def __init__(self, websocket: WebSocket, responder: Responder) -> None:
+        self.caller = caller_of(websocket.scope)
         self._websocket = websocket
         self._responder = responder
-        self._sessions = sessions
         self._lanes: dict[str | None, Lane] = {}
         self._handlers = {
             "response.create": self._create,
             "response.steer": self._steer,
+            "penstock.resume": self._resume,
             "penstock.cancel": self._cancel,
             "penstock.drop_prefix": self._drop_prefix,
         }
@@ -85,14 +92,26 @@ class Connection:
             await self._handle(message.get("text") or message.get("bytes") or b"")
 
     async def close(self) -> None:
-        """The client is gone: stop everything that ran for it."""
+        """The client is gone: nobody here reads any more. What is stored runs on for a while."""
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def expire(self) -> None:
+        """It has lived as long as one may; its streams can be resumed on another."""
+        limit = RequestRefusedError(
+            "this connection has reached its age limit; open another",
+            code="websocket_connection_limit_reached",
+        )
+        await self.send(failure_of(limit).websocket_event())
+        await self._websocket.close(1000)
+
     async def send(self, event: _Message) -> None:
-        await self._websocket.send({"type": "websocket.send", "text": orjson.dumps(event).decode()})
+        await self.send_text(orjson.dumps(event))
+
+    async def send_text(self, text: bytes) -> None:
+        await self._websocket.send({"type": "websocket.send", "text": text.decode()})
 
     async def _handle(self, data: str | bytes) -> None:
         stream_id = None
@@ -114,38 +133,61 @@ class Connection:
             await self.send(failure_of(error).websocket_event(stream_id))
 
     async def _create(self, message: _Message, stream_id: str | None) -> None:
+        body = {k: v for k, v in message.items() if k not in ("type", "stream_id")}
+        lane = self._lane(stream_id)
+        lane.add(lambda: self._begin(lane, body))
+
+    async def _begin(self, lane: Lane, body: _Message) -> Events:
+        request = parse_request(SocketRequest, body)
+        run = await self._responder.create(request, self.caller)
+        lane.log = run.log
+        return EventWriter(run.log, notices=request.penstock.events).stream()
+
+    async def _resume(self, message: _Message, stream_id: str | None) -> None:
+        response_id, after = _response_id(message, "penstock.resume"), _starting_after(message)
+        lane = self._lane(stream_id)
+        lane.add(lambda: self._follow(lane, response_id, after=after))
+
+    async def _follow(self, lane: Lane, response_id: str, *, after: int) -> Events | None:
+        event = {"type": "penstock.recovered", "response_id": response_id}
+        try:
+            lane.log = await self._responder.log(self.caller, response_id)
+        except RequestRefusedError as error:
+            said = {"recovered": False, "error": failure_of(error).body()["error"]}
+            await self.send(_on_lane({**event, **said}, lane.stream_id))
+            return None
+        await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
+        return EventWriter(lane.log).stream(after)
+
+    def _lane(self, stream_id: str | None) -> Lane:
+        """The lane for another response.
+
+        Raises:
+            RequestRefusedError: the connection has enough of them.
+        """
         if sum(lane.num_open for lane in self._lanes.values()) >= MAX_IN_FLIGHT:
             raise _limit(f"at most {MAX_IN_FLIGHT} responses may be in flight on a connection")
-        lane = self._lanes.get(stream_id)
-        if lane is None:
+        if stream_id not in self._lanes:
             if len(self._lanes) >= MAX_LANES:
                 raise _limit(f"a connection may use at most {MAX_LANES} stream ids")
-            lane = self._lanes[stream_id] = Lane(self, self._responder, stream_id=stream_id)
-        lane.add({k: v for k, v in message.items() if k not in ("type", "stream_id")})
+            self._lanes[stream_id] = Lane(self, stream_id=stream_id)
+        return self._lanes[stream_id]
 
     async def _cancel(self, message: _Message, stream_id: str | None) -> None:
-        response_id = message.get("response_id")
-        is_named = response_id is None and stream_id is not None
-        if not is_named and not isinstance(response_id, str):
-            raise _missing_id("penstock.cancel needs a response_id or a stream_id")
-        for lane in self._lanes.values():
-            if lane.stream_id == stream_id if is_named else lane.runs(response_id):
+        if message.get("response_id") is None and stream_id is not None:
+            if stream_id in self._lanes:
+                self._lanes[stream_id].cancel()
+            return  # a cancel may cross the end of its response: then there is nothing left to do
+        response_id = _response_id(message, "penstock.cancel")
+        for lane in self._lanes.values():  # one that is not stored is known here alone
+            if lane.log is not None and lane.log.header.response_id == response_id:
                 lane.cancel()
                 return
-        # A cancel may cross the end of its response: then there is nothing left to do.
-        if response_id is not None and response_id not in self._sessions:
-            raise RequestRefusedError(
-                f"no response {response_id!r} runs on this connection",
-                code="response_not_found",
-                param="response_id",
-                status=404,
-            )
+        await self._responder.cancel(self.caller, response_id)
 
     async def _drop_prefix(self, message: _Message, stream_id: str | None) -> None:
-        response_id = message.get("response_id")
-        if not isinstance(response_id, str):
-            raise _missing_id("penstock.drop_prefix needs a response_id")
-        self._responder.drop_prefix(response_id)
+        response_id = _response_id(message, "penstock.drop_prefix")
+        await self._responder.drop_prefix(self.caller, response_id)
         event = {"type": "penstock.prefix_dropped", "response_id": response_id}
         await self.send(_on_lane(event, stream_id))
 
@@ -167,36 +209,38 @@ class Connection:
 
 
 class Lane:
-    """Responses that run one after the other. It has a task while it has work."""
+    """Responses that come one after the other. It has a task while it has work.
 
-    def __init__(
-        self, connection: Connection, responder: Responder, *, stream_id: str | None
-    ) -> None:
+    Attributes:
+        log: of the response that it is reading.
+    """
+
+    def __init__(self, connection: Connection, *, stream_id: str | None) -> None:
         self.stream_id = stream_id
-        self.turn: Turn | None = None  # the one running
+        self.log: ResponseLog | None = None
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
-        self._responder = responder
-        self._waiting: deque[_Message] = deque()
+        self._waiting: deque[Callable[[], Awaitable[Events | None]]] = deque()
         self._is_running = False
-        self._is_cancelled = False  # while its turn was still being prepared
+        self._is_cancelled = False  # while its response was still being prepared
+        self._suffix = (
+            None if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id) + b"}"
+        )
 
     @property
     def num_open(self) -> int:
         return len(self._waiting) + self._is_running
 
-    def add(self, body: _Message) -> None:
-        self._waiting.append(body)
+    def add(self, begin: Callable[[], Awaitable[Events | None]]) -> None:
+        """A response, begun only when it is its turn: it may continue the one before it."""
+        self._waiting.append(begin)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._run())
 
-    def runs(self, response_id: object) -> bool:
-        return self.turn is not None and self.turn.response_id == response_id
-
     def cancel(self) -> None:
         """Stop the response that runs or is about to; those queued behind it go on."""
-        if self.turn is not None:
-            self.turn.cancel()
+        if self.log is not None:
+            self.log.cancel()
         else:
             self._is_cancelled = self.num_open > 0
 
@@ -204,25 +248,48 @@ class Lane:
         while self._waiting:
             self._is_running = True
             try:
-                await self._respond(self._waiting.popleft())
+                await self._pass_on(self._waiting.popleft())
+            except WebSocketDisconnect:
+                return
+            except Exception as error:
+                await self._connection.send(failure_of(error).websocket_event(self.stream_id))
             finally:
-                self.turn = None
+                self.log = None
                 self._is_running = self._is_cancelled = False
 
-    async def _respond(self, body: _Message) -> None:
-        try:
-            # Only now: it may continue the response that ran before it in this lane.
-            self.turn = await self._responder.prepare(parse_request(SocketRequest, body))
-        except Exception as error:
-            await self._connection.send(failure_of(error).websocket_event(self.stream_id))
+    async def _pass_on(self, begin: Callable[[], Awaitable[Events | None]]) -> None:
+        events = await begin()
+        if events is None:
             return
-        async with contextlib.aclosing(self.turn.batches()) as batches:
+        async with contextlib.aclosing(events) as batches:
+            if self._is_cancelled:
+                self.cancel()
             async for batch in batches:
-                if self._is_cancelled:
-                    self._is_cancelled = False
-                    self.turn.cancel()
                 for event in batch:
-                    await self._connection.send(_on_lane(event, self.stream_id))
+                    await self._connection.send_text(self._labelled(event.json))
+
+    def _labelled(self, json: bytes) -> bytes:
+        return json if self._suffix is None else json[:-1] + self._suffix
+
+
+def _response_id(message: _Message, kind: str) -> str:
+    response_id = message.get("response_id")
+    if not isinstance(response_id, str):
+        raise RequestRefusedError(
+            f"{kind} needs a response_id",
+            code="missing_required_parameter",
+            param="response_id",
+        )
+    return response_id
+
+
+def _starting_after(message: _Message) -> int:
+    after = message.get("starting_after", -1)
+    if not isinstance(after, int) or isinstance(after, bool):
+        raise RequestRefusedError(
+            "starting_after must be a sequence number", code="invalid_type", param="starting_after"
+        )
+    return max(-1, after)
 
 
 def _stream_id(message: _Message) -> str | None:
@@ -240,10 +307,6 @@ def _stream_id(message: _Message) -> str | None:
 
 def _on_lane(event: dict[str, Any], stream_id: str | None) -> dict[str, Any]:
     return event if stream_id is None else {**event, "stream_id": stream_id}
-
-
-def _missing_id(message: str) -> RequestRefusedError:
-    return RequestRefusedError(message, code="missing_required_parameter", param="response_id")
 
 
 def _limit(message: str) -> RequestRefusedError:

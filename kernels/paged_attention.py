@@ -29,6 +29,7 @@ def paged_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     split_len: int | None = None,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Attend over the cache; arguments and result as in `paged_attention_reference`, and
 
@@ -36,6 +37,8 @@ def paged_attention(
         split_len: on a GPU, a decode's context is split into parts of so many positions, whatever
             the batch: then a row's bits depend on its own sequence alone. None: into as many as
             fill the device.
+        is_invariant: on a GPU, a token's bits depend on its position and what is before it alone:
+            not on the batch, nor on the chunk it is computed in. Nothing is split then.
     """
     _check(query, key_cache, value_cache, layout)
     assert window is None or window >= 1, f"window {window}"
@@ -45,7 +48,9 @@ def paged_attention(
         assert has_scale == is_fp8, "scales are for a cache in FP8"
     attend: Callable[..., Tensor] = paged_attention_reference
     if query.is_cuda:
-        attend = partial(gpu_operation("paged_attention"), split_len=split_len)
+        attend = partial(
+            gpu_operation("paged_attention"), split_len=split_len, is_invariant=is_invariant
+        )
     return attend(
         query,
         key_cache,

@@ -55,6 +55,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "penstock.load.policy_cost",
         "the scheduler: milliseconds of planning per step, by sequences and pool size",
     ),
+    "fairness": (
+        "penstock.load.fairness",
+        "admission: one tenant's time to first token, alone and beside another's flood",
+    ),
     "overload": (
         "penstock.load.overload",
         "preemption: tokens per second with more sequences than the KV pool holds",

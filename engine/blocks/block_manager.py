@@ -178,6 +178,8 @@ class BlockManager:
         not know the sequence, which is then told its whole table.
         """
         table = self._tables[sequence.seq_id]
+        if num_tokens <= len(table.block_ids) * self.block_size and not table.is_tail_borrowed:
+            return ()  # as in most steps
         device = self.tiers.device
         num_missing = table.num_missing_blocks(num_tokens)
         is_copying = table.is_tail_borrowed and self._is_wanted(table.block_ids[-1])
@@ -208,6 +210,12 @@ class BlockManager:
             is_fresh: the coming step computes them; else an earlier one has.
         """
         self._prefixes.commit(self._tables[sequence.seq_id], sequence, is_fresh=is_fresh)
+
+    def prefix_id(self, sequence: Sequence) -> bytes | None:
+        """The hash of the last full block of a sequence's KV, and so of the chain up to there;
+        None if there is none, or the sequence holds no blocks."""
+        table = self._tables.get(sequence.seq_id)
+        return None if table is None else self._prefixes.last_key(table, sequence)
 
     def fork(self, parent: Sequence, child: Sequence, *, num_tokens: int) -> None:
         """Let a new sequence go on after the parent's first `num_tokens` tokens, whose KV is

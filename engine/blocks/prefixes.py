@@ -110,6 +110,14 @@ class Prefixes:
         if sequence.num_computed_tokens == sequence.num_prompt_tokens:
             self._publish_tail(table, sequence, is_fresh=is_fresh)
 
+    def last_key(self, table: BlockTable, sequence: Sequence) -> bytes | None:
+        """The key of the last full block, whether or not its content is still cached. A
+        sequence's newest token has no KV yet."""
+        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        if not self._is_on or num_full == 0:
+            return None
+        return self._key(table, sequence.token_ids, num_full - 1)
+
     def keep(self, table: BlockTable, sequence: Sequence, retention: Retention | None) -> None:
         """A sequence leaves the device: all it computed stays findable."""
         if self._is_on and table.block_ids:

@@ -31,6 +31,7 @@ class Attend(Protocol):
         sinks: Tensor | None,
         key_scale: Tensor | None,
         value_scale: Tensor | None,
+        is_invariant: bool,
     ) -> Tensor: ...
 
 
@@ -44,8 +45,7 @@ class ForwardContext:
         positions: int64 [num_tokens]
         prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; only for
             models that ask for it.
-        attend: runs attention; another than `paged_attention` where a step is captured in pieces,
-            or where it must not depend on the batch.
+        attend: runs attention; another than `paged_attention` while a step is captured in pieces.
     """
 
     kv_pool: Tensor
@@ -71,6 +71,7 @@ class Attention(nn.Module):
     Attributes:
         key_scale, value_scale: float32 [num_kv_heads], what stored numbers are multiplied with;
             None unless the cache is in FP8.
+        is_invariant: a token's bits depend on what is before it alone.
     """
 
     key_scale: Tensor | None
@@ -84,6 +85,7 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5
         self.window = window
         self.soft_cap = soft_cap
+        self.is_invariant = False
         self.register_buffer("key_scale", None, persistent=False)
         self.register_buffer("value_scale", None, persistent=False)
 
@@ -113,4 +115,5 @@ class Attention(nn.Module):
             sinks=sinks,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
+            is_invariant=self.is_invariant,
         )

@@ -6,9 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.kernels.linear import linear
+
 
 class Embedding(nn.Module):
-    """A table of one vector per token id; as an output head, one dot product per id."""
+    """A table of one vector per token id; as an output head, one dot product per id.
+
+    Attributes:
+        is_invariant: a row's logits do not depend on the other rows, to the bit.
+    """
+
+    is_invariant = False
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -20,4 +28,4 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
-        return F.linear(hidden, self.weight)
+        return (linear if self.is_invariant else F.linear)(hidden, self.weight)

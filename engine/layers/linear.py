@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.kernels.linear import linear
+
 
 class LinearMethod(Protocol):
     """How a linear layer keeps its weights and computes."""
@@ -33,6 +35,13 @@ class DenseLinearMethod:
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight, layer.bias)
+
+
+class InvariantLinearMethod(DenseLinearMethod):
+    """The same matrix; a row's bits do not depend on the others."""
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        return linear(x, layer.weight, layer.bias)
 
 
 class Linear(nn.Module):

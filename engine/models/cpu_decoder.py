@@ -133,7 +133,7 @@ class CpuDecoder:
         input_ids: Tensor,
         context: ForwardContext,
         sampled_tokens: Tensor | None,
-        parameters: Tensor,
+        parameters: Tensor | None,
         draws: Tensor | None,
     ) -> StepOutput:
         """A forward pass, logits, and the tokens that follow; good until the next call.
@@ -146,8 +146,8 @@ class CpuDecoder:
             context: its block tables stay where they are for as long as this decoder lives: a
                 thread that was taken off its core may read them late.
             sampled_tokens: int64 [num_sampled], the tokens that another one follows; None: all.
-            parameters, draws: as `sample_tokens` and `draw_uniforms` have them; draws may be None
-                where every temperature is 0.
+            parameters, draws: as `sample_tokens` and `draw_uniforms` have them. Without parameters
+                nothing is drawn; without draws every temperature is 0.
         """
         if context is not self._context or self._output is None or self.needs_prompt_lens:
             self._fill(input_ids, context, context.layout.block_tables)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.packed_linear import Calls, PackedLinear
-from penstock.engine.models.step_output import StepOutput
+from penstock.engine.models.step_output import DrawnTokens, StepOutput
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.structures import (
     DrawUniformsArgs,
@@ -36,10 +36,12 @@ class CpuHead:
         self._step = step
         self._logits = torch.empty(0, self.matrix.out_features, dtype=weight.dtype)
         self._hidden = self._gathered = self._logits
-        num_rows = addressof(step) + Step.num_sampled.offset
-        self._product = self.matrix.args(self._logits, self._hidden, num_rows)
-        self._draw = DrawUniformsArgs(num_rows=num_rows)
-        self._sample = SampleTokensArgs(num_rows=num_rows, vocab_size=self.matrix.out_features)
+        self._num_rows = addressof(step) + Step.num_sampled.offset
+        self._product = self.matrix.args(self._logits, self._hidden, self._num_rows)
+        self._draw = DrawUniformsArgs()
+        self._sample = SampleTokensArgs(vocab_size=self.matrix.out_features)
+        self._uniforms = torch.empty(0)
+        self._given: tuple[Tensor | None, ...] = ()
 
     def calls(self, hidden: Tensor) -> Calls:
         """What follows once all rows of a step are in `hidden` [max_tokens, hidden_size]."""
@@ -60,36 +62,34 @@ class CpuHead:
     def skip(self) -> None:
         """Let the calls do nothing."""
         self._step.num_sampled = self._step.num_gathered = 0
+        self._draw.num_rows = self._sample.num_rows = addressof(_NO_ROWS)
 
     def bind(
-        self, num_tokens: int, sampled_tokens: Tensor | None, parameters: Tensor, draws: Tensor | None
+        self,
+        num_tokens: int,
+        sampled_tokens: Tensor | None,
+        parameters: Tensor | None,
+        draws: Tensor | None,
     ) -> StepOutput:
         """Point the calls to what they read; where they will write.
 
         Args:
-            sampled_tokens, parameters, draws: as `CpuDecoder.step` has them; they stay where they
-                are until the calls have run for the last time.
+            sampled_tokens, parameters, draws: as `CpuDecoder.step` has them.
         """
-        step, sample = self._step, self._sample
+        step = self._step
         num_rows = num_tokens if sampled_tokens is None else len(sampled_tokens)
         logits = self._room(num_rows)
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
-        is_valid = torch.empty(num_rows, dtype=torch.bool)
-        uniforms = torch.empty(num_rows, dtype=torch.float64)
         step.num_sampled, step.num_gathered = num_rows, 0
         if sampled_tokens is not None:
             step.num_gathered = num_rows
             step.sampled_tokens = sampled_tokens.data_ptr()
         rows = self._hidden if sampled_tokens is None else self._gathered
         self._product.x, self._product.y = rows.data_ptr(), logits.data_ptr()
-        self._point_to_draws(draws, uniforms)
-        sample.token_ids, sample.is_valid = token_ids.data_ptr(), is_valid.data_ptr()
-        sample.logits, sample.uniforms = logits.data_ptr(), uniforms.data_ptr()
-        columns = (each.data_ptr() for each in parameters)
-        sample.temperature, sample.top_k, sample.top_p, sample.min_p = columns
-        self._bound = (sampled_tokens, parameters, draws, uniforms)  # their memory is pointed to
+        self._given = (sampled_tokens, parameters, draws)  # their memory is pointed to
         return StepOutput(
-            hidden=self._hidden[:num_tokens], logits=logits, drawn=(token_ids, is_valid)
+            hidden=self._hidden[:num_tokens],
+            logits=logits,
+            drawn=self._bind_draw(logits, parameters, draws),
         )
 
     def logits(self, hidden: Tensor, *, is_shared: bool) -> Tensor:
@@ -100,14 +100,24 @@ class CpuHead:
         self._library.run("linear", args, is_shared=is_shared)
         return logits
 
-    def _point_to_draws(self, draws: Tensor | None, uniforms: Tensor) -> None:
-        draw = self._draw
-        draw.uniforms = uniforms.data_ptr()
-        draw.num_rows = addressof(self._step) + Step.num_sampled.offset
-        if draws is None:
-            draw.num_rows = addressof(_NO_ROWS)
-        else:
+    def _bind_draw(
+        self, logits: Tensor, parameters: Tensor | None, draws: Tensor | None
+    ) -> DrawnTokens | None:
+        draw, sample = self._draw, self._sample
+        draw.num_rows = sample.num_rows = addressof(_NO_ROWS)
+        if parameters is None:
+            return None
+        self._uniforms = uniforms = torch.empty(len(logits), dtype=torch.float64)
+        drawn = DrawnTokens(len(logits))
+        if draws is not None:
+            draw.num_rows, draw.uniforms = self._num_rows, uniforms.data_ptr()
             draw.seeds, draw.indices, draw.positions = (each.data_ptr() for each in draws)
+        sample.token_ids, sample.is_valid = drawn.token_ids.data_ptr(), drawn.is_valid.data_ptr()
+        sample.num_rows = self._num_rows
+        sample.logits, sample.uniforms = logits.data_ptr(), uniforms.data_ptr()
+        columns = (each.data_ptr() for each in parameters)
+        sample.temperature, sample.top_k, sample.top_p, sample.min_p = columns
+        return drawn
 
     def _room(self, num_rows: int) -> Tensor:
         """Kept: fresh pages cost more than small products."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.engine.layers.attention import Attention, ForwardContext
 from penstock.engine.layers.embedding import Embedding
-from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.linear import InvariantLinearMethod, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -142,9 +142,20 @@ class Decoder(nn.Module):
 
     def use_fp8_cache(self) -> None:
         """Keys and values are stored in FP8 from now on."""
-        for layer in self.layers:
-            attention: SelfAttention = layer.self_attn
-            attention.attention.use_fp8_cache(self.config.num_kv_heads, self.device)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.use_fp8_cache(self.config.num_kv_heads, self.device)
+
+    def use_invariant_kernels(self) -> None:
+        """What is computed for a token depends on the tokens before it alone, to the bit; on a GPU.
+
+        Norms, activations and positions are so by themselves: a row is one program's.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.method = InvariantLinearMethod()
+            elif isinstance(module, Embedding | Attention):
+                module.is_invariant = True
 
     @property
     def dtype(self) -> torch.dtype:

@@ -99,7 +99,7 @@ def run_step(
     input_ids: Tensor,
     context: ForwardContext,
     sampled_tokens: Tensor | None,
-    parameters: Tensor,
+    parameters: Tensor | None,
     draws: Tensor | None,
 ) -> StepOutput:
     """One step, with the tokens it draws where the model does that too; args as in

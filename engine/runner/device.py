@@ -45,9 +45,7 @@ def settle_cudagraph_mode(config: DeviceConfig, device: torch.device) -> Cudagra
     return "none"
 
 
-def settle_kv_dtype(
-    config: CacheConfig, dtype: torch.dtype, device: torch.device
-) -> torch.dtype:
+def settle_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What keys and values are kept in, for a model in `dtype`.
 
     Raises:

@@ -15,7 +15,7 @@ Not known here: models, how tokens are chosen, why a sequence was scheduled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,16 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.runner.decode_run import DecodeRun
+from penstock.engine.runner.staging import InputStaging, padded_num_bytes
+from penstock.engine.runner.step_inputs import StepInputs, TokenRows
 from penstock.engine.sampling.prompt_logprobs import PromptSpan
 from penstock.engine.sampling.rows import SamplingRow
-from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingTable
+from penstock.engine.sampling.sampling_table import SamplingTable
 from penstock.kernels.paged_layout import PagedLayout
 
 Integers = npt.NDArray[np.int64]
+ON_DEVICE = -1  # in the place of a token that only the device knows yet
 
 
 class DeviceSequence:
@@ -59,37 +63,23 @@ class DeviceSequence:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
-    """One step, ready to run.
-
-    Attributes:
-        input_ids: int64 [num_tokens]
-        sampled_seq_ids: sequences whose last known token is computed in this step, in order.
-        sampled_tokens: int64 [num_sampled], the place of those tokens among num_tokens; None if
-            they are all of them.
-        sampling: what those sequences ask for.
-        prompt_spans: the prompt tokens whose log-probabilities somebody wants.
-    """
-
-    input_ids: Tensor
-    context: ForwardContext
-    sampled_seq_ids: tuple[int, ...]
-    sampled_tokens: Tensor | None
-    sampling: SamplingBatch
-    prompt_spans: tuple[PromptSpan, ...]
-
-
 class InputBatch:
     """The sequences on this device.
 
     Args:
         max_num_seqs: sequences at once.
         max_blocks: blocks of one sequence at most.
+        staging: brings a step's arrays to the device, where its tokens stay; None on a CPU.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        staging: InputStaging | None = None,
     ) -> None:
         self._sequences: dict[int, DeviceSequence] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
@@ -98,26 +88,37 @@ class InputBatch:
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_token = np.zeros(max_num_seqs, dtype=np.int64)
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        # Those of the step's sequences, in the order of the step. On a CPU they are used where they
+        # are, also by a thread that comes late, and so never move.
+        self._step_tables = np.zeros_like(self._block_tables)
+        # What of the rows above is held, and counted, by the steps under way instead.
+        self._run: DecodeRun | None = None
         self._sampling = SamplingTable(max_num_seqs, device)
         self._block_size = block_size
-        self._device = device
-        self._is_cpu = device.type == "cpu"
+        self._staging = staging
 
     def update(self, batch: Batch) -> None:
         """Forget who left, take in who entered, extend block tables."""
+        run = self._run
+        if run is not None and (batch.left_seq_ids or not run.goes_on(batch.scheduled)):
+            self._end_run(run)
         for seq_id in batch.left_seq_ids:
             # A sequence that left before it was ever scheduled was never here.
             sequence = self._sequences.pop(seq_id, None)
             if sequence is not None:
                 self._free_rows.append(sequence.row)
-        for item in batch.scheduled:
+        for number, item in enumerate(batch.scheduled):
             if item.entry is not None:
                 self._enter(item.seq_id, item.entry)
             if item.new_block_ids:
-                self._extend_table(item)
+                first = self._extend_table(item)
+                if self._run is not None:
+                    self._run.extend_table(number, first, item.new_block_ids)
 
     def prepare(self, batch: Batch, kv_pool: Tensor, *, needs_prompt_lens: bool) -> StepInputs:
-        """The tensors of a step; counts its tokens as computed."""
+        """The tensors of a step, whose tokens are counted as computed; good until the next step."""
+        if self._run is not None:
+            return self._run.advance()
         scheduled = batch.scheduled
         sequences = [self._sequences[item.seq_id] for item in scheduled]
         rows = np.array([sequence.row for sequence in sequences])
@@ -127,9 +128,88 @@ class InputBatch:
         num_tokens = self._num_tokens[rows]
         assert (seq_lens <= num_tokens).all(), f"{seq_lens} of {num_tokens} tokens"
         self._num_computed[rows] = seq_lens
-        ends = query_lens.cumsum()
         (sampled,) = (seq_lens == num_tokens).nonzero()
-        is_decode = len(sampled) == ends[-1]
+        is_decode = len(sampled) == query_lens.sum()
+        arrays = self._token_arrays(sequences, rows, query_lens, seq_lens, is_decode=is_decode)
+        if not is_decode:
+            arrays["sampled_tokens"] = query_lens.cumsum()[sampled] - 1
+        if needs_prompt_lens:
+            lens = np.array([sequence.num_prompt for sequence in sequences])
+            arrays["prompt_lens"] = lens.repeat(query_lens)
+        if self._staging is not None:
+            arrays |= _awaited(arrays["input_ids"], rows.repeat(query_lens), rows[sampled])
+        tensors = self._upload(arrays)
+        layout = PagedLayout(
+            query_start_loc=tensors["query_start_loc"],
+            seq_lens=tensors["seq_lens"],
+            block_tables=tensors["block_tables"],
+            slot_mapping=tensors["slots"],
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(seq_lens.max()),
+        )
+        inputs = StepInputs(
+            input_ids=tensors["input_ids"],
+            context=ForwardContext(
+                kv_pool=kv_pool,
+                layout=layout,
+                positions=tensors["positions"],
+                prompt_lens=tensors.get("prompt_lens"),
+            ),
+            sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
+            sampled_tokens=tensors.get("sampled_tokens"),
+            sampling=self._sampling.select(rows[sampled], seq_lens[sampled]),
+            prompt_spans=tuple(self._prompt_spans(scheduled, sequences, starts, seq_lens)),
+            token_rows=None if self._staging is None else _token_rows(tensors),
+        )
+        if is_decode and self._staging is None and not inputs.sampling.changed:
+            histories = [sequence.token_ids for sequence in sequences]
+            self._run = DecodeRun(inputs, rows, histories, self._block_size)
+            return self._run.first()
+        return inputs
+
+    def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """A token for each, as this device sampled it; input of the sequence's next step."""
+        if self._run is not None:
+            self._run.append(token_ids)
+            return
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+        rows = [sequence.row for sequence in sequences]
+        self._last_token[rows] = token_ids
+        self._num_tokens[rows] += 1
+
+    def expect(self, seq_ids: Sequence[int]) -> list[tuple[list[int], int]]:
+        """A token for each, which the device samples and the host does not know yet: input of the
+        sequence's next step. Its place in the host's copy: the tokens, and an index among them."""
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        rows = [sequence.row for sequence in sequences]
+        self._last_token[rows] = ON_DEVICE
+        self._num_tokens[rows] += 1
+        places = [(sequence.token_ids, len(sequence.token_ids)) for sequence in sequences]
+        for token_ids, _ in places:
+            token_ids.append(ON_DEVICE)
+        return places
+
+    def _end_run(self, run: DecodeRun) -> None:
+        """Take over what it has counted."""
+        self._run = None
+        self._num_computed[run.rows] = run.seq_lens
+        self._num_tokens[run.rows] = run.seq_lens + run.is_due
+        self._last_token[run.rows] = run.input_ids
+
+    def _token_arrays(
+        self,
+        sequences: Sequence[DeviceSequence],
+        rows: Integers,
+        query_lens: Integers,
+        seq_lens: Integers,
+        *,
+        is_decode: bool,
+    ) -> dict[str, npt.NDArray[Any]]:
+        """What a forward pass reads, by name."""
+        starts = seq_lens - query_lens
+        ends = query_lens.cumsum()
         if is_decode:  # one token each, the last: by far the most frequent step
             rows_of_tokens, positions, input_ids = rows, starts, self._last_token[rows]
         else:
@@ -144,42 +224,23 @@ class InputBatch:
         block_of_token, offsets = np.divmod(positions, self._block_size)
         slots = self._block_tables[rows_of_tokens, block_of_token] * np.int64(self._block_size)
         slots += offsets
-        max_seq_len = int(seq_lens.max())
-        num_columns = -(-max_seq_len // self._block_size)
-        layout = PagedLayout(
-            query_start_loc=self._tensor(_from_zero(ends)),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(self._block_tables[rows, :num_columns]),
-            slot_mapping=self._tensor(slots),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=max_seq_len,
-        )
-        prompt_lens = None
-        if needs_prompt_lens:
-            lens = np.array([sequence.num_prompt for sequence in sequences])
-            prompt_lens = self._tensor(lens.repeat(query_lens))
-        return StepInputs(
-            input_ids=self._tensor(input_ids),
-            context=ForwardContext(
-                kv_pool=kv_pool,
-                layout=layout,
-                positions=self._tensor(positions),
-                prompt_lens=prompt_lens,
-            ),
-            sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
-            sampled_tokens=None if is_decode else self._tensor(ends[sampled] - 1),
-            sampling=self._sampling.select(rows[sampled], seq_lens[sampled]),
-            prompt_spans=tuple(self._prompt_spans(scheduled, sequences, starts, seq_lens)),
-        )
+        num_columns = -(-int(seq_lens.max()) // self._block_size)
+        block_tables = self._step_tables[: len(rows)]
+        block_tables[:, :num_columns] = self._block_tables[rows, :num_columns]
+        return {
+            "input_ids": input_ids,
+            "positions": positions,
+            "slots": slots,
+            "query_start_loc": _from_zero(ends),
+            "seq_lens": seq_lens.astype(np.int32),
+            # On a CPU all columns: a run will fill some more.
+            "block_tables": block_tables[:, : None if self._staging is None else num_columns],
+        }
 
-    def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """A token for each, as this device sampled it; input of the sequence's next step."""
-        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
-            sequence.token_ids.append(token_id)
-        rows = [sequence.row for sequence in sequences]
-        self._last_token[rows] = token_ids
-        self._num_tokens[rows] += 1
+    def _upload(self, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
+        if self._staging is not None:
+            return dict(zip(arrays, self._staging.upload(arrays.values()), strict=True))
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _enter(self, seq_id: int, entry: SequenceEntry) -> None:
         known = self._sequences.pop(seq_id, None)
@@ -199,12 +260,14 @@ class InputBatch:
             ),
         )
 
-    def _extend_table(self, item: ScheduledSequence) -> None:
+    def _extend_table(self, item: ScheduledSequence) -> int:
+        """Where in its table the new blocks begin."""
         sequence = self._sequences[item.seq_id]
-        end = sequence.num_blocks + len(item.new_block_ids)
+        first, end = sequence.num_blocks, sequence.num_blocks + len(item.new_block_ids)
         assert end <= self._block_tables.shape[1], f"{end} blocks for sequence {item.seq_id}"
-        self._block_tables[sequence.row, sequence.num_blocks : end] = item.new_block_ids
+        self._block_tables[sequence.row, first:end] = item.new_block_ids
         sequence.num_blocks = end
+        return first
 
     def _prompt_spans(
         self,
@@ -222,9 +285,34 @@ class InputBatch:
                     yield span
             first_row += item.num_new_tokens
 
-    def _tensor(self, array: npt.NDArray[np.int32] | Integers) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._is_cpu else tensor.to(self._device)
+
+def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -> int:
+    """Of a step's arrays at most."""
+    per_token = [
+        8 * max_num_tokens
+    ] * 6  # ids, positions, slots, prompt lengths; awaited ones twice
+    per_sequence = [8 * (max_num_seqs + 1)] * 4  # two of them in 32 bits
+    tables = 4 * max_num_seqs * max_blocks
+    return sum(map(padded_num_bytes, (*per_token, *per_sequence, tables)))
+
+
+def _awaited(
+    input_ids: Integers, rows_of_tokens: Integers, sampled_rows: Integers
+) -> dict[str, npt.NDArray[Any]]:
+    (places,) = (input_ids == ON_DEVICE).nonzero()
+    return {
+        "awaited_places": places,
+        "awaited_rows": rows_of_tokens[places],
+        "sampled_rows": sampled_rows,
+    }
+
+
+def _token_rows(tensors: dict[str, Tensor]) -> TokenRows:
+    return TokenRows(
+        awaited_places=tensors["awaited_places"],
+        awaited_rows=tensors["awaited_rows"],
+        sampled_rows=tensors["sampled_rows"],
+    )
 
 
 def _from_zero(ends: Integers) -> npt.NDArray[np.int32]:

@@ -1,17 +1,19 @@
 """The host tier of KV memory: its pool, and the moves of whole blocks between it and the device.
 
 A host block holds all layers of one block side by side, so neighbouring blocks are one copy. On
-CUDA, copies over the link run on a side stream, by way of staging slots on the device:
+CUDA, copies over the link run on two side streams, by way of staging slots on the device:
 
     compute   gather D5 D9 → slot 0 ┐  the step …            ┌ scatter slot 1 → D2, the step …
-    side                            └ slot 0 → H0 H1 … H7 → slot 1 ┘
+    out                             └ slot 0 → H0 H1 …       │
+    in                                       H7 → slot 1 ────┘
 
 A swap-out never makes a step wait: what it saves is gathered before the step may overwrite it, and
-leaves beside the compute. Only a step that swaps in waits, for its own blocks. The one side stream
-orders a swap-in behind the swap-out that fills its source, and a swap-out behind the swap-in that
-still reads its destination. A slot is used again when its last copy is done, so staging is bounded,
-and a move list beyond that bound waits for the link. On a CPU the same code runs with streams that
-do nothing.
+leaves beside the compute. A step that swaps in waits for its own blocks; they are under way as soon
+as it is launched, beside the step before it, if that still runs, unless a swap-out has yet to fill
+their source. (A swap-out is behind the swap-ins that read its destination anyhow: compute waited for
+them, and it waits for compute.) A slot is used again when its last copy is done, so staging is
+bounded, and a move list beyond that bound waits for the link. On a CPU the same code runs with
+streams that do nothing.
 
 Not known here: which blocks are worth keeping, and whose they are (policy decides).
 """
@@ -104,12 +106,15 @@ class HostTier:
         self.num_blocks = num_host_blocks
         self._pool = pool
         self._runtime: Any = torch.cuda if pool.is_cuda else torch.cpu
-        self._side = self._runtime.Stream()
+        self._out, self._in = self._runtime.Stream(), self._runtime.Stream()
+        # Host blocks that may still be written until the event has passed.
+        self._unsaved: set[int] = set()
+        self._is_saved = self._runtime.Event()
         self._host = _allocate(num_host_blocks, pool)
         if pool.is_cuda:
             _pin(self._host)
             # Memory must be unpinned before it is given back; at exit the system does both.
-            weakref.finalize(self, _unpin, self._host, self._side).atexit = False
+            weakref.finalize(self, _unpin, self._host, self._out, self._in).atexit = False
         staging = staging or (CUDA_STAGING if pool.is_cuda else _CPU_STAGING)
         slots = self._make_slots(staging)
         self._slots = itertools.cycle(slots)
@@ -136,36 +141,42 @@ class HostTier:
         """Device → host."""
         device_ids, host_ids = self._columns([(host, device) for device, host in pairs])
         assert len(set(host_ids)) == len(pairs), f"destination named twice in {pairs}"
-        compute = self._runtime.current_stream()
-        self._side.wait_stream(compute)
-        start = record_moment(self._pool.device, self._side)
+        compute, side = self._runtime.current_stream(), self._out
+        side.wait_stream(compute)
+        start = record_moment(self._pool.device, side)
         for slot, part in self._parts(len(pairs)):
             staged = slot.blocks[: part.stop - part.start]
             compute.wait_event(slot.is_free)
             gather_blocks(self._pool, device_ids[part], staged)
-            self._side.wait_stream(compute)
-            with self._runtime.stream(self._side):
+            side.wait_stream(compute)
+            with self._runtime.stream(side):
                 for here, there in _runs(host_ids[part]):
                     self._host[there].copy_(staged[here], non_blocking=True)
-            slot.is_free.record(self._side)
-        self._timings.append((True, start, record_moment(self._pool.device, self._side)))
+            slot.is_free.record(side)
+        if self._is_saved.query():
+            self._unsaved.clear()
+        self._unsaved.update(host_ids)
+        self._is_saved.record(side)
+        self._timings.append((True, start, record_moment(self._pool.device, side)))
 
     def _swap_in(self, pairs: Pairs) -> None:
         """Host → device."""
         device_ids, host_ids = self._columns(pairs)
         assert len({block for _, block in pairs}) == len(pairs), f"destination twice in {pairs}"
-        compute = self._runtime.current_stream()
-        start = record_moment(self._pool.device, self._side)
+        compute, side = self._runtime.current_stream(), self._in
+        if not self._unsaved.isdisjoint(host_ids):
+            side.wait_event(self._is_saved)
+        start = record_moment(self._pool.device, side)
         for slot, part in self._parts(len(pairs)):
             staged = slot.blocks[: part.stop - part.start]
-            self._side.wait_event(slot.is_free)
-            with self._runtime.stream(self._side):
+            side.wait_event(slot.is_free)
+            with self._runtime.stream(side):
                 for here, there in _runs(host_ids[part]):
                     staged[here].copy_(self._host[there], non_blocking=True)
-            compute.wait_stream(self._side)
+            compute.wait_stream(side)
             scatter_blocks(staged, device_ids[part], self._pool)
             slot.is_free.record(compute)
-        self._timings.append((False, start, record_moment(self._pool.device, self._side)))
+        self._timings.append((False, start, record_moment(self._pool.device, side)))
 
     def _columns(self, pairs: Pairs) -> tuple[Tensor, list[int]]:
         """(host, device) pairs by host block: int64 [num_pairs] for the device, and host ids."""
@@ -242,8 +253,9 @@ def _pin(host: Tensor) -> None:
         raise ConfigError(f"{_too_large(len(host))} (CUDA error {status})")
 
 
-def _unpin(host: Tensor, side: torch.cuda.Stream) -> None:
-    side.synchronize()
+def _unpin(host: Tensor, *streams: torch.cuda.Stream) -> None:
+    for stream in streams:
+        stream.synchronize()
     _cudart().cudaHostUnregister(host.data_ptr())
 
 

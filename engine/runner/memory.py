@@ -1,7 +1,8 @@
 """Memory for KV: how much may be taken where nobody said, and the taking of it.
 
 On a CPU a modest share, since other programs live there too. On a GPU everything within
-`gpu_memory_utilization` that weights and the largest forward pass leave, which is measured.
+`gpu_memory_utilization` that weights, the largest forward pass and the graphs leave, which is
+measured.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.cuda_graphs import GraphedDecoder, GraphSizes, graphs_num_bytes
+from penstock.engine.runner.device import settle_cudagraph_mode
+from penstock.engine.runner.graph_capture import CudaGraphMaker
 from penstock.engine.runner.kv_cache import (
     KVShape,
     choose_num_blocks,
@@ -44,7 +48,7 @@ def allocate_pool(
     num_blocks = choose_num_blocks(
         config.cache,
         shape,
-        available_bytes=lambda: available_bytes(config, model, shape),
+        available_bytes=lambda: available_bytes(config, model, shape, max_model_len),
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
@@ -67,12 +71,15 @@ def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> Ho
     return HostTier(pool, num_blocks) if num_blocks else NoHostTier(pool)
 
 
-def available_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int:
+def available_bytes(
+    config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
+) -> int:
     """Bytes for the KV pool on the device the model is on."""
     device = model.device
     if device.type != "cuda":
         return min(_MAX_CPU_BYTES, free_cpu_bytes() // _CPU_SHARE)
     peak = _profile_peak_bytes(config, model, shape)
+    peak += _profile_graphs_bytes(config, model, shape, max_model_len)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # Other programs' memory counts against the share: it is not there to be had.
@@ -111,6 +118,27 @@ def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) ->
     logits = model.logits(hidden[:rows]).double()
     logits.softmax(-1).cumsum(-1)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _profile_graphs_bytes(
+    config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
+) -> int:
+    """Memory of the graphs that are going to be captured, by capturing some of them."""
+    device = model.device
+    pool = shape.allocate(1, device)
+
+    def capture(sizes: GraphSizes) -> GraphedDecoder:
+        max_blocks = shape.num_blocks_for(max_model_len)
+        return GraphedDecoder(model, pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
+
+    def used_bytes() -> int:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+
+    mode = settle_cudagraph_mode(config.device, device)
+    return graphs_num_bytes(GraphSizes.of(mode, config.scheduler), capture, used_bytes)
 
 
 def _check_fits(num_bytes: int, device: torch.device) -> None:

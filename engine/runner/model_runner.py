@@ -6,22 +6,36 @@ further from here it lives; one that needs a line in `execute` has to earn it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
-from penstock.engine.models.fast_path import check_deterministic, cpu_kernels, fastest
+from penstock.engine.models.fast_path import (
+    LanguageModel,
+    check_deterministic,
+    cpu_kernels,
+    fastest,
+    run_step,
+)
 from penstock.engine.models.loader import load_model
-from penstock.engine.runner.device import select_device, settle_max_model_len
-from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.models.step_output import StepOutput
+from penstock.engine.runner.cuda_graphs import with_graphs
+from penstock.engine.runner.device import (
+    select_device,
+    settle_kv_dtype,
+    settle_max_model_len,
+)
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
+from penstock.engine.runner.sampled_tokens import make_token_path
+from penstock.engine.runner.step_in_flight import StepInFlight
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.prompt_logprobs import prompt_logprobs
-from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
+from penstock.engine.sampling.sampling_table import SamplingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +48,7 @@ class RunnerInfo:
         num_host_blocks: the host tier; 0 if there is none.
         block_move_s: seconds to move one block between the tiers, measured at start.
         needs_prompt_lens: KV depends on the prompt's length (dynamic NTK), not on tokens alone.
+        overlaps_steps: a step can be launched while another runs.
     """
 
     max_model_len: int
@@ -45,6 +60,8 @@ class RunnerInfo:
     block_move_s: float
     needs_prompt_lens: bool
     dtype: str
+    kv_cache_dtype: str
+    overlaps_steps: bool
     device: str
     num_threads: int
 
@@ -68,19 +85,31 @@ class ModelRunner:
         model = load_model(config.model, model_path, self._device)
         decoder, dtype = model.config, model.dtype
         max_model_len = settle_max_model_len(config.model, decoder)
-        shape = KVShape.of(decoder, config.cache.block_size, dtype)
+        kv_dtype = settle_kv_dtype(config.cache, dtype, self._device)
+        if kv_dtype != dtype:
+            model.use_fp8_cache()
+        shape = KVShape.of(decoder, config.cache.block_size, kv_dtype)
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
         library = cpu_kernels(model, shape.block_size, num_threads=config.device.num_threads)
         if config.device.deterministic:
-            check_deterministic(model, shape.block_size, library)
+            if self._device.type == "cpu":
+                check_deterministic(model, shape.block_size, library)
+            else:
+                model.use_invariant_kernels()
         self._sampler = Sampler(eos_token_ids, library=library)
-        # Last: it takes the weights.
-        self._model = fastest(model, shape.block_size, library, config.model.quantization)
         num_blocks = self._kv_pool.shape[2]
-        self._batch = InputBatch(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_blocks=min(num_blocks, shape.num_blocks_for(max_model_len)),
+        max_blocks = min(num_blocks, shape.num_blocks_for(max_model_len))
+        # Last: it takes the weights.
+        self._model: LanguageModel = with_graphs(
+            fastest(model, shape.block_size, library, config.model.quantization),
+            config,
+            self._kv_pool,
+            max_blocks=max_blocks,
+        )
+        self._batch, self._tokens = make_token_path(
+            config.scheduler,
+            max_blocks=max_blocks,
             block_size=shape.block_size,
             device=self._device,
         )
@@ -94,46 +123,51 @@ class ModelRunner:
             block_move_s=self._host_tier.block_move_s,
             needs_prompt_lens=self._model.needs_prompt_lens,
             dtype=str(dtype).removeprefix("torch."),
+            kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
+            overlaps_steps=self._tokens.overlaps_steps,
             device=str(self._device),
             num_threads=self._model.num_threads,
         )
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> BatchResult:
         """Run one step. Sequences whose last known token it computes get one more token."""
+        return self.launch(batch).result()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> StepInFlight:
+        """The same, without waiting for a GPU to do it: the next one may be launched at once."""
         self._batch.update(batch)
         self._host_tier.execute(batch.moves)
         stopwatch = Stopwatch(self._device)
-        result = self._compute(batch)
-        compute_s = stopwatch.stop()
-        swap_out_s, swap_in_s = self._host_tier.take_seconds()
-        return replace(result, compute_s=compute_s, swap_out_s=swap_out_s, swap_in_s=swap_in_s)
-
-    def _compute(self, batch: Batch) -> BatchResult:
-        """The forward pass, and the tokens and log-probabilities that follow from it."""
         if not batch.scheduled:
-            return BatchResult(step=batch.step, token_ids={})
+            return StepInFlight(batch.step, stopwatch, self._host_tier)
         inputs = self._batch.prepare(
             batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
         )
-        hidden = self._model(inputs.input_ids, inputs.context)
-        at = inputs.sampled_tokens
-        logits = self._model.logits(hidden if at is None else hidden[at])
-        seq_ids = inputs.sampled_seq_ids
-        sampled = self._sampler.choose(logits, inputs.sampling).read()
-        # Of a failed one too: a step already planned may count on a token.
-        self._batch.append(seq_ids, sampled.token_ids)
-        rows = [row for row, is_valid in enumerate(sampled.is_valid) if is_valid]
-        return BatchResult(
-            step=batch.step,
-            token_ids={seq_ids[row]: (sampled.token_ids[row],) for row in rows},
-            logprobs={
-                seq_ids[row]: (sampled.logprobs[row],) for row in rows if row in sampled.logprobs
-            },
-            failed_seq_ids=tuple(
-                seq_id
-                for seq_id, is_valid in zip(seq_ids, sampled.is_valid, strict=True)
-                if not is_valid
-            ),
-            prompt_logprobs=prompt_logprobs(inputs.prompt_spans, hidden, self._model.logits),
+        sampling = inputs.sampling
+        output = run_step(
+            self._model,
+            self._tokens.input_ids(inputs),
+            inputs.context,
+            inputs.sampled_tokens,
+            sampling.parameters if sampling.has_plain_rows else None,
+            sampling.draws,
         )
+        tokens = self._tokens.take(inputs, self._choose(output, sampling))
+        prompt_entries = None
+        if inputs.prompt_spans:
+            prompt_entries = prompt_logprobs(inputs.prompt_spans, output.hidden, self._model.logits)
+        return StepInFlight(
+            batch.step, stopwatch, self._host_tier, inputs.sampled_seq_ids, tokens, prompt_entries
+        )
+
+    def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
+        """The token of each sampled row, perhaps still on its way."""
+        drawn = output.drawn
+        if drawn is not None and sampling.is_plain:
+            token_ids, is_valid = drawn.read()
+            return Sampled(token_ids=token_ids, is_valid=is_valid, logprobs={})
+        if sampling.changed:
+            self._tokens.settle()  # changes depend on the tokens so far; the forward pass runs on
+        pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
+        return self._sampler.choose(output.logits, sampling, drawn=pair)

@@ -47,13 +47,23 @@ def record_moment(device: torch.device, stream: Any = None) -> Any:
 class Stopwatch:
     """Runs from its construction, on a device's current stream."""
 
+    __slots__ = ("_device", "_end", "_start")
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start = record_moment(device)
 
+    def mark_end(self) -> None:
+        """It has stopped when all that was launched until now is done."""
+        self._end = record_moment(self._device)
+
+    def seconds(self) -> float:
+        """From the start to the marked end; waits for the end."""
+        self._end.synchronize()
+        seconds: float = self._start.elapsed_time(self._end) / 1e3
+        return seconds
+
     def stop(self) -> float:
         """Seconds from the start until all that was launched is done; waits for it."""
-        end = record_moment(self._device)
-        end.synchronize()
-        seconds: float = self._start.elapsed_time(end) / 1e3
-        return seconds
+        self.mark_end()
+        return self.seconds()

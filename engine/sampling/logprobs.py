@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,17 @@ class Described:
     ranks: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+
+    def map(self, copy: Callable[[Tensor], Tensor]) -> Described:
+        """The same with a copy of every tensor."""
+        return Described(
+            rows=self.rows,
+            token_ids=copy(self.token_ids),
+            logprobs=copy(self.logprobs),
+            ranks=copy(self.ranks),
+            top_ids=copy(self.top_ids),
+            top_logprobs=copy(self.top_logprobs),
+        )
 
     def entries(self) -> list[TokenLogprobs]:
         """One for each row; waits for the device."""

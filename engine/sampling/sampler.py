@@ -7,7 +7,7 @@ came. What no row asks for costs nothing, and no row's result depends on another
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,10 @@ class Sampled:
     is_valid: list[bool]
     logprobs: Mapping[int, TokenLogprobs]
 
+    def read(self) -> Sampled:
+        """They are here: nothing to wait for."""
+        return self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTokens:
@@ -45,6 +49,14 @@ class ChosenTokens:
     token_ids: Tensor
     is_valid: Tensor
     described: tuple[Described, ...]
+
+    def map(self, copy: Callable[[Tensor], Tensor]) -> ChosenTokens:
+        """The same with a copy of every tensor."""
+        return ChosenTokens(
+            token_ids=copy(self.token_ids),
+            is_valid=copy(self.is_valid),
+            described=tuple(each.map(copy) for each in self.described),
+        )
 
     def read(self) -> Sampled:
         """Wait for the device."""
@@ -83,16 +95,17 @@ class Sampler:
             logits: [num_rows, vocab_size] as the model gave them, left as they are.
             drawn: what `sample_tokens` makes of them, if somebody knows already.
         """
-        if drawn is not None and not batch.changed:
-            token_ids, is_valid = drawn
-        else:
-            token_ids, is_valid = self._choose(logits, batch)
+        if drawn is None or batch.changed:
+            drawn = self._choose(logits, batch, drawn)
+        token_ids, is_valid = drawn
         if not batch.num_tops:
             return ChosenTokens(token_ids=token_ids, is_valid=is_valid, described=())
         described = describe_some(logits, token_ids, batch.num_tops)
         return ChosenTokens(token_ids=token_ids, is_valid=is_valid, described=described)
 
-    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, batch: SamplingBatch, drawn: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         """Token ids and whether each row had a distribution."""
         uniforms = batch.parameters[0]  # nobody reads them where all rows are greedy
         if batch.draws is not None:
@@ -102,7 +115,7 @@ class Sampler:
         if len(batch.changed) == len(logits):
             changed = self._change(logits, batch.changed.values())
             return self._sample(changed, batch.parameters, uniforms)
-        token_ids, is_valid = self._sample(logits, batch.parameters, uniforms)
+        token_ids, is_valid = drawn or self._sample(logits, batch.parameters, uniforms)
         rows = torch.tensor(list(batch.changed), device=logits.device)
         changed = self._change(logits[rows], batch.changed.values())
         chosen = self._sample(changed, batch.parameters[:, rows].contiguous(), uniforms[rows])

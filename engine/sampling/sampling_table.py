@@ -41,8 +41,13 @@ class SamplingBatch:
     num_tokens: npt.NDArray[np.int64]
 
     @property
+    def has_plain_rows(self) -> bool:
+        """Whether some row's logits stay as they are."""
+        return len(self.changed) < len(self.num_tokens)
+
+    @property
     def is_plain(self) -> bool:
-        """Whether every row asks for a draw alone, in this step and in those to come."""
+        """Whether every row asks for a draw alone."""
         return not self.changed and not self.num_tops
 
 

@@ -39,11 +39,8 @@ class Intake:
         self._counters.swap_out_s += result.swap_out_s
         self._counters.swap_in_s += result.swap_in_s
         live = self._roster.live
-        outputs: list[RequestOutput] = []
         # One that fails may take others with it, so each is looked up in its turn.
-        outputs.extend(
-            self._fail(live[seq_id]) for seq_id in result.failed_seq_ids if seq_id in live
-        )
+        outputs = [self._fail(live[seq_id]) for seq_id in result.failed_seq_ids if seq_id in live]
         for item in batch.scheduled:
             sequence = live.get(item.seq_id)
             if sequence is None:  # aborted meanwhile
@@ -53,7 +50,7 @@ class Intake:
             )
             token_ids = result.token_ids.get(item.seq_id, ())
             if token_ids:
-                logprobs = result.logprobs.get(item.seq_id, ())
+                logprobs = result.logprobs.get(item.seq_id, ()) if result.logprobs else ()
                 outputs += self._take(sequence, token_ids, logprobs, prompt_logprobs)
             elif prompt_logprobs:  # still inside its prompt
                 request_id = sequence.request.request_id
@@ -87,22 +84,23 @@ class Intake:
                 self.finish(live, sequence)
                 return ()
         num_kept, reason = self._append(sequence, token_ids)
-        num_cached, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
-        if reason is not None:
-            self.finish(live, sequence)
-        return (
-            RequestOutput(
-                request_id=live.request.request_id,
-                index=sequence.index,
-                token_ids=token_ids[:num_kept],
-                logprobs=logprobs[:num_kept],
-                prompt_logprobs=prompt_logprobs,
-                finish_reason=reason,
-                is_last=not live.sequences,
-                stop_token_id=sequence.token_ids[-1] if reason is FinishReason.STOP else None,
-                num_cached_tokens=num_cached,
-            ),
+        output = RequestOutput(
+            request_id=live.request.request_id,
+            index=sequence.index,
+            token_ids=token_ids[:num_kept],
+            logprobs=logprobs[:num_kept],
+            prompt_logprobs=prompt_logprobs,
         )
+        if sequence.num_cached_tokens:
+            output.num_cached_tokens, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
+        if reason is not None:
+            output.prefix_id = self._roster.blocks.prefix_id(sequence)
+            self.finish(live, sequence)
+            output.finish_reason = reason
+            output.is_last = not live.sequences
+            if reason is FinishReason.STOP:
+                output.stop_token_id = sequence.token_ids[-1]
+        return (output,)
 
     def _append(
         self, sequence: Sequence, token_ids: tuple[int, ...]

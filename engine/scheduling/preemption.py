@@ -36,6 +36,11 @@ class PreemptionCosts:
         self._block_move_s = block_move_s
         self._token_s: float | None = None  # of prefill; unknown before the first
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As measured; 0 before the first prompt."""
+        return 1.0 / self._token_s if self._token_s else 0.0
+
     def prefers_swap(self, *, num_tokens: int, num_blocks: int, num_to_save: int) -> bool:
         """Whether a victim should be swapped out.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from penstock.engine.config import SchedulerConfig
@@ -59,6 +60,8 @@ class RequestLimits:
                 "priority needs a server started with --scheduling-policy priority",
                 param="priority",
             )
+        if not 0.0 < request.weight < math.inf:
+            raise InvalidRequestError("weight must be a number more than 0", param="weight")
         if params.num_branches > 1 or params.beam_search is not None:
             self._check_branches(request)
 

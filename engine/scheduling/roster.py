@@ -75,7 +75,7 @@ class Roster:
         num_computed = self.blocks.admit(sequence, num_spared=num_spared)
         if num_computed is None:
             return False
-        self.waiting.discard(sequence)
+        self.waiting.take(sequence, num_tokens=len(sequence.token_ids) - num_computed)
         sequence.num_computed_tokens = num_computed
         self._run(sequence)
         if num_forks:
@@ -108,6 +108,7 @@ class Roster:
         if sequence.status is SequenceStatus.RUNNING:
             self._stop_running(sequence)
         self.waiting.discard(sequence)
+        self.waiting.charge(sequence, _num_new_tokens(sequence))
         self.blocks.release(sequence, retention=retention, is_spoilt=is_spoilt)
         sequence.move_to(SequenceStatus.FINISHED)
         del self.live[sequence.seq_id]
@@ -160,3 +161,10 @@ class Roster:
     def _drop_blocks(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
         sequence.num_computed_tokens = 0
+
+
+def _num_new_tokens(sequence: Sequence) -> int:
+    """Output that its tenant has not been charged for yet."""
+    if sequence.params.beam_search is not None:
+        return 1  # a beam lasts a step; its past is its parents'
+    return sequence.num_output_tokens - len(sequence.request.output_token_ids)

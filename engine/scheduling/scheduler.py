@@ -31,6 +31,7 @@ from penstock.engine.scheduling.branches import Branches, LiveRequest
 from penstock.engine.scheduling.counters import SchedulerCounters
 from penstock.engine.scheduling.intake import Intake
 from penstock.engine.scheduling.preemption import PreemptionCosts
+from penstock.engine.scheduling.queue_watch import QueueWatch
 from penstock.engine.scheduling.request_limits import RequestLimits
 from penstock.engine.scheduling.roster import Roster
 from penstock.engine.scheduling.stopping import StopRule
@@ -83,6 +84,7 @@ class Scheduler:
             self._requests, self._roster, self._branches, self._stop_rule, self.counters
         )
         self._notices: list[RequestOutput] = []
+        self._watch = QueueWatch(self._roster.waiting, clock)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -93,6 +95,20 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._roster.waiting)
+
+    @property
+    def num_tokens_waiting(self) -> int:
+        return self._roster.waiting.num_tokens
+
+    @property
+    def queue_tokens_per_s(self) -> float:
+        """Prompt tokens that leave the queue while somebody waits; 0 before anybody did."""
+        return self._watch.tokens_per_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Of steps that compute prompts; 0 before the first."""
+        return self._costs.prefill_tokens_per_s
 
     def slots(self) -> tuple[int, int]:
         """Token slots of the running sequences' blocks, and those of them that hold no token."""
@@ -121,6 +137,7 @@ class Scheduler:
             self.counters.num_refused += 1
             raise
         self._requests[request.request_id] = self._branches.start(request)
+        self._watch.add(request)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:
@@ -146,8 +163,7 @@ class Scheduler:
         scheduled: dict[int, ScheduledSequence] = {}
         budget = self._config.max_num_batched_tokens
         has_preempted = False
-        # Decode first: a fork may stand behind a long prompt in the order of admission.
-        for sequence in sorted(self._roster.running.values(), key=_is_in_prompt):
+        for sequence in self._decode_first():
             num_new = min(self._num_uncomputed(sequence), budget)
             if num_new > 0:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
@@ -157,7 +173,7 @@ class Scheduler:
         # step can be shared by those admitted to it.
         for seq_id, item in scheduled.items():
             self._advance(self._roster.running[seq_id], item.num_new_tokens)
-        if not has_preempted:
+        if len(self._roster.waiting) and not has_preempted:
             # Otherwise the newcomer would take the very blocks a victim just gave up.
             self._admit(scheduled, budget)
         if not scheduled:
@@ -175,20 +191,33 @@ class Scheduler:
         self._costs.observe(batch, result)
         outputs = [each for each in self._notices if each.request_id in self._requests]
         self._notices = []
+        outputs += self._watch.look()
         outputs += self._intake.take(batch, result)
         return outputs
 
     # -- planning ---------------------------------------------------------------------------
 
+    def _decode_first(self) -> list[Sequence]:
+        """Who runs, those inside a prompt last: a fork may stand behind a long one in the order of
+        admission."""
+        decoding: list[Sequence] = []
+        in_prompt: list[Sequence] = []
+        for sequence in self._roster.running.values():
+            has_more = len(sequence.token_ids) - sequence.num_computed_tokens > 1
+            (in_prompt if has_more else decoding).append(sequence)
+        return decoding + in_prompt
+
     def _num_uncomputed(self, sequence: Sequence) -> int:
         if sequence.status is not SequenceStatus.RUNNING:
             return 0  # fell victim earlier in this step
-        num_tokens = sequence.num_tokens
-        if sequence.num_in_flight_tokens and (
-            sequence.params.beam_search is not None  # the search decides what comes next
-            or self._stop_rule.fills(sequence, num_tokens=num_tokens)  # it is the last
-        ):
-            return 0
+        num_tokens = len(sequence.token_ids)
+        if sequence.num_in_flight_tokens:
+            num_tokens = sequence.num_tokens
+            if (
+                sequence.params.beam_search is not None  # the search decides what comes next
+                or self._stop_rule.fills(sequence, num_tokens=num_tokens)  # it is the last
+            ):
+                return 0
         return num_tokens - sequence.num_computed_tokens
 
     def _extend(
@@ -270,13 +299,14 @@ class Scheduler:
         )
 
     def _advance(self, sequence: Sequence, num_new: int) -> None:
-        sequence.num_computed_tokens += num_new
+        num_computed = sequence.num_computed_tokens + num_new
+        sequence.num_computed_tokens = num_computed
         num_known = len(sequence.token_ids)
-        if sequence.num_computed_tokens == num_known + sequence.num_in_flight_tokens:
+        if num_computed == num_known + sequence.num_in_flight_tokens:
             sequence.num_in_flight_tokens += 1  # the step samples the one after
-        num_full = min(sequence.num_computed_tokens, num_known) // self.blocks.block_size
+        num_full = min(num_computed, num_known) // self.blocks.block_size
         has_filled_block = num_full > sequence.num_committed_blocks
-        if has_filled_block or sequence.num_computed_tokens == sequence.num_prompt_tokens:
+        if has_filled_block or num_computed == sequence.num_prompt_tokens:
             self.blocks.commit(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -289,8 +319,3 @@ class Scheduler:
         output = live.notice(sequence, notice)
         if output is not None:
             self._notices.append(output)
-
-
-def _is_in_prompt(sequence: Sequence) -> bool:
-    """Whether more than its newest token is left to compute."""
-    return len(sequence.token_ids) - sequence.num_computed_tokens > 1

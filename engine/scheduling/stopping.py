@@ -24,12 +24,12 @@ class StopRule:
 
     def check(self, sequence: Sequence) -> FinishReason | None:
         """Whether the sequence ends with its newest token."""
-        params = sequence.params
+        params = sequence.request.sampling_params
         newest = sequence.token_ids[-1]
-        if sequence.num_output_tokens >= params.min_tokens and (
-            newest in params.stop_token_ids
-            or (newest in self._eos_token_ids and not params.ignore_eos)
-        ):
+        is_end = newest in params.stop_token_ids or (
+            newest in self._eos_token_ids and not params.ignore_eos
+        )
+        if is_end and sequence.num_output_tokens >= params.min_tokens:
             return FinishReason.STOP
         is_full = self.fills(sequence, num_tokens=len(sequence.token_ids))
         return FinishReason.LENGTH if is_full else None
@@ -37,4 +37,5 @@ class StopRule:
     def fills(self, sequence: Sequence, *, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens of prompt and output reach a length limit."""
         num_output_tokens = num_tokens - sequence.num_prompt_tokens
-        return num_output_tokens >= sequence.params.max_tokens or num_tokens >= self.max_model_len
+        max_tokens = sequence.request.sampling_params.max_tokens
+        return num_output_tokens >= max_tokens or num_tokens >= self.max_model_len

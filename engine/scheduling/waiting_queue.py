@@ -1,24 +1,31 @@
 """The order of service: who waits for a place, and who comes before whom.
 
-    fcfs       by arrival
-    priority   by the request's priority (lower first), then by arrival; for every
-               `aging_s` a request has been here, it moves up by one, so nothing starves
+    1. band     under the policy `priority` a request's priority, lower first; for every `aging_s`
+                it has been here it moves up by one, as far as the most urgent priority ever seen:
+                nothing starves, and a backlog does not overtake others by its age alone
+    2. return   what has run before and was parked, by arrival: its stream is pausing
+    3. tenant   by deficit round robin over tokens (`fair_turns`)
+    4. arrival  within a tenant
 
-A preempted sequence keeps its arrival, and so returns to the front of its equals.
+Under `fcfs` there is one band; with one tenant that is plainly the order of arrival.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock.engine.config import SchedulingPolicy
-from penstock.engine.request import Sequence
+from penstock.engine.request import Sequence, SequenceStatus
+from penstock.engine.scheduling.fair_turns import FairTurns, Turn
+
+Rank = tuple[int, float, int]
+Entry = tuple[Rank, int, Sequence]  # with the tokens it is to compute
 
 
 class ServiceOrder:
-    """Ranks sequences; lower comes first.
+    """Ranks sequences, whoever's they are; lower comes first.
 
     Args:
         clock: seconds, by the same clock as requests' `arrival_s`.
@@ -30,15 +37,30 @@ class ServiceOrder:
         self._is_fcfs = policy == "fcfs"
         self._aging_s = aging_s
         self._clock = clock
+        self._top_band = math.inf  # the most urgent priority seen
 
-    def rank(self, sequence: Sequence) -> tuple[int, float, int]:
+    def note(self, sequence: Sequence) -> bool:
+        """Take note of a sequence's priority; whether others' ranks may change by it."""
+        priority = sequence.request.priority
+        if self._is_fcfs or priority >= self._top_band:
+            return False
+        self._top_band = priority
+        return True
+
+    def rank(self, sequence: Sequence) -> Rank:
         """Band, arrival, order of submission."""
         request = sequence.request
-        band = 0 if self._is_fcfs else request.priority - self._num_aged(sequence)
-        return band, request.arrival_s, sequence.seq_id
+        return self.band(sequence), request.arrival_s, sequence.seq_id
+
+    def band(self, sequence: Sequence) -> int:
+        if self._is_fcfs:
+            return 0
+        priority = sequence.request.priority
+        top = int(min(self._top_band, priority))
+        return max(priority - self._num_aged(sequence), top)
 
     def next_change_s(self, sequence: Sequence) -> float:
-        """When the sequence's rank will next improve by itself."""
+        """When the sequence's rank may next improve by itself."""
         if self._is_fcfs:
             return math.inf
         return sequence.request.arrival_s + (self._num_aged(sequence) + 1) * self._aging_s
@@ -51,21 +73,29 @@ class ServiceOrder:
 
 
 class WaitingQueue:
-    """Waiting sequences by rank: a heap, with entries renewed as sequences age.
+    """Waiting sequences by band, tenant and arrival: heaps of heaps, with entries renewed as
+    sequences age. Operations take O(log n); removal marks, and an entry that is out of date is
+    skipped when it surfaces.
 
-    Removal marks; an entry that is out of date is skipped when it surfaces.
+    Attributes:
+        num_tokens: of all that wait, as far as they are to be computed.
+        num_taken: those of all that were served.
     """
 
     def __init__(self, order: ServiceOrder) -> None:
         self.order = order
-        self._heap: list[tuple[tuple[int, float, int], Sequence]] = []
-        self._waiting: dict[int, tuple[int, float, int]] = {}  # seq_id → its valid rank
+        self.num_tokens = 0
+        self.num_taken = 0
+        self._bands: dict[int, _Band] = {}
+        self._order_of_bands: list[int] = []  # a heap
+        self._waiting: dict[int, Entry] = {}  # by seq_id: the one that is valid
         self._aging: list[tuple[float, int, Sequence]] = []  # when a rank changes
 
     def push(self, sequence: Sequence) -> None:
-        rank = self.order.rank(sequence)
-        heapq.heappush(self._heap, (rank, sequence))  # ranks differ: seq_id is in them
-        self._waiting[sequence.seq_id] = rank
+        if self.order.note(sequence):
+            for *_, other in list(self._waiting.values()):
+                self._place(other)
+        self._place(sequence)
         change_s = self.order.next_change_s(sequence)
         if change_s < math.inf:
             heapq.heappush(self._aging, (change_s, sequence.seq_id, sequence))
@@ -73,16 +103,62 @@ class WaitingQueue:
     def peek(self) -> Sequence | None:
         """Who is next, or None."""
         self._age()
-        while self._heap and self._waiting.get(self._heap[0][1].seq_id) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        while self._order_of_bands:
+            head = self._bands[self._order_of_bands[0]].peek()
+            if head is not None:
+                return head
+            del self._bands[heapq.heappop(self._order_of_bands)]
+        return None
 
     def discard(self, sequence: Sequence) -> None:
         """Take out a sequence, wherever it stands, if it waits."""
-        self._waiting.pop(sequence.seq_id, None)
+        entry = self._waiting.pop(sequence.seq_id, None)
+        if entry is not None:
+            self.num_tokens -= entry[1]
+
+    def take(self, sequence: Sequence, *, num_tokens: int) -> None:
+        """Take out the head because it is served.
+
+        Args:
+            num_tokens: to be computed for it now, not counting its output.
+        """
+        entry = self._waiting[sequence.seq_id]
+        self.num_taken += entry[1]
+        if not is_returning(sequence):
+            turns = self._bands[entry[0][0]].turns
+            turns.serve(sequence.request.tenant)
+            turns.charge(sequence.request.tenant, sequence.request.weight, num_tokens)
+        self.discard(sequence)
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence that was served has had output; while nobody waits, nobody owes anything."""
+        band = self._bands.get(self.order.band(sequence))
+        if band is not None:
+            band.turns.charge(sequence.request.tenant, sequence.request.weight, num_tokens)
+
+    def in_order(self) -> Iterator[Sequence]:
+        """All that wait as they would be served if nothing changed: O(n log n) in all."""
+        self._age()
+        for band in sorted(self._bands):
+            yield from self._bands[band].in_order()
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def _place(self, sequence: Sequence) -> None:
+        rank = self.order.rank(sequence)
+        self.discard(sequence)
+        num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+        self.num_tokens += num_tokens
+        entry = self._waiting[sequence.seq_id] = (rank, num_tokens, sequence)
+        band = self._bands.get(rank[0])
+        if band is None:
+            band = self._bands[rank[0]] = _Band(self._is_valid)
+            heapq.heappush(self._order_of_bands, rank[0])
+        band.push(entry)
+
+    def _is_valid(self, entry: Entry) -> bool:
+        return self._waiting.get(entry[2].seq_id) is entry
 
     def _age(self) -> None:
         now_s = self.order.now_s()
@@ -92,3 +168,83 @@ class WaitingQueue:
         for sequence in due:  # pushed only now: rounding may make its next change due at once
             if sequence.seq_id in self._waiting:
                 self.push(sequence)
+
+
+_Line = list[Entry]  # a heap; ranks of different sequences differ: seq_id is in them
+
+
+class _Band:
+    """Those of one band.
+
+    Args:
+        is_valid: whether an entry's sequence waits, and waits there.
+    """
+
+    def __init__(self, is_valid: Callable[[Entry], bool]) -> None:
+        self.turns = FairTurns()
+        self._is_valid = is_valid
+        self._returning: _Line = []
+        self._lines: dict[str, _Line] = {}  # by tenant
+        # A tenant's entry may name a turn it has used up since: turns only grow, so it surfaces
+        # too early, never too late.
+        self._tenants: list[tuple[Turn, str]] = []
+
+    def push(self, entry: Entry) -> None:
+        if is_returning(entry[2]):
+            heapq.heappush(self._returning, entry)
+            return
+        request = entry[2].request
+        line = self._lines.get(request.tenant)
+        if line is None:
+            line = self._lines[request.tenant] = []
+            turn = self.turns.join(request.tenant, request.weight)
+            heapq.heappush(self._tenants, (turn, request.tenant))
+        heapq.heappush(line, entry)
+
+    def peek(self) -> Sequence | None:
+        head = self._head(self._returning)
+        while head is None and self._tenants:
+            turn, tenant = self._tenants[0]
+            head = self._head(self._lines[tenant])
+            if head is None:
+                heapq.heappop(self._tenants)
+                del self._lines[tenant]
+            elif turn != (now := self.turns.turn(tenant)):
+                heapq.heapreplace(self._tenants, (now, tenant))
+                head = None
+        return head
+
+    def in_order(self) -> Iterator[Sequence]:
+        for *_, sequence in sorted(filter(self._is_valid, self._returning)):
+            yield sequence
+        turns = self.turns.copy()
+        lines = {
+            tenant: sorted(filter(self._is_valid, line), reverse=True)
+            for tenant, line in self._lines.items()
+        }
+        tenants = [(turns.turn(tenant), tenant) for tenant, line in lines.items() if line]
+        heapq.heapify(tenants)
+        while tenants:
+            tenant = tenants[0][1]
+            _, num_tokens, sequence = lines[tenant].pop()
+            yield sequence
+            turns.serve(tenant)
+            turns.charge(tenant, sequence.request.weight, num_tokens)
+            if lines[tenant]:
+                heapq.heapreplace(tenants, (turns.turn(tenant), tenant))
+            else:
+                heapq.heappop(tenants)
+
+    def _head(self, line: _Line) -> Sequence | None:
+        while line and not self._is_valid(line[0]):
+            heapq.heappop(line)
+        return line[0][2] if line else None
+
+
+def is_returning(sequence: Sequence) -> bool:
+    """Whether it, or the sequence it parted from, has run here before."""
+    return (
+        sequence.status is SequenceStatus.PREEMPTED
+        or sequence.index > 0
+        or sequence.num_output_tokens > len(sequence.request.output_token_ids)
+    )

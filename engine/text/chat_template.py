@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,24 +56,29 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
         Args:
+            continue_final_message: end inside the last message, right after its text.
             template: a template to use instead of the model's; only from trusted callers.
             kwargs: further variables for the template (`enable_thinking`, …).
 
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.
         """
+        # As in `transformers`: a mark behind the last text says where to cut, and its own trailing
+        # space whether the template trims. Here nobody can guess it and put it into a text.
+        mark = f"CONTINUED{secrets.token_hex(8)} "
         variables = {
             **self._special_tokens,
             "tools": None,  # templates ask whether it is none, and undefined is not
             "documents": None,
             **(kwargs or {}),
-            "messages": messages,
+            "messages": _marked(messages, mark) if continue_final_message else messages,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -81,7 +87,7 @@ class ChatTemplate:
                 raise InvalidRequestError(
                     "this model has no chat template; use /v1/completions", param="messages"
                 )
-            return chosen.render(variables)
+            text = chosen.render(variables)
         except jinja2.TemplateSyntaxError as error:
             raise InvalidRequestError(
                 f"chat_template is not valid Jinja: {error}", param="chat_template"
@@ -90,6 +96,23 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
+        return _cut(text, mark, messages[-1]["content"]) if continue_final_message else text
+
+
+def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": last["content"] + mark}]
+
+
+def _cut(text: str, mark: str, final_message: str) -> str:
+    """The rendering up to the mark. Raises: InvalidRequestError."""
+    before, found, after = text.rpartition(mark.strip())
+    if not found or final_message.strip() not in before:
+        raise InvalidRequestError(
+            "the chat template changes the last message, so that it cannot be continued",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One sequence's output as text: incremental detokenisation and stop strings.
+"""One sequence's output as text: detokenised as it comes, cut at stop strings.
 
 Fed token ids, it says which text may be shown now. It holds back half a UTF-8 character (a
 token may end inside one) and any tail that could be the start of a stop string.
@@ -6,21 +6,15 @@ token may end inside one) and any tail that could be the start of a stop string.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.engine.request import SamplingParams
+from penstock.engine.text.detokenizer import new_detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
-_REPLACEMENT = "\ufffd"
-# The window of ids decoded each time: cut back to `_KEEP` once it reaches `_WINDOW`. What is kept
-# gives the next tokens their left context (SentencePiece strips a space at the start of a text).
-_KEEP = 6
-_WINDOW = 16
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
 class TextDelta:
     """What a push made showable.
 
@@ -35,80 +29,8 @@ class TextDelta:
     stop: str | None = None
 
 
-class Detokenizer:
-    """Token ids in, whole characters out. Every character comes out exactly once.
-
-    Tokens are decoded in a sliding window, because a token's text depends on its left neighbours.
-    The bytes of a byte-fallback run go through an incremental UTF-8 decoder instead: the
-    tokenizer would turn a whole run into U+FFFD while its last character is incomplete.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, context: Sequence[int] = ()
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._window: list[int] = []
-        self._num_shown = 0  # characters of the window's text that went out
-        self._utf8 = _new_utf8_decoder()
-        self._is_in_bytes = False
-        self._restart_window([token for token in context if token not in self._skipped][-_KEEP:])
-
-    def push(self, token_id: int) -> str:
-        if token_id in self._skipped:
-            return ""
-        byte = self._tokenizer.byte_of_token_id.get(token_id)
-        if byte is None:
-            return self._leave_bytes() + self._push_piece(token_id)
-        rest = "" if self._is_in_bytes else self._flush_window()
-        self._is_in_bytes = True
-        self._restart_window([token_id])
-        return rest + self._utf8.decode(bytes([byte]))
-
-    def finish(self) -> str:
-        """What is still pending, though it is no whole character."""
-        return self._leave_bytes() + self._flush_window()
-
-    def _push_piece(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._decode()
-        end = len(text) - text.endswith(_REPLACEMENT)  # its next byte may be on its way
-        new = text[self._num_shown : end]
-        self._num_shown = max(self._num_shown, end)
-        if len(self._window) >= _WINDOW:
-            # The cut may fall inside a character: the window then starts with U+FFFD, the same
-            # ones every time it is decoded, so counting characters stays right.
-            self._restart_window(self._window[-_KEEP:])
-        return new
-
-    def _restart_window(self, token_ids: list[int]) -> None:
-        self._window = token_ids
-        text = self._decode()
-        self._num_shown = len(text) - (text.endswith(_REPLACEMENT) and not self._is_in_bytes)
-
-    def _leave_bytes(self) -> str:
-        if not self._is_in_bytes:
-            return ""
-        self._is_in_bytes = False
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8 = _new_utf8_decoder()
-        return rest
-
-    def _flush_window(self) -> str:
-        rest = self._decode()[self._num_shown :]
-        self._num_shown += len(rest)
-        return rest
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=False)
-
-
-def _new_utf8_decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-
 class OutputText:
-    """The text of one sequence: a `Detokenizer` and, behind it, the search for stop strings.
+    """The text of one sequence: a detokenizer and, behind it, the search for stop strings.
 
     Args:
         context: ids that the output continues and that are shown already: a SentencePiece
@@ -118,7 +40,7 @@ class OutputText:
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, *, context: Sequence[int] = ()
     ) -> None:
-        self._detokenizer = Detokenizer(
+        self._detokenizer = new_detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, context=context
         )
         self._stops = tuple(stop for stop in params.stop if stop)
@@ -128,8 +50,13 @@ class OutputText:
         self._held = ""  # decoded, but possibly the start of a stop string
         self._is_stopped = False
 
-    def push(self, token_ids: Iterable[int]) -> TextDelta:
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next ids; after a stop string, everything further is dropped."""
+        if not self._stops:
+            detokenise = self._detokenizer.push
+            if len(token_ids) == 1:
+                return TextDelta(text=detokenise(token_ids[0]), num_tokens=1)
+            return TextDelta(text="".join(map(detokenise, token_ids)), num_tokens=len(token_ids))
         pieces: list[str] = []
         num_tokens = 0
         for token_id in token_ids:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+import tokenizers.decoders
 
 from penstock.engine.errors import ModelLoadError
 
@@ -27,6 +28,16 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
+        # At these, text is split before anything else looks at it: what stands on either side is
+        # tokenised as if the other were not there.
+        self.boundary_tokens = {
+            token_id: token.content
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if not (token.lstrip or token.single_word or token.normalized)
+        }
+        # GPT-2's kind: a token stands for the same bytes wherever it is.
+        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self.pieces = _Pieces(self)
         # SentencePiece's byte fallback: ids that stand for one byte each, as <0xNN>.
         self.byte_of_token_id = _byte_fallback_ids(backend)
 
@@ -56,6 +67,10 @@ class Tokenizer:
         """Ids to text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def token_piece(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it (`Ġthe`, `▁the`); None if there is none."""
+        return self._backend.id_to_token(token_id)
+
     def token_text(self, token_id: int) -> str:
         """One token on its own, special ones included."""
         return self._backend.decode([token_id], skip_special_tokens=False)
@@ -70,6 +85,25 @@ class Tokenizer:
         if "\ufffd" in text and all(char in self._byte_of_char for char in piece):
             return bytes(self._byte_of_char[char] for char in piece)
         return text.encode()
+
+
+class _Pieces(dict[int, str | bytes]):
+    """What tokens stand for on their own, made when first asked for: text, or bytes where they
+    are no whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        own = self._tokenizer.token_bytes(token_id)
+        piece: str | bytes
+        try:
+            piece = own.decode()
+        except UnicodeDecodeError:
+            piece = own
+        self[token_id] = piece
+        return piece
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -2,6 +2,11 @@
 
 Every method takes the caller's tenant: what belongs to another is not there. Ids are those of
 `ids`; one that is malformed is simply not found.
+
+A turn runs under a lease: whoever runs it calls `touch_turn` every few seconds. One that was not
+touched for `DEFAULT_LEASE_S` reads as `failed` and does not hold the head any more, so that a
+gateway that died locks no conversation; if it was only slow, touching or finishing it still works,
+but the head may have gone to another turn by then.
 """
 
 from __future__ import annotations
@@ -12,6 +17,9 @@ from typing import Protocol
 
 from penstock.gateway.conversations.records import Conversation, StoredTurn, TurnSummary
 from penstock.gateway.errors import RequestRefusedError
+
+DEFAULT_TTL_S = 7 * 24 * 3600.0
+DEFAULT_LEASE_S = 30.0
 
 
 class NotFoundError(RequestRefusedError):
@@ -73,6 +81,10 @@ class ConversationStore(Protocol):
         """
         ...
 
+    async def touch_turn(self, tenant: str, turn_id: str) -> None:
+        """A turn still runs: renew its lease. One that ended, or is not there, is left alone."""
+        ...
+
     async def finish_turn(self, turn: StoredTurn) -> None:
         """Replace a turn by what became of it, and let go of the head if it held it.
 
@@ -119,5 +131,28 @@ class ConversationStore(Protocol):
 
     async def delete_turn(self, tenant: str, turn_id: str) -> None:
         """Forget one turn: what continues it cannot be continued any more. If it was the head, the
-        head goes back to its parent. Raises: NotFoundError."""
+        head goes back to its parent, or to nothing if that was forgotten too. A tree that is not
+        listed goes with its last turn. Raises: NotFoundError."""
         ...
+
+
+def no_conversation(conversation_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"no conversation {conversation_id!r} is stored here",
+        code="conversation_not_found",
+        status=404,
+    )
+
+
+def no_turn(turn_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"no response {turn_id!r} is stored here", code="response_not_found", status=404
+    )
+
+
+def head_locked(conversation_id: str) -> ConversationLockedError:
+    return ConversationLockedError(
+        f"another turn of {conversation_id!r} is running, or has just become its head",
+        code="conversation_locked",
+        status=409,
+    )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
+from penstock.gateway.branch import Delta
+from penstock.gateway.callers import caller_of, deadline_of
 from penstock.gateway.endpoints.choices import Answer, Choice, error_events
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
-from penstock.gateway.generation import Delta, Generation, Output
+from penstock.gateway.generation import Generation, Output
 from penstock.gateway.generator import ChatPrompt, Generator
 from penstock.gateway.logprobs import prompt_dictionaries, token_objects
 from penstock.gateway.schemas import ChatRequest, parse_request
@@ -39,14 +43,20 @@ class ChatCompletions:
             ChatPrompt(
                 messages=[message.for_template() for message in chat.messages],
                 add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
                 add_special_tokens=chat.add_special_tokens,
                 template=chat.chat_template,
                 kwargs=chat.chat_template_kwargs,
             )
         )
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
-        generation = self._generator.plan(
-            completion_id, prompt_token_ids, request=chat, param="messages"
+        generation = await self._generator.plan(
+            completion_id,
+            chat.kept(prompt_token_ids),
+            request=chat,
+            param="messages",
+            caller=caller_of(request.scope),
+            deadline_s=deadline_of(request.scope),
         )
         answer = _Answer(chat, generation, model=model, tokenizer=self._generator.model.tokenizer)
         if chat.stream:
@@ -70,13 +80,21 @@ class _Answer(Answer):
             "model": model,
             "system_fingerprint": None,
         }
-        super().__init__([generation], head=head, options=chat.stream_options)
+        super().__init__(
+            [generation],
+            head=head,
+            options=chat.stream_options,
+            returns_token_ids=chat.return_token_ids,
+        )
         self._chat = chat
         self._tokenizer = tokenizer
         self._begun: set[int] = set()  # choices whose first chunk is out
         self._extras: dict[str, Any] = {}
+        self._is_prompt_told = not chat.return_token_ids
 
     def take_prompt(self, number: int) -> None:
+        if self._chat.return_token_ids:
+            self._extras["prompt_token_ids"] = self.generations[number].request.prompt_token_ids
         num_top = self._chat.prompt_logprobs
         if num_top is not None:
             self._extras["prompt_logprobs"] = prompt_dictionaries(
@@ -86,8 +104,14 @@ class _Answer(Answer):
     def extras(self) -> dict[str, Any]:
         return self._extras
 
+    def chunk_extras(self) -> dict[str, Any]:
+        if self._is_prompt_told:
+            return {}
+        self._is_prompt_told = True
+        return self._extras
+
     def choice(self, index: int, output: Output) -> Choice:
-        tokens = token_objects(self._tokenizer, output.logprobs)
+        tokens = self._token_objects(output.logprobs)
         return {
             "index": index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
@@ -102,11 +126,15 @@ class _Answer(Answer):
             self._begun.add(index)  # with the first text, so the first event means progress
             pieces.append(_piece(index, {"role": "assistant", "content": ""}))
         if has_content:
-            tokens = token_objects(self._tokenizer, delta.logprobs)
+            tokens = self._token_objects(delta.logprobs)
             pieces.append(_piece(index, {"content": delta.text}, tokens=tokens))
         if delta.finish_reason is not None:
             pieces.append(_piece(index, {}, finish_reason=delta.finish_reason.value))
         return pieces
+
+    def _token_objects(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        as_ids = self._chat.return_tokens_as_token_ids
+        return token_objects(self._tokenizer, entries, as_ids=as_ids)
 
 
 def _piece(

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import orjson
 
+from penstock.gateway.branch import Delta
 from penstock.gateway.endpoints.usage import StreamUsage, usage_object
 from penstock.gateway.errors import failure_of
-from penstock.gateway.generation import Delta, Generation, Output, collected, merged
+from penstock.gateway.generation import Generation, Output, collected, merged
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.schemas import StreamOptions
 from penstock.gateway.sse import DONE, data
@@ -34,19 +35,27 @@ class Answer(abc.ABC):
     Args:
         generations: one per prompt, with as many choices each.
         head: what every object of the answer has.
+        returns_token_ids: choices and chunks say of which tokens they are made.
     """
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
     def __init__(
-        self, generations: Sequence[Generation], *, head: Mapping[str, Any], options: StreamOptions
+        self,
+        generations: Sequence[Generation],
+        *,
+        head: Mapping[str, Any],
+        options: StreamOptions,
+        returns_token_ids: bool,
     ) -> None:
         self.generations = generations
         self.num_each = generations[0].num_wanted
         self._head = head
         self._usage = StreamUsage(options)
         self._prompts_seen: set[int] = set()
+        self._returns_token_ids = returns_token_ids
+        self._num_told: dict[int, int] = {}  # token ids that chunks have told, by choice
 
     @abc.abstractmethod
     def take_prompt(self, number: int) -> None:
@@ -64,6 +73,10 @@ class Answer(abc.ABC):
         """Further fields of a whole answer."""
         return {}
 
+    def chunk_extras(self) -> dict[str, Any]:
+        """Further fields of the next chunk."""
+        return {}
+
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
         outputs = await collected(self.generations)
@@ -73,7 +86,7 @@ class Answer(abc.ABC):
             **self._head,
             "object": self.object_name,
             "choices": [
-                self.choice(index, output)
+                self.choice(index, output) | self._next_token_ids(index)
                 for index, output in enumerate(itertools.chain.from_iterable(outputs))
             ],
             "usage": self._total_usage(),
@@ -88,12 +101,29 @@ class Answer(abc.ABC):
                 events = [
                     self._event([piece], self._usage.of_chunk(self.generations))
                     for delta in deltas
-                    for piece in self.pieces(number * self.num_each + delta.index, delta)
+                    for piece in self._pieces(number * self.num_each + delta.index, delta)
                 ]
                 if events:
                     yield b"".join(events)
         last = self._event([], self._total_usage()) if self._usage.is_shown else b""
         yield last + DONE
+
+    def _pieces(self, index: int, delta: Delta) -> list[Choice]:
+        pieces = self.pieces(index, delta)
+        if pieces:
+            pieces[-1] |= self._next_token_ids(index)
+        return pieces
+
+    def _next_token_ids(self, index: int) -> dict[str, list[int]]:
+        """Those of a choice that were not told yet, if they are to be told."""
+        if not self._returns_token_ids:
+            return {}
+        number, rank = divmod(index, self.num_each)
+        generation = self.generations[number]
+        token_ids = generation.branches[generation.best()[rank]].token_ids
+        first = self._num_told.get(index, 0)
+        self._num_told[index] = len(token_ids)
+        return {"token_ids": token_ids[first:]}
 
     async def _see_prompt(self, number: int) -> None:
         if number in self._prompts_seen:
@@ -103,7 +133,12 @@ class Answer(abc.ABC):
         await off_loop(lambda: self.take_prompt(number), is_long=num_entries >= _LONG_PROMPT_TOKENS)
 
     def _event(self, choices: list[Choice], usage: dict[str, Any] | None) -> bytes:
-        chunk = {**self._head, "object": self.chunk_name, "choices": choices}
+        chunk = {
+            **self._head,
+            "object": self.chunk_name,
+            "choices": choices,
+            **self.chunk_extras(),
+        }
         if self._usage.is_shown:
             chunk["usage"] = usage
         return data(orjson.dumps(chunk))

@@ -12,9 +12,11 @@ from starlette.responses import Response
 
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
+from penstock.gateway.branch import Delta
+from penstock.gateway.callers import caller_of, deadline_of
 from penstock.gateway.endpoints.choices import Answer, Choice, error_events
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
-from penstock.gateway.generation import Delta, Generation, Output
+from penstock.gateway.generation import Generation, Output
 from penstock.gateway.generator import NUM_CONTEXT_TOKENS, Generator
 from penstock.gateway.logprobs import Lists, TokenLists, joined, prompt_dictionaries
 from penstock.gateway.schemas import CompletionRequest, parse_request
@@ -37,16 +39,7 @@ class Completions:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         completion = parse_request(CompletionRequest, body)
         model = self._generator.model.require(completion.model)
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
-        generations = [
-            self._generator.plan(
-                f"{completion_id}-{number}",
-                await self._token_ids(prompt, completion.add_special_tokens),
-                request=completion,
-                param="prompt",
-            )
-            for number, prompt in enumerate(completion.prompts)
-        ]
+        generations = await self._planned(request, completion)
         answer = _Answer(
             completion,
             generations,
@@ -58,6 +51,29 @@ class Completions:
             return EventStream(answer.stream(), ping_s=self._ping_s, on_error=error_events)
         whole = await unless_gone(request, answer.whole())
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+    async def _planned(self, request: Request, completion: CompletionRequest) -> list[Generation]:
+        """A generation for each prompt, or for none of them."""
+        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        planned: list[Generation] = []
+        try:
+            for number, prompt in enumerate(completion.prompts):
+                token_ids = await self._token_ids(prompt, completion.add_special_tokens)
+                planned.append(
+                    await self._generator.plan(
+                        f"{completion_id}-{number}",
+                        completion.kept(token_ids),
+                        request=completion,
+                        param="prompt",
+                        caller=caller_of(request.scope),
+                        deadline_s=deadline_of(request.scope),
+                    )
+                )
+        except BaseException:
+            for generation in planned:
+                generation.discard()
+            raise
+        return planned
 
     async def _token_ids(
         self, prompt: str | Sequence[int], add_special_tokens: bool
@@ -100,11 +116,17 @@ class _Answer(Answer):
             "model": model,
             "system_fingerprint": None,
         }
-        super().__init__(generations, head=head, options=completion.stream_options)
+        super().__init__(
+            generations,
+            head=head,
+            options=completion.stream_options,
+            returns_token_ids=completion.return_token_ids,
+        )
         self._completion = completion
         self._tokenizer = tokenizer
         self._echoes = echoes
         self._begun: set[int] = set()  # choices whose first text is out
+        self._prompt_told: set[int] = set()  # choices that have named their prompt's ids
         self._lists: dict[int, TokenLists] = {}  # by choice
         self._echoed_lists: dict[int, Lists] = {}  # by prompt
         self._prompt_logprobs: dict[int, Any] = {}
@@ -122,6 +144,7 @@ class _Answer(Answer):
                 self._tokenizer,
                 num_top=asked.logprobs,
                 skip_special_tokens=asked.skip_special_tokens,
+                as_ids=asked.return_tokens_as_token_ids,
             )
             first_id = generation.request.prompt_token_ids[0]
             self._echoed_lists[number] = lists.take_prompt(first_id, entries)
@@ -132,7 +155,7 @@ class _Answer(Answer):
         choice["finish_reason"] = output.finish_reason.value
         if number in self._prompt_logprobs:
             choice["prompt_logprobs"] = self._prompt_logprobs[number]
-        return choice
+        return choice | self._prompt_token_ids(index)
 
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
         pieces: list[Choice] = []
@@ -148,7 +171,18 @@ class _Answer(Answer):
                     "finish_reason": delta.finish_reason.value,
                 }
             )
+        if pieces:
+            pieces[0] |= self._prompt_token_ids(index)
         return pieces
+
+    def _prompt_token_ids(self, index: int) -> dict[str, Sequence[int]]:
+        """Once for each choice, if they are to be told."""
+        if not self._completion.return_token_ids or index in self._prompt_told:
+            return {}
+        self._prompt_told.add(index)
+        return {
+            "prompt_token_ids": self.generations[index // self.num_each].request.prompt_token_ids
+        }
 
     def _choice(self, index: int, text: str, entries: Sequence[TokenLogprobs]) -> Choice:
         """A choice's next text; the first begins with what is echoed."""
@@ -172,5 +206,6 @@ class _Answer(Answer):
                 skip_special_tokens=asked.skip_special_tokens,
                 context=self.generations[number].request.prompt_token_ids[-NUM_CONTEXT_TOKENS:],
                 next_offset=len(self._echoes[number]),
+                as_ids=asked.return_tokens_as_token_ids,
             )
         return self._lists[index].take(entries)

@@ -1,6 +1,6 @@
-"""`POST /v1/responses`, and reading back or deleting a stored response.
+"""`/v1/responses`: create, read back, follow again, cancel, delete, and list what came in.
 
-The events come from `responder`, the same ones that the WebSocket sends.
+The events come from `responses.events`, the same ones that the WebSocket sends.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
+from penstock.gateway.callers import caller_of, deadline_of
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
-from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.responder import Responder, Turn
+from penstock.gateway.endpoints.item_pages import item_page
+from penstock.gateway.errors import RequestRefusedError, failure_of
+from penstock.gateway.responses.events import EventWriter, response_object
+from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.prompt import items_of
+from penstock.gateway.responses.responder import Responder
 from penstock.gateway.schemas import ResponsesRequest, parse_request
-from penstock.gateway.sessions import SessionStore
 from penstock.gateway.sse import EventStream, named
 
 
@@ -28,50 +33,113 @@ class Responses:
         ping_s: silence on a stream after which a comment is sent.
     """
 
-    def __init__(
-        self, responder: Responder, sessions: SessionStore, *, max_body_bytes: int, ping_s: float
-    ) -> None:
+    def __init__(self, responder: Responder, *, max_body_bytes: int, ping_s: float) -> None:
         self._responder = responder
-        self._sessions = sessions
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
+
+    def routes(self) -> list[Route]:
+        one = "/responses/{response_id}"
+        return [
+            Route("/responses", self.create, methods=["POST"]),
+            Route(one, self.retrieve, methods=["GET"]),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/cancel", self.cancel, methods=["POST"]),
+            Route(f"{one}/input_items", self.input_items, methods=["GET"]),
+        ]
 
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         asked = parse_request(ResponsesRequest, body)
-        turn = await self._responder.prepare(asked)
+        run = await self._responder.create(
+            asked, caller_of(request.scope), deadline_s=deadline_of(request.scope)
+        )
         if asked.stream:
-            return EventStream(_stream(turn), ping_s=self._ping_s)
-        whole = await unless_gone(request, _whole(turn))
-        if turn.failure is not None:
-            return turn.failure.response()
+            return self._stream(run.log, notices=asked.penstock.events)
+        if asked.background:
+            return json_response(response_object(run.log))
+        whole = await unless_gone(request, _whole(run.log))
+        if run.failure is not None:
+            return run.failure.response()
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
-    async def retrieve(self, request: Request) -> Response:
-        if request.query_params.get("stream", "false") != "false":
-            raise RequestRefusedError(
-                "a stored response cannot be streamed again",
-                code="unsupported_parameter",
-                param="stream",
-            )
-        stored = self._sessions.get(request.path_params["response_id"])
-        return Response(stored.body, media_type="application/json")
+    async def retrieve(self, request: Request) -> Response | EventStream:
+        response_id = request.path_params["response_id"]
+        caller = caller_of(request.scope)
+        if _flag(request, "stream"):
+            log = await self._responder.log(caller, response_id)
+            return self._stream(log, after=_starting_after(request))
+        if "starting_after" in request.query_params:
+            raise _invalid("starting_after", "needs stream=true")
+        turn = await self._responder.turn(caller, response_id)
+        if turn.status == "in_progress":
+            return json_response(response_object(await self._responder.log(caller, response_id)))
+        return Response(turn.response, media_type="application/json")
+
+    async def cancel(self, request: Request) -> Response:
+        """Stop it, and answer with what became of it."""
+        response_id = request.path_params["response_id"]
+        caller = caller_of(request.scope)
+        await self._responder.cancel(caller, response_id)
+        turn = await self._responder.turn(caller, response_id)
+        if turn.status != "in_progress":
+            return Response(turn.response, media_type="application/json")
+        log = await self._responder.log(caller, response_id)
+        whole = await unless_gone(request, _whole(log))
+        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        self._responder.delete(response_id)
+        await self._responder.delete(caller_of(request.scope), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
+    async def input_items(self, request: Request) -> Response:
+        """All that a response was made from: earlier turns, then what came in."""
+        path = await self._responder.path(
+            caller_of(request.scope), request.path_params["response_id"]
+        )
+        return json_response(item_page(items_of(path), request.query_params))
 
-async def _stream(turn: Turn) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(turn.batches()) as batches:
+    def _stream(
+        self, log: ResponseLog, *, after: int = -1, notices: list[Any] | None = None
+    ) -> EventStream:
+        writer = EventWriter(log, notices=notices or ())
+        return EventStream(_chunks(writer, after), ping_s=self._ping_s, on_error=_broken)
+
+
+async def _chunks(writer: EventWriter, after: int) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(writer.stream(after)) as batches:
         async for batch in batches:
-            yield b"".join(named(event["type"], orjson.dumps(event)) for event in batch)
+            yield b"".join([named(event.type, event.json) for event in batch])
 
 
-async def _whole(turn: Turn) -> dict[str, Any]:
-    response: dict[str, Any] = {}
-    async with contextlib.aclosing(turn.batches()) as batches:
-        async for batch in batches:
-            response = batch[-1].get("response", response)
-    return response
+def _broken(error: Exception) -> bytes:
+    """The log cannot be followed any further here: no terminal event, so that the client comes
+    back for the rest."""
+    return named("error", orjson.dumps({"type": "error", **failure_of(error).body()["error"]}))
+
+
+async def _whole(log: ResponseLog) -> dict[str, Any]:
+    with log.read() as reader:
+        while await reader.next() is not None:
+            pass
+    return response_object(log)
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "false")
+    if value not in ("true", "false"):
+        raise _invalid(name, "must be true or false")
+    return value == "true"
+
+
+def _starting_after(request: Request) -> int:
+    value = request.query_params.get("starting_after", "-1")
+    try:
+        return max(-1, int(value))
+    except ValueError:
+        raise _invalid("starting_after", "must be a sequence number") from None
+
+
+def _invalid(param: str, rule: str) -> RequestRefusedError:
+    return RequestRefusedError(f"{param} {rule}", code="invalid_value", param=param)

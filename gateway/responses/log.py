@@ -9,8 +9,9 @@ nothing but its place. Not known here: how entries are stored, what events they 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
@@ -33,26 +34,38 @@ class InMemory:
 IN_MEMORY = InMemory()
 
 
+@dataclass(frozen=True, slots=True)
+class LogNotice:
+    """Something to tell who listens now: it has no number, is not stored, and not replayed."""
+
+    kind: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
 class ResponseLog:
     """One response.
 
     Attributes:
         entries: in order; the first `num_published` may be seen.
         is_resumable: False once an entry left for a client that storage did not confirm.
-        num_readers: cursors open now.
+        readers: cursors open now.
+        on_readers: told when their number changes; like the next two the owner's, while it runs.
+        on_cancel: somebody wants it to stop.
+        on_lost: another gateway runs it now.
     """
 
     def __init__(self, header: ResponseHeader, *, storage: Storage = IN_MEMORY) -> None:
         self.header = header
         self.entries: list[Entry] = []
         self.num_published = 0
-        self.num_readers = 0
         self.is_resumable = True
-        self.on_idle: Callable[[], None] | None = None  # the last reader has left
-        self.on_cancel: Callable[[], None] | None = None  # somebody wants it to stop; its owner's
+        self.readers: set[LogReader] = set()
+        self.on_readers: Callable[[], None] | None = None
+        self.on_cancel: Callable[[], None] | None = None
+        self.on_lost: Callable[[], None] | None = None
+        self.notices: list[tuple[int, LogNotice]] = []  # with the number of entries before each
+        self.failure: Exception | None = None
         self._storage = storage
-        self._failure: Exception | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
 
     @property
     def next_number(self) -> int:
@@ -62,9 +75,14 @@ class ResponseLog:
         return self.entries[-1].last_number + 1
 
     @property
+    def end(self) -> EndEntry | None:
+        """The last entry, once readers can see it."""
+        last = self.entries[self.num_published - 1] if self.num_published else None
+        return last if isinstance(last, EndEntry) else None
+
+    @property
     def is_ended(self) -> bool:
-        """Whether readers can see the end."""
-        return self.num_published > 0 and isinstance(self.entries[self.num_published - 1], EndEntry)
+        return self.end is not None
 
     @property
     def text(self) -> str:
@@ -87,70 +105,124 @@ class ResponseLog:
         self.entries.append(entry)
         self._storage.appended(self)
 
+    def notify(self, kind: str, **values: Any) -> None:
+        """Tell those who listen now, in its place among the entries."""
+        self.notices.append((len(self.entries), LogNotice(kind, values)))
+        self._wake()
+
     def publish(self, num_entries: int) -> None:
         """The first `num_entries` may be seen."""
         self.num_published = max(self.num_published, num_entries)
         self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Readers cannot be told how it goes on: it went to another owner, or its storage is
+        gone. They get what there is, and then this."""
+        self.failure = error
+        self._wake()
+        if self.on_lost is not None:
+            self.on_lost()
+
+    # -- everybody's ------------------------------------------------------------------------
+
+    def read(self, after: int = -1) -> LogReader:
+        """A cursor behind the event numbered `after`; open as a context.
+
+        The header's events are not among the entries: who reads from before their end makes them
+        of the header first.
+        """
+        return LogReader(self, after)
 
     def cancel(self) -> None:
         """Have the owner, if it is here, stop the response; an ended one is left alone."""
         if self.on_cancel is not None and not self.is_ended:
             self.on_cancel()
 
-    def fail(self, error: Exception) -> None:
-        """Readers cannot be told how it goes on: it went to another owner, or its storage is
-        gone. They get what there is, and then this."""
-        self._failure = error
-        self._wake()
-
-    # -- readers' ---------------------------------------------------------------------------
-
-    async def read(self, after: int = -1) -> AsyncGenerator[tuple[int, list[Entry]], None]:
-        """What has a number above `after`, as it comes: (index of the first entry, entries).
-
-        The header's events are not among them: whoever reads from before their end makes them of
-        the header first.
-
-        Raises:
-            Exception: what `fail` was given, after all there is.
-        """
-        self.num_readers += 1
-        try:
-            position = self._position(after)
-            while True:
-                if position < self.num_published:
-                    found = self.entries[position : self.num_published]
-                    yield position, found
-                    position += len(found)
-                elif self.is_ended:
-                    return
-                elif self._failure is not None:
-                    raise self._failure
-                else:
-                    await self._news()
-        finally:
-            self.num_readers -= 1
-            if self.num_readers == 0 and self.on_idle is not None:
-                self.on_idle()
-
-    def _position(self, after: int) -> int:
-        """The first entry with an event numbered above `after`. Deltas have one number each."""
-        guess = max(0, after + 1 - self.header.num_opening_events)
-        if guess >= len(self.entries):
-            guess = len(self.entries)
-            if self.entries and self.entries[-1].last_number > after:
-                guess -= 1
-        return guess
-
-    async def _news(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
+    def changed_readers(self) -> None:
+        if self.on_readers is not None:
+            self.on_readers()
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        for reader in self.readers:
+            reader.wake()
+
+
+class LogReader:
+    """A cursor.
+
+    with log.read(after) as reader:
+        while (entries := await reader.next()) is not None:
+            ...
+    """
+
+    __slots__ = ("_after", "_log", "_next_notice", "_position", "_waiter")
+
+    def __init__(self, log: ResponseLog, after: int) -> None:
+        self._log = log
+        self._after = after
+        self._position = _position(log, after)
+        self._next_notice = len(log.notices)
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> LogReader:
+        self._log.readers.add(self)
+        self._log.changed_readers()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.readers.discard(self)
+        self._log.changed_readers()
+
+    @property
+    def num_behind(self) -> int:
+        """Entries that it has not taken yet."""
+        return self._log.num_published - self._position
+
+    async def next(self) -> list[Entry | LogNotice] | None:
+        """All that came since the last call, in order; waits while there is nothing; None at the
+        end.
+
+        Raises:
+            Exception: what `ResponseLog.fail` was given, after all there is.
+        """
+        log = self._log
+        while True:
+            found = self._take()
+            if found:
+                return found
+            if log.end is not None:
+                return None
+            if log.failure is not None:
+                raise log.failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take(self) -> list[Entry | LogNotice]:
+        log = self._log
+        found: list[Entry | LogNotice] = []
+        while self._next_notice < len(log.notices):
+            place, notice = log.notices[self._next_notice]
+            if place > log.num_published:
+                break
+            found += log.entries[self._position : place]
+            found.append(notice)
+            self._position = max(self._position, place)
+            self._next_notice += 1
+        found += log.entries[self._position : log.num_published]
+        self._position = log.num_published
+        # A replica may be behind what its reader had from the owner's gateway.
+        while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
+            del found[0]
+        return found
+
+
+def _position(log: ResponseLog, after: int) -> int:
+    """The first entry with an event numbered above `after`. Deltas have one number each."""
+    position = min(max(0, after + 1 - log.header.num_opening_events), len(log.entries))
+    if position == len(log.entries) and position and log.entries[-1].last_number > after:
+        position -= 1  # among the events of the end
+    return min(position, log.num_published)

@@ -30,8 +30,9 @@ class ResponseHeader:
         generates: False if the prompt is only prepared: then there is no message.
         is_background: it runs to its end whoever listens.
         input_items: of this turn, as the API shows them.
-        continues: the text that this response goes on from is its parent's (`penstock.continue`).
-        rendering: what the prompt was rendered to, as `sessions.records.Rendering` has it.
+        takes_head: it holds the head of its conversation until its end.
+        continues: its text goes on where its parent's broke off (`penstock.continue`).
+        rendering: length and digest of what the prompt was tokenised from, where that is known.
     """
 
     response_id: str
@@ -45,6 +46,7 @@ class ResponseHeader:
     takes_head: bool = False
     generates: bool = True
     is_background: bool = False
+    continues: bool = False
     input_items: tuple[Mapping[str, Any], ...] = ()
     rendering: tuple[int, bytes] | None = None
 

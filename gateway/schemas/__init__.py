@@ -4,7 +4,7 @@ A body becomes a typed, frozen request here. Which parameters exist at all is `p
 business; what a request then does is the endpoints'.
 """
 
-from penstock.gateway.schemas.parsing import parse_json, parse_request
+from penstock.gateway.schemas.parsing import parse_fields, parse_json, parse_request
 from penstock.gateway.schemas.requests import (
     ChatRequest,
     CompletionRequest,
@@ -21,6 +21,7 @@ __all__ = [
     "SamplingRequest",
     "SocketRequest",
     "StreamOptions",
+    "parse_fields",
     "parse_json",
     "parse_request",
 ]

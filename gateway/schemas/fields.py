@@ -5,12 +5,18 @@ Not known here: endpoints and their parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 _MAX_KEYS = 128  # of one object
+_MAX_METADATA = 16
+_MAX_METADATA_KEY_CHARS = 64
+_MAX_METADATA_CHARS = 512
+_MAX_INCLUDES = 32
+_MAX_ID_CHARS = 128
 _PART_KEYS = frozenset({"type", "text", "annotations", "logprobs"})
 
 
@@ -32,11 +38,17 @@ def bounded(value: Any, max_keys: int) -> Any:
     return value
 
 
-def _text_of(content: Any) -> Any:
-    """Content as one string; lists may hold text parts only."""
-    if not isinstance(content, list):
+def _texts_of(content: Any) -> Any:
+    """Content as its texts; lists may hold text parts only."""
+    if isinstance(content, str):
+        return (content,)
+    if isinstance(content, tuple):  # texts already, which no JSON is
         return content
-    return "\n".join(_part_text(part) for part in content)
+    if not isinstance(content, list):
+        raise PydanticCustomError(
+            "invalid_type", "content must be a string or a list of text parts"
+        )
+    return tuple(_part_text(part) for part in content)
 
 
 def _part_text(part: Any) -> str:
@@ -74,26 +86,65 @@ def _message_type(kind: Any) -> Any:
     return kind
 
 
-Text = Annotated[str, BeforeValidator(_text_of)]
+def _id_of(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    unknown = sorted(set(value) - {"id"}, key=str)
+    if unknown:
+        raise PydanticCustomError(
+            "unknown_parameter", "a conversation has no {name}", {"name": repr(unknown[0])}
+        )
+    if "id" not in value:
+        raise PydanticCustomError("missing", "a conversation is named by its id")
+    return value["id"]
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_of)]
 Role = Annotated[
     Literal["system", "developer", "user", "assistant"], BeforeValidator(_supported_role)
 ]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1)]
+NumKept = Annotated[int, Field(ge=1)]
+# OpenAI's limits.
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=_MAX_METADATA_KEY_CHARS)],
+        Annotated[str, Field(max_length=_MAX_METADATA_CHARS)],
+    ],
+    BeforeValidator(lambda value: bounded(value, _MAX_METADATA)),
+]
+ConversationId = Annotated[str, Field(max_length=_MAX_ID_CHARS), BeforeValidator(_id_of)]
+Includable = Literal[
+    "message.output_text.logprobs",
+    # Of tools, images and hidden reasoning, of which there are none here.
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+]
+Includes = Annotated[list[Includable], Field(max_length=_MAX_INCLUDES, fail_fast=True)]
 
 
 class Message(Model):
-    """One turn of a conversation, of chat's `messages` and responses' `input` alike."""
+    """One message of a conversation, of chat's `messages` and responses' `input` alike.
+
+    Attributes:
+        content: the text of each part.
+    """
 
     role: Role
-    content: Text
+    content: Texts
     name: str | None = None
     # What a response's output carries when it is sent back as input.
     type: Annotated[Literal["message"], BeforeValidator(_message_type)] = "message"
     id: str | None = None
-    status: str | None = None
-    phase: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +157,12 @@ class Message(Model):
         return {key: item for key, item in value.items() if item is not None and item != []}
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates know it: they have no developer."""
-        role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.content, **named}
+        """As chat templates know it."""
+        return template_message(self.role, self.content, self.name)
+
+
+def template_message(role: str, texts: Sequence[str], name: str | None = None) -> dict[str, str]:
+    """A message as chat templates know it: of one text, and there is no developer."""
+    named = {} if name is None else {"name": name}
+    known_role = "system" if role == "developer" else role
+    return {"role": known_role, "content": "\n".join(texts), **named}

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.parameters import Endpoint, honoured
+from penstock.gateway.schemas.fields import Model
 from penstock.gateway.schemas.requests import (
     ChatRequest,
     CompletionRequest,
@@ -31,6 +32,7 @@ _UNSUPPORTED_FIELDS = frozenset(
     {"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "logprobs"}
 )
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest, ResponsesRequest, SocketRequest)
+_Model = TypeVar("_Model", bound=Model)
 _ENDPOINTS: Mapping[type[SamplingRequest], Endpoint] = {
     ChatRequest: Endpoint.CHAT,
     CompletionRequest: Endpoint.COMPLETIONS,
@@ -78,8 +80,17 @@ def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
     Raises:
         RequestRefusedError: a parameter is unknown, unsupported, missing or wrong.
     """
+    return parse_fields(kind, honoured(_ENDPOINTS[kind], body))
+
+
+def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
+    """Fields of any schema, all that are given.
+
+    Raises:
+        RequestRefusedError: a field is unknown, missing or wrong.
+    """
     try:
-        return kind.model_validate(honoured(_ENDPOINTS[kind], body))
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(_most_telling(error.errors(include_url=False))) from error
 

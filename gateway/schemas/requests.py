@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from penstock.engine.request import Notice
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.schemas.fields import MaxTokens, Message, Model, TokenIds, bounded
+from penstock.gateway.schemas.fields import (
+    ConversationId,
+    Includes,
+    MaxTokens,
+    Message,
+    Metadata,
+    Model,
+    TokenIds,
+)
 from penstock.gateway.schemas.sampling import (
     Branching,
     ChoicesRequest,
@@ -22,8 +29,7 @@ from penstock.gateway.schemas.sampling import (
 MAX_PROMPTS = 128  # of one completions request
 MAX_OUTPUTS = 1024  # computed for all of them
 _MAX_ITEMS = 4096  # messages or input items
-_MAX_METADATA = 16  # OpenAI's limit
-_MAX_INCLUDES = 32
+_MAX_EVENTS = 8
 
 
 class ChatRequest(ChoicesRequest):
@@ -35,13 +41,20 @@ class ChatRequest(ChoicesRequest):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
+    def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("continue_final_message", "needs add_generation_prompt to be false")
         return self
+
+    @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message
 
     @property
     def output_limit(self) -> int | None:
@@ -53,7 +66,6 @@ class ChatRequest(ChoicesRequest):
 
 
 class CompletionRequest(ChoicesRequest):
-    continues_prompt: ClassVar[bool] = True
     default_output_limit: ClassVar[int | None] = 16  # OpenAI's, and vLLM's
 
     prompt: (
@@ -74,9 +86,15 @@ class CompletionRequest(ChoicesRequest):
             raise invalid("max_tokens", "must be at least 1, unless echo asks for the prompt alone")
         if self.stream and self.best_of is not None and self.best_of > self.n:
             raise invalid("best_of", "must be n with stream: the best are known at the end alone")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens", "cannot be used with echo")
         if len(self.prompts) * max(self.n, self.best_of or 1) > MAX_OUTPUTS:
             raise invalid("n", f"times the prompts must be at most {MAX_OUTPUTS}")
         return self
+
+    @property
+    def continues_prompt(self) -> bool:
+        return True
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -105,29 +123,25 @@ class CompletionRequest(ChoicesRequest):
         return Branching(n=self.n, best_of=self.best_of, beam_search=self._beam_search)
 
 
-_Includable = Literal[
-    "message.output_text.logprobs",
-    # Of tools, images and hidden reasoning, of which there are none here.
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-    "reasoning.encrypted_content",
-]
-
-
 class Extensions(Model):
     """What of penstock's own a client asks for.
 
     Attributes:
+        continues: `continue` on the wire: go on where the previous response broke off.
         events: kinds of `penstock.*` events to send beside OpenAI's.
     """
 
+    continues: bool = Field(default=False, alias="continue")
     events: Annotated[
-        list[Literal["preempted", "resumed"]], Field(max_length=len(Notice), fail_fast=True)
+        list[Literal["preempted", "resumed", "queue"]],
+        Field(max_length=_MAX_EVENTS, fail_fast=True),
     ] = Field(default_factory=list)
+
+
+class ResponseStreamOptions(Model):
+    """OpenAI's; streams are not padded here, whatever is asked."""
+
+    include_obfuscation: bool = False
 
 
 class CacheOptions(Model):
@@ -145,14 +159,13 @@ class ResponsesRequest(SamplingRequest):
     )
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    metadata: Annotated[
-        dict[str, str], BeforeValidator(lambda value: bounded(value, _MAX_METADATA))
-    ] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     previous_response_id: str | None = None
+    conversation: ConversationId | None = None
     store: bool = True
-    include: Annotated[list[_Includable], Field(max_length=_MAX_INCLUDES, fail_fast=True)] = Field(
-        default_factory=list
-    )
+    background: bool = False
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    include: Includes = Field(default_factory=list)
     top_logprobs: NumLogprobs | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -161,19 +174,52 @@ class ResponsesRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _check_input(self) -> ResponsesRequest:
-        if self.previous_response_id is not None or self.input not in (None, []):
-            return self
-        raise RequestRefusedError(
-            "input is needed, unless previous_response_id names something to continue",
-            code="missing_required_parameter" if self.input is None else "invalid_value",
-            param="input",
-        )
+        if self.penstock.continues:
+            self._check_continue()
+        elif self.input in (None, []) and not (self.previous_response_id or self.conversation):
+            raise RequestRefusedError(
+                "input is needed, unless previous_response_id or conversation names something to "
+                "continue",
+                code="missing_required_parameter" if self.input is None else "invalid_value",
+                param="input",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_storage(self) -> ResponsesRequest:
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise RequestRefusedError(
+                "only one of previous_response_id and conversation can be given",
+                code="mutually_exclusive_parameters",
+                param="previous_response_id",
+            )
+        if self.background and not self.store:
+            raise invalid("background", "needs store to be true")
+        return self
+
+    def _check_continue(self) -> None:
+        if self.previous_response_id is None:
+            raise RequestRefusedError(
+                "penstock.continue needs previous_response_id: the response to go on with",
+                code="missing_required_parameter",
+                param="previous_response_id",
+            )
+        if self.input not in (None, [], ""):
+            raise invalid("input", "must be empty with penstock.continue")
+        if not self.generates:
+            raise invalid("penstock.continue", "needs output to be generated")
 
     @property
     def items(self) -> list[Message]:
+        if self.penstock.continues:
+            return []
         if isinstance(self.input, str):
-            return [Message(role="user", content=self.input)]
+            return [Message(role="user", content=(self.input,))]
         return self.input or []
+
+    @property
+    def wants_queue_position(self) -> bool:
+        return "queue" in self.penstock.events
 
     @property
     def generates(self) -> bool:
@@ -194,6 +240,16 @@ class SocketRequest(ResponsesRequest):
     """`response.create` of the WebSocket mode."""
 
     generate: bool = True
+
+    @model_validator(mode="after")
+    def _check_background(self) -> SocketRequest:
+        if self.background:
+            raise RequestRefusedError(
+                "background is not supported over WebSocket",
+                code="unsupported_parameter",
+                param="background",
+            )
+        return self
 
     @property
     def generates(self) -> bool:

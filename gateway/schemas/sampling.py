@@ -5,6 +5,7 @@ Not known here: prompts, and what is particular to an endpoint (`requests`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.engine.request import MAX_BRANCHES, MAX_LOGPROBS, BeamSearch
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.schemas.fields import Model, TokenId, bounded, listed
+from penstock.gateway.schemas.fields import Model, NumKept, TokenId, bounded, listed
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
@@ -43,11 +44,9 @@ class SamplingRequest(Model):
     """What all endpoints share. Absent values take the model's defaults, then OpenAI's.
 
     Attributes:
-        continues_prompt: the output is the prompt's next words, not a text of its own.
         default_output_limit: output tokens where the caller names no limit; None: what fits.
     """
 
-    continues_prompt: ClassVar[bool] = False
     default_output_limit: ClassVar[int | None] = None
 
     model: str | None = None
@@ -80,6 +79,11 @@ class SamplingRequest(Model):
     priority: Annotated[int, Field(ge=-_MAX_PRIORITY, lt=_MAX_PRIORITY)] = 0
 
     @property
+    def continues_prompt(self) -> bool:
+        """Whether the output is the prompt's next words, not a text of its own."""
+        return False
+
+    @property
     def output_limit(self) -> int | None:
         """Output tokens asked for at most, under whatever name the endpoint has for it."""
         raise NotImplementedError
@@ -95,6 +99,11 @@ class SamplingRequest(Model):
         return None
 
     @property
+    def wants_queue_position(self) -> bool:
+        """Whether the caller is to be told of its place in the engine's queue."""
+        return False
+
+    @property
     def branching(self) -> Branching:
         """How many outputs are wanted."""
         return Branching()
@@ -104,6 +113,9 @@ class ChoicesRequest(SamplingRequest):
     """What chat completions and completions share: several choices, and OpenAI's stream options.
 
     Of a beam search, `n` is the width and the number of hypotheses, as in vLLM.
+
+    Attributes:
+        truncate_prompt_tokens: only that many tokens of a prompt are taken, its last ones.
     """
 
     stream_options: StreamOptions = StreamOptions()
@@ -112,6 +124,9 @@ class ChoicesRequest(SamplingRequest):
     length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
     early_stopping: bool | Literal["never"] = False
     prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: NumKept | None = None
 
     @model_validator(mode="after")
     def _check_choices(self) -> ChoicesRequest:
@@ -122,6 +137,11 @@ class ChoicesRequest(SamplingRequest):
                 if getattr(self, name) != neutral:
                     raise invalid(name, "needs use_beam_search to be true")
         return self
+
+    def kept(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+        """What is taken of a prompt."""
+        num_kept = self.truncate_prompt_tokens
+        return prompt_token_ids if num_kept is None else prompt_token_ids[-num_kept:]
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -41,6 +41,7 @@ def paged_attention_triton(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     split_len: int | None = None,
+    is_invariant: bool = False,
     is_contiguous: bool = False,
     config: Config | None = None,
 ) -> Tensor:
@@ -59,11 +60,11 @@ def paged_attention_triton(
     shape = (arguments["GROUP"], arguments["HEAD_DIM"])
     limits = device_limits(query.device)
     key = tuning_key(arguments, query.dtype, key_cache.dtype)
-    if layout.max_query_len > 1:
+    if layout.max_query_len > 1 or is_invariant:
         tile = prefill_config(*shape, query.dtype, limits)
         tile |= config or tuned("paged_prefill", key) or {}
-        prefill(output, arguments, layout, tile)
-    if layout.max_query_len == 1 or layout.num_seqs > 1:
+        prefill(output, arguments, layout, tile, is_invariant=is_invariant)
+    if not is_invariant and (layout.max_query_len == 1 or layout.num_seqs > 1):
         dtype = query.dtype if query.dtype == torch.float32 else key_cache.dtype
         tile = decode_config(*shape, dtype, limits)
         tile |= config or tuned("paged_decode", key) or {}

@@ -79,10 +79,12 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     IS_CONTIGUOUS: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
 ):
     """Program (h, t): the query heads of KV head h for tile t of tokens, the last one first.
 
-    Sequences of one token are left alone.
+    Sequences of one token are left alone, unless IS_INVARIANT: then each token goes the same way,
+    whatever else is in its sequence's share of the step.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head, num_heads = tl.program_id(0), tl.num_programs(0) * GROUP
@@ -91,7 +93,10 @@ def prefill_kernel(
     seq, first_token = _find_tile(query_start_loc_ptr, number, num_seqs, BLOCK_Q)
     seq_start = tl.load(query_start_loc_ptr + seq).to(tl.int64)
     query_len = (tl.load(query_start_loc_ptr + seq + 1) - seq_start).to(tl.int32)
-    if (first_token >= query_len) | (query_len == 1):
+    is_left_alone = first_token >= query_len
+    if not IS_INVARIANT:
+        is_left_alone |= query_len == 1
+    if is_left_alone:
         return
     num_before = tl.load(seq_lens_ptr + seq) - query_len
 
@@ -117,6 +122,9 @@ def prefill_kernel(
     scoring = scale, soft_cap, window
     end = num_before + tl.minimum(first_token + BLOCK_Q, query_len)
     begin, full_begin, full_end = _tile_ranges(num_before + first_token, end, window, BLOCK_N)
+    if IS_INVARIANT:  # where a tile needs no mask depends on the other rows
+        full_begin = begin
+        full_end = begin
     state = initial_state(sinks_ptr, heads, is_row, BLOCK_M, BLOCK_D)
     if window is not None:
         state = attend(
@@ -139,18 +147,26 @@ def prefill_kernel(
     tl.store(pointers, mixed.to(output_ptr.dtype.element_ty), is_inside)
 
 
-def prefill(output: Tensor, arguments: dict[str, Any], layout: PagedLayout, config: Config) -> None:
+def prefill(
+    output: Tensor,
+    arguments: dict[str, Any],
+    layout: PagedLayout,
+    config: Config,
+    *,
+    is_invariant: bool = False,
+) -> None:
     """Attend for the sequences that have several tokens in this step; others are left alone.
 
     Args:
         output: [num_tokens, num_heads, head_dim], changed
         arguments: of `prefill_kernel`, but for what is settled here.
+        is_invariant: also for those of one token, and a token's bits are the same in any step.
     """
     num_tokens, num_heads, _ = output.shape
     group = arguments["GROUP"]
     num_tiles = num_tokens // (config["BLOCK_M"] // group) + layout.num_seqs
     prefill_kernel[(num_heads // group, num_tiles)](
-        output, num_seqs=layout.num_seqs, **arguments, **config
+        output, num_seqs=layout.num_seqs, IS_INVARIANT=is_invariant, **arguments, **config
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.step_output import DrawnTokens
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.sampling.sampler import ChosenTokens, Sampler
 from penstock.engine.scheduling import Scheduler
@@ -19,12 +20,12 @@ _PLACES: Places = {
     "schedule": ((Scheduler, "schedule"),),
     "prepare": ((InputBatch, "update"), (InputBatch, "prepare")),
     "forward": (
-        (CpuDecoder, "forward"),
+        (CpuDecoder, "step"),  # draws too, in the same call
         (CpuDecoder, "logits"),
         (Decoder, "forward"),
         (Decoder, "logits"),
     ),
-    "sample": ((Sampler, "choose"), (ChosenTokens, "read")),
+    "sample": ((Sampler, "choose"), (ChosenTokens, "read"), (DrawnTokens, "read")),
     "update": ((Scheduler, "update"),),
 }
 OTHER = "other"

@@ -33,6 +33,7 @@ class Case:
         has_sinks: each head has a logit that no position stands for.
         is_contiguous: sequences lie in neighbouring blocks, and the table is not looked up.
         split_len: the length of the splits of decodes; None: the kernel's choice.
+        is_invariant: nothing is split, and every token goes the same way.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Case:
     is_fp8: bool = False
     is_contiguous: bool = False
     split_len: int | None = None
+    is_invariant: bool = False
 
 
 def checks(bench: Bench) -> Iterator[Check]:
@@ -66,6 +68,7 @@ def _cases(measured: AttentionSizes) -> list[Case]:
         Case(name="as measured", sizes=measured),
         Case(name="contiguous", sizes=measured, is_contiguous=True),
         Case(name="fixed splits", sizes=measured, split_len=32),
+        Case(name="invariant", sizes=measured, is_invariant=True),
         Case(name="FP8", sizes=measured, is_fp8=True),
         Case(name="odd heads, window", sizes=odd, window=19),
         Case(name="soft cap, sinks", sizes=single, soft_cap=3.0, has_sinks=True),
@@ -89,6 +92,7 @@ def _error(bench: Bench, case: Case, seq_lens: list[int], query_lens: list[int])
             soft_cap=case.soft_cap,
             sinks=sinks,
             split_len=case.split_len,
+            is_invariant=case.is_invariant,
             is_contiguous=case.is_contiguous,
         )
     )

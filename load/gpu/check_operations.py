@@ -15,6 +15,7 @@ from penstock.kernels.gated_activation_reference import (
 )
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.layer_norm_reference import layer_norm_reference
+from penstock.kernels.linear_reference import linear_reference
 from penstock.kernels.move_blocks_reference import gather_blocks_reference, scatter_blocks_reference
 from penstock.kernels.rms_norm_reference import add_rms_norm_reference, rms_norm_reference
 from penstock.kernels.rotary_store_kv_reference import rotary_store_kv_reference
@@ -26,7 +27,7 @@ from penstock.load.gpu.errors import bound_of, num_wrong_bytes, poisoned, worst_
 
 _EPS = 1e-5
 _NUM_ROUNDINGS = 100  # of float32 in a sum over a vocabulary, and then some
-_NUM_ROWS, _SIZE = 7, 1000
+_NUM_ROWS, _SIZE, _NUM_OUTPUTS = 7, 1000, 200
 _HEADS, _KV_HEADS, _HEAD_DIM = 6, 2, 80
 _NUM_BLOCKS, _BLOCK_SIZE = 3, 8
 _VOCAB_SIZE = 5003
@@ -52,6 +53,12 @@ def _rows(bench: Bench) -> Iterator[Check]:
     )
     yield "add_rms_norm", worst_row(normed, exact), bound
     yield "add_rms_norm, the sum", worst_row(total, exact_total), bound
+    weights, biases = bench.random(_NUM_OUTPUTS, _SIZE), bench.random(_NUM_OUTPUTS)
+    product = poisoned(lambda: gpu_operation("linear")(x, weights, biases))
+    exact = linear_reference(x.double(), weights.double(), biases.double())
+    yield "linear", worst_row(product, exact), bound
+    alone = gpu_operation("linear")(x[-1:], weights, biases)
+    yield "linear, a row alone, bytes", num_wrong_bytes(alone, product[-1:]), 0.0
     bias = bench.random(_SIZE)
     normed = poisoned(lambda: gpu_operation("layer_norm")(x, weight, bias, _EPS))
     exact = layer_norm_reference(x.double(), weight.double(), bias.double(), _EPS)

@@ -1,9 +1,15 @@
-"""The engine's decode step, against the time to read weights and KV once at copy bandwidth."""
+"""The engine's decode step, against the time to read weights and KV once at copy bandwidth.
+
+In the engine's own mode at every batch, and in others that say what graphs, overlap and determinism
+bring or cost.
+"""
 
 from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +34,35 @@ from penstock.load.gpu.sizes import DecodeSizes
 _FIGURE = "decode_step_of_roofline"
 _SECTION = "decode_step"
 _MAX_BATCHED_TOKENS = 8192
-# Settings of `DeviceConfig` to compare, and which of them the engine has by itself.
-MODES: dict[str, dict[str, Any]] = {"eager": {}}
-OWN_MODE = "eager"
+OWN_MODE = "graphs"
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a step is run.
+
+    Attributes:
+        device: of `DeviceConfig`.
+        max_steps_in_flight: None: the engine's choice.
+    """
+
+    device: Mapping[str, Any] = field(default_factory=dict)
+    max_steps_in_flight: int | None = None
+
+
+# The engine's own first: the bar is of that.
+MODES: dict[str, Mode] = {
+    OWN_MODE: Mode(),
+    "eager": Mode({"enforce_eager": True}),
+    "graphs, one step at a time": Mode(max_steps_in_flight=1),
+    "eager, one step at a time": Mode({"enforce_eager": True}, max_steps_in_flight=1),
+    "deterministic": Mode({"deterministic": True}),
+}
 
 
 def measure(bench: Bench) -> None:
-    """Every mode at every batch; the figure is of the engine's own."""
+    """The engine's own mode at every batch, of which the figure is; others at the smallest and the
+    largest."""
     with checkpoint(bench.sizes) as model:
         shares = {mode: _measure_mode(bench, model, mode) for mode in MODES}
     bench.conclude(_FIGURE, shares[OWN_MODE], num_cells=len(bench.sizes.decode.batches))
@@ -51,11 +79,15 @@ def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: flo
 def _measure_mode(bench: Bench, model: ModelConfig, mode: str) -> list[float]:
     """The shares of every batch, as far as there is time."""
     sizes = bench.sizes.decode
+    batches = sizes.batches if mode == OWN_MODE else (sizes.batches[0], sizes.batches[-1])
+    if bench.remaining_s <= 0:  # no time to load it either
+        bench.results.add_note(_SECTION, f"no time left for {mode}")
+        return []
     core, info = build_core(_config(model, sizes, bench, MODES[mode]))
     try:
         return [
             _add_row(bench, info, mode, batch, _step_s(core, info, batch, sizes))
-            for batch in bench.in_time(_SECTION, sizes.batches)
+            for batch in bench.in_time(_SECTION, batches)
         ]
     finally:
         core.close()
@@ -96,9 +128,7 @@ def _add_row(bench: Bench, info: EngineInfo, mode: str, batch: int, step_s: floa
     return share
 
 
-def _config(
-    model: ModelConfig, sizes: DecodeSizes, bench: Bench, settings: dict[str, Any]
-) -> EngineConfig:
+def _config(model: ModelConfig, sizes: DecodeSizes, bench: Bench, mode: Mode) -> EngineConfig:
     """An engine with room for the largest batch and no more."""
     block_size = bench.sizes.attention.block_size
     num_tokens = sizes.prompt_tokens + sizes.output_tokens
@@ -114,7 +144,9 @@ def _config(
             enable_prefix_caching=False,
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=max(sizes.batches), max_num_batched_tokens=_MAX_BATCHED_TOKENS
+            max_num_seqs=max(sizes.batches),
+            max_num_batched_tokens=_MAX_BATCHED_TOKENS,
+            max_steps_in_flight=mode.max_steps_in_flight,
         ),
-        device=DeviceConfig(device=bench.device.type, **settings),  # type: ignore[arg-type]
+        device=DeviceConfig(device=bench.device.type, **mode.device),  # type: ignore[arg-type]
     )

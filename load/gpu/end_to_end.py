@@ -18,7 +18,6 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
 from penstock.load.garbage import frozen_garbage
 from penstock.load.gpu.bench import Bench
-from penstock.load.gpu.decode_step import MODES, OWN_MODE
 from penstock.load.gpu.hugging_face import Throughput, run_continuous, run_static
 from penstock.load.gpu.model import checkpoint, free_memory, hugging_face_model
 from penstock.load.gpu.workload import Job, by_output, by_prompt, make_jobs
@@ -80,7 +79,7 @@ def _run_engine(
             scheduler=SchedulerConfig(
                 max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS
             ),
-            device=DeviceConfig(device=bench.device.type, **MODES[OWN_MODE]),  # type: ignore[arg-type]
+            device=DeviceConfig(device=bench.device.type),  # type: ignore[arg-type]
         )
     )
     try:

@@ -57,6 +57,7 @@ def tunables(bench: Bench) -> Iterator[Tunable]:
     yield _prefill(bench, measured)
     yield _decode(bench, measured, is_contiguous=True)
     yield _decode(bench, measured, is_fp8=True)
+    yield _prefill(bench, measured, is_fp8=True)
     for vocab_size in bench.sizes.vocab_sizes:
         yield _sampling(bench, vocab_size)
     for block_size in measured.block_sizes:
@@ -94,12 +95,12 @@ def _decode(
     return Tunable(operation="paged_decode", key=key, candidates=DECODE, runs=runs)
 
 
-def _prefill(bench: Bench, sizes: AttentionSizes) -> Tunable:
+def _prefill(bench: Bench, sizes: AttentionSizes, *, is_fp8: bool = False) -> Tunable:
     def runs() -> Iterator[Run]:
         for length in sizes.prefills[:2]:
-            yield partial(attend, *_inputs(bench, sizes, [length], [length], is_fp8=False))
+            yield partial(attend, *_inputs(bench, sizes, [length], [length], is_fp8=is_fp8))
 
-    key = _key(bench, sizes, is_fp8=False, is_contiguous=False)
+    key = _key(bench, sizes, is_fp8=is_fp8, is_contiguous=False)
     return Tunable(operation="paged_prefill", key=key, candidates=PREFILL, runs=runs)
 
 

@@ -32,7 +32,7 @@ from penstock.load.gpu.interpreter import interpret_kernels
 from penstock.load.gpu.tunables import Tunable, tunables
 
 _MIN_GAIN = 0.02
-_NUM_SMALL = 5  # classes, so that every form is there
+_NUM_SMALL = 6  # classes, so that every form is there
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -13,6 +13,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from .greedy_parity import reference_tokens
+
 TinyCheckpoint = Callable[..., Path]
 Reference = Callable[..., PreTrainedModel]
 
@@ -79,6 +81,12 @@ def _random_model(architecture: str, overrides: dict[str, Any]) -> PreTrainedMod
         if parameter.dim() == 1:  # norms of one and biases of zero would hide mistakes
             parameter.data += 0.1 * torch.randn_like(parameter)
     return model
+
+
+@pytest.fixture(scope="session")
+def expected_tokens(tiny_checkpoint: TinyCheckpoint) -> Callable[[str], Any]:
+    """The reference's model and its greedy tokens, once per architecture."""
+    return reference_tokens(tiny_checkpoint)
 
 
 @pytest.fixture(scope="session")

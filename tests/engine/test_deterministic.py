@@ -29,7 +29,6 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.executor.in_process import InProcessExecutor
 from penstock.engine.models import cpu_decoder
 from penstock.engine.request import Request, RequestOutput, SamplingParams
-from penstock.engine.runner.device import select_device
 from penstock.engine.startup import build_core
 from penstock.gateway.cli import _parser, engine_config, resolve_settings
 from penstock.kernels.cpu.isa import ISA_VARIABLE
@@ -280,16 +279,6 @@ def test_shapes_that_the_kernels_do_not_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"--deterministic .* head size 24, hidden size 64"):
         build(tiny_checkpoint(head_dim=24, max_position_embeddings=CONTEXT), Way())
-
-
-def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert select_device(DeviceConfig()).type == "cuda"
-    assert select_device(DeviceConfig(device="cpu", deterministic=True)).type == "cpu"
-    for device in ("auto", "cuda"):
-        with pytest.raises(ConfigError, match=r"--deterministic: .* --device cpu"):
-            select_device(DeviceConfig(device=device, deterministic=True))
 
 
 def test_it_is_a_flag() -> None:

@@ -1,8 +1,10 @@
-"""The engine on a CUDA device (`make gpu`): the same tokens as on the CPU."""
+"""The engine on a CUDA device (`make gpu`): the tokens of `transformers`, and the same tokens with
+and without graphs, overlap and pressure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,21 @@ import torch
 
 from penstock.engine.config import (
     CacheConfig,
+    CudagraphMode,
     DeviceConfig,
     DType,
     EngineConfig,
+    KVCacheDType,
     ModelConfig,
     PreemptionMode,
     SchedulerConfig,
 )
+from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import SamplingParams
+from penstock.engine.runner.cuda_graphs import GraphedDecoder
 from penstock.engine.startup import build_core
 
-from .test_scheduled_parity import (
+from .greedy_parity import (
     ARCHITECTURES,
     NUM_NEW,
     SCHEDULES,
@@ -30,20 +36,134 @@ from .test_scheduled_parity import (
     requests,
     run,
 )
+from .test_launched_ahead import GRAPHS, KINDS, ROOMY, TIGHT, check_same, outputs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+CUDA = DeviceConfig(device="cuda")
 
 
+@pytest.fixture(autouse=True)
+def _exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def build(
+    path: Path,
+    schedule: SchedulerConfig,
+    num_blocks: int,
+    *,
+    device: DeviceConfig = CUDA,
+    dtype: DType = "float32",
+    kv_cache_dtype: KVCacheDType = "auto",
+) -> EngineCore:
+    core, _ = build_core(
+        EngineConfig(
+            model=ModelConfig(model=str(path), dtype=dtype),
+            cache=CacheConfig(
+                num_blocks=num_blocks, num_host_blocks=300, kv_cache_dtype=kv_cache_dtype
+            ),
+            scheduler=schedule,
+            device=device,
+        )
+    )
+    return core
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_tokens_equal_transformers(
-    name: str, schedule: str, expected_tokens: Callable[[str], Any]
+    name: str, schedule: str, mode: CudagraphMode, expected_tokens: Callable[[str], Any]
 ) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    check_greedy_parity(name, schedule, expected_tokens, device="cuda")
+    device = replace(CUDA, cudagraph_mode=mode)
+    check_greedy_parity(name, schedule, expected_tokens, device=device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", GRAPHS)
+@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
+def test_under_pressure_every_request_gets_what_it_gets_alone_on_the_card(
+    preemption: PreemptionMode,
+    mode: CudagraphMode,
+    kind: str,
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """Graphs, two steps in flight and swaps beside them, against one eager step after the other;
+    deterministic, so that every token has to be the same."""
+    path = tiny_checkpoint("LlamaForCausalLM")
+    asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
+    one_by_one = replace(ROOMY, max_steps_in_flight=1)
+    eager = replace(CUDA, enforce_eager=True, deterministic=True)
+    expected = outputs(build(path, one_by_one, 400, device=eager), asked)
+    tight = replace(ROOMY, preemption=preemption)
+    core = build(path, tight, TIGHT, device=replace(CUDA, cudagraph_mode=mode, deterministic=True))
+    assert isinstance(core._executor._runner._model, GraphedDecoder) == (mode != "none")
+    check_same(outputs(core, asked), expected)
+    assert core.scheduler.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_deterministic_tokens_and_logprobs_are_the_same_to_the_bit(
+    kv_cache_dtype: KVCacheDType, dtype: DType, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Alone, together, in chunks of other sizes, from graphs or not, and preempted."""
+    path = tiny_checkpoint("LlamaForCausalLM")
+    params = SamplingParams(temperature=0.8, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2)
+    deterministic = replace(CUDA, deterministic=True)
+
+    def answers(schedule: SchedulerConfig, num_blocks: int, device: DeviceConfig) -> Any:
+        core = build(path, schedule, num_blocks, device=device, dtype=dtype,
+                     kv_cache_dtype=kv_cache_dtype)  # fmt: skip
+        return outputs(core, asked)
+
+    asked = requests(params)
+    expected = answers(replace(ROOMY, max_num_seqs=1), 400, deterministic)
+    for schedule, num_blocks, device in (
+        (ROOMY, 400, deterministic),
+        (replace(ROOMY, max_num_batched_tokens=200), 400, deterministic),
+        (replace(ROOMY, preemption="recompute"), TIGHT, deterministic),
+        (replace(ROOMY, preemption="swap"), TIGHT, replace(deterministic, enforce_eager=True)),
+    ):
+        found = answers(schedule, num_blocks, device)
+        for key, answer in found.items():
+            assert answer.tokens == expected[key].tokens
+            assert answer.logprobs == expected[key].logprobs  # every bit
+
+
+def test_an_fp8_cache_holds_twice_as_much_and_says_nearly_the_same() -> None:
+    """The demo model: most of its greedy tokens stay, and a block takes half the bytes."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    found = {}
+    for kv_cache_dtype in ("auto", "fp8"):
+        config = EngineConfig(
+            model=ModelConfig(dtype="bfloat16"),
+            cache=CacheConfig(num_blocks=400, kv_cache_dtype=kv_cache_dtype),
+            device=CUDA,
+        )
+        core, info = build_core(config)
+        found[kv_cache_dtype] = info.bytes_per_block, run(core, requests(params))
+    assert found["auto"][0] == 2 * found["fp8"][0]
+    pairs = [
+        pair
+        for name, tokens in found["auto"][1].items()
+        for pair in zip(tokens[:8], found["fp8"][1][name][:8], strict=True)
+    ]
+    assert sum(a == b for a, b in pairs) > 0.5 * len(pairs)
+
+
+def test_graphs_and_pool_stay_within_the_share_of_memory() -> None:
+    """Sized from what is free, as a server does."""
+    share, slack = 0.3, 1 << 30
+    before = torch.cuda.mem_get_info()[0]
+    config = EngineConfig(cache=CacheConfig(gpu_memory_utilization=share), device=CUDA)
+    core, _ = build_core(config)
+    free, total = torch.cuda.mem_get_info()
+    assert before - free <= share * total + slack
+    assert isinstance(core._executor._runner._model, GraphedDecoder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -53,7 +173,7 @@ def test_the_demo_model_runs_in_every_dtype(dtype: DType) -> None:
         # Sized from what is free, as a server does.
         cache=CacheConfig(gpu_memory_utilization=0.3),
         scheduler=SCHEDULES["chunked"][0],
-        device=DeviceConfig(device="cuda"),
+        device=CUDA,
     )
     core, info = build_core(config)
     assert info.device.startswith("cuda")
@@ -66,11 +186,10 @@ def test_the_demo_model_runs_in_every_dtype(dtype: DType) -> None:
 def test_preempted_streams_equal_undisturbed_ones(
     preemption: PreemptionMode, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
     path = tiny_checkpoint("LlamaForCausalLM")
     params = SamplingParams(temperature=0.9, max_tokens=NUM_NEW, ignore_eos=True)
     schedule = SchedulerConfig(max_num_batched_tokens=64, preemption=preemption)
-    roomy = engine(path, schedule, 400, device="cuda")
-    tight = engine(path, schedule, 24, device="cuda")
+    roomy = engine(path, schedule, 400, device=CUDA)
+    tight = engine(path, schedule, 24, device=CUDA)
     assert run(tight, requests(params)) == run(roomy, requests(params))
     assert tight.scheduler.counters.num_preemptions > 0

@@ -331,6 +331,7 @@ def test_every_message_survives_the_wire() -> None:
         Submit(request=request),
         Abort(request_ids=("a", "b")),
         Step(number=7, outputs=(output,), stats=stats),
+        Step(number=8, outputs=(RequestOutput(request_id="a", index=2, token_ids=(4, 5)),)),
         Heartbeat(stats=stats),
         Heartbeat(),
         Failure(message="x"),
@@ -409,3 +410,19 @@ def test_the_numbers_of_memory_are_told(engine: Engine, connect: Connect) -> Non
     assert beat.stats is not None
     assert (beat.stats.num_blocks_used, beat.stats.num_blocks_cached) == (0, 4)
     assert beat.stats.prefix_cache_queries_total == 40
+
+
+def test_stats_come_with_the_steps_that_show_something_new(connect: Connect) -> None:
+    gateway = connect()
+    began_s = time.monotonic()
+    gateway.submit("a", (1,), 300)
+    steps = []
+    while not steps or not steps[-1].outputs[-1].is_last:
+        step = gateway.receive()
+        assert isinstance(step, Step)
+        steps.append(step)
+    told = [step.stats for step in steps if step.stats is not None]
+    assert steps[0].stats is not None
+    assert steps[-1].stats is not None
+    assert steps[-1].stats.generation_tokens_total == len(steps) == 300
+    assert len(told) <= 3 + (time.monotonic() - began_s) / 0.1

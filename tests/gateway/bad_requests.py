@@ -17,6 +17,10 @@ def says(**message: Any) -> str:
     return chat(messages=[{"role": "user", "content": "x", **message}])
 
 
+def responds(**values: Any) -> str:
+    return json.dumps({"input": "a", **values})
+
+
 CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     # not JSON, not UTF-8, not an object
     (CHAT, "{", 400, "invalid_json", None),
@@ -105,6 +109,10 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, chat(priority="high"), 400, "invalid_type", "priority"),
     (CHAT, chat(priority=1 << 31), 400, "invalid_value", "priority"),
     (CHAT, chat(echo=True), 400, "unknown_parameter", "echo"),
+    (CHAT, chat(continue_final_message=True), 400, "invalid_value", "continue_final_message"),
+    (CHAT, chat(truncate_prompt_tokens=0), 400, "invalid_value", "truncate_prompt_tokens"),
+    (CHAT, chat(bad_words=["x"]), 400, "unsupported_parameter", "bad_words"),
+    (CHAT, chat(allowed_token_ids=[1]), 400, "unsupported_parameter", "allowed_token_ids"),
     (CHAT, chat(penstock={}), 400, "unknown_parameter", "penstock"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
     (
@@ -157,10 +165,66 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
         "invalid_value",
         "best_of",
     ),
+    (
+        COMPLETIONS,
+        '{"prompt": "a", "echo": true, "truncate_prompt_tokens": 1}',
+        400,
+        "invalid_value",
+        "truncate_prompt_tokens",
+    ),
     (COMPLETIONS, '{"prompt": "a", "suffix": "b"}', 400, "unsupported_parameter", "suffix"),
     # responses
     (RESPONSES, "{}", 400, "missing_required_parameter", "input"),
-    (RESPONSES, '{"input": "a", "background": true}', 400, "unsupported_parameter", "background"),
+    (RESPONSES, responds(background=True, store=False), 400, "invalid_value", "background"),
+    (RESPONSES, responds(background="yes"), 400, "invalid_type", "background"),
+    (
+        RESPONSES,
+        responds(conversation="conv_1", previous_response_id="resp_1"),
+        400,
+        "mutually_exclusive_parameters",
+        "previous_response_id",
+    ),
+    (RESPONSES, responds(conversation=7), 400, "invalid_type", "conversation"),
+    (RESPONSES, responds(conversation={}), 400, "missing_required_parameter", "conversation"),
+    (
+        RESPONSES,
+        responds(conversation={"id": "conv_1", "x": 1}),
+        400,
+        "unknown_parameter",
+        "conversation",
+    ),
+    (RESPONSES, responds(metadata={"k" * 65: ""}), 400, "invalid_value", f"metadata.{'k' * 65}"),
+    (RESPONSES, responds(metadata={"k": "v" * 513}), 400, "invalid_value", "metadata.k"),
+    (
+        RESPONSES,
+        responds(metadata=dict.fromkeys("abcdefghijklmnopq", "")),
+        400,
+        "invalid_value",
+        "metadata",
+    ),
+    (RESPONSES, responds(metadata={"k": 1}), 400, "invalid_type", "metadata.k"),
+    (RESPONSES, responds(stream_options={"x": 1}), 400, "unknown_parameter", "stream_options.x"),
+    (
+        RESPONSES,
+        responds(penstock={"continue": True}),
+        400,
+        "missing_required_parameter",
+        "previous_response_id",
+    ),
+    (
+        RESPONSES,
+        responds(penstock={"continue": True}, previous_response_id="resp_1"),
+        400,
+        "invalid_value",
+        "input",
+    ),
+    (
+        RESPONSES,
+        responds(penstock={"continues": True}),
+        400,
+        "unknown_parameter",
+        "penstock.continues",
+    ),
     (RESPONSES, '{"input": "a", "prompt": {"id": "p"}}', 400, "unsupported_parameter", "prompt"),
     (RESPONSES, '{"input": "", "max_output_tokens": 0}', 400, "invalid_value", "max_output_tokens"),
     (RESPONSES, '{"input": "a", "include": ["x"]}', 400, "invalid_value", "include[0]"),

@@ -24,6 +24,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
 from .fake_engine import INFO, FakeEngine
 
@@ -139,7 +140,7 @@ async def _listen(config: GatewayConfig) -> AsyncIterator[int]:
         uvicorn.Config(
             app,
             http="httptools",
-            ws="websockets-sansio",
+            ws=PatientWebSocketProtocol,
             ws_max_size=config.max_websocket_message_bytes,
             ws_per_message_deflate=False,
             log_level="warning",

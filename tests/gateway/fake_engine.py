@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 
 import zmq
 import zmq.asyncio
@@ -51,6 +51,8 @@ class FakeEngine:
         notices: by how many tokens came before them; branch 0 has them.
         refusal, refused_param: what every request is refused with, as its own fault.
         failure: what every request fails with after its first token.
+        poison: kills the engine when it is submitted, if this says so of it.
+        dies_in: that many steps it is killed.
     """
 
     def __init__(
@@ -65,21 +67,20 @@ class FakeEngine:
         self.refusal: str | None = None
         self.refused_param: str | None = None
         self.failure: str | None = None
+        self.poison: Callable[[Request], bool] = lambda _: False
+        self.dies_in: int | None = None
+        self.num_deaths = 0
         self.submitted: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.aborted_branches: set[tuple[str, int]] = set()
         self.dropped: list[DropPrefix] = []
         self.stats = EngineStats(num_requests_running=1, num_blocks_used=16, num_blocks=64)
         self.address = address
-        self._context = zmq.asyncio.Context()
         self.num_steps: dict[bytes, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> FakeEngine:
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(self.address)
-        self._start(self._receive())
-        self._start(self._beat())
+        self.restart()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,6 +94,21 @@ class FakeEngine:
         for identity in list(self.num_steps):
             await self.send(identity, Failure(message="out of memory"))
         self.fall_silent()
+
+    def kill(self) -> None:
+        """Be gone from one moment to the next, as by kill -9."""
+        self.num_deaths += 1
+        self.fall_silent()
+        self.num_steps.clear()
+        self._context.destroy(linger=0)  # unlike a socket's close it is over when this returns
+
+    def restart(self) -> None:
+        """Begin a life that knows nothing of those before."""
+        self._context = zmq.asyncio.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(self.address)
+        self._start(self._receive())
+        self._start(self._beat())
 
     def fall_silent(self) -> None:
         for task in self._tasks:
@@ -126,6 +142,9 @@ class FakeEngine:
                 self.dropped.append(message)
             elif isinstance(message, Submit):
                 self.submitted[message.request.request_id] = message.request
+                if self.poison(message.request):
+                    self.kill()
+                    return
                 self._start(self._stream(identity, message.request))
 
     async def _stream(self, identity: bytes, request: Request) -> None:
@@ -148,6 +167,11 @@ class FakeEngine:
         step = Step(number=self.num_steps[identity], outputs=tuple(outputs), stats=self.stats)
         with contextlib.suppress(zmq.ZMQError):
             await self.send(identity, step)
+        if self.dies_in is not None:
+            self.dies_in -= 1
+            if self.dies_in == 0:
+                await asyncio.sleep(0.01)  # what was sent is under way
+                self.kill()
 
     def _outputs(self, request: Request, index: int) -> Iterator[RequestOutput]:
         """Of one branch."""
@@ -174,12 +198,15 @@ class FakeEngine:
         elif params.beam_search is not None:
             yield _hypothesis(first, list(self._tokens(first, params)))
         else:
-            yield from self._tokens(first, params)
+            num_known = len(request.output_token_ids)
+            yield from self._tokens(first, params, num_known=num_known)
 
-    def _tokens(self, first: RequestOutput, params: SamplingParams) -> Iterator[RequestOutput]:
+    def _tokens(
+        self, first: RequestOutput, params: SamplingParams, *, num_known: int = 0
+    ) -> Iterator[RequestOutput]:
         index = first.index
         script = self.scripts.get(index, self.script)
-        for number in itertools.count():
+        for number in itertools.count(num_known):
             if index == 0 and number in self.notices:
                 yield RequestOutput(request_id=first.request_id, notice=self.notices[number])
             if self.failure is not None and number == 1:
@@ -201,7 +228,7 @@ class FakeEngine:
             )
             yield (
                 output
-                if number
+                if number > num_known
                 else dataclasses.replace(
                     output,
                     prompt_logprobs=first.prompt_logprobs,

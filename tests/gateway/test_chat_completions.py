@@ -68,7 +68,7 @@ async def test_stream_on_the_wire(served: Served) -> None:
 
 async def test_silence_is_filled_from_the_start(serve: Serve) -> None:
     async with (
-        serve(step_s=0.25, sse_ping_s=0.05) as served,
+        serve(step_s=0.75, sse_ping_s=0.05) as served,
         served.http.stream(
             "POST",
             "/v1/chat/completions",
@@ -210,7 +210,7 @@ async def test_as_fast_as_the_engine_can_nothing_is_lost(served: Served) -> None
 
 @pytest.mark.parametrize("is_dead", [False, True])
 async def test_engine_failure_ends_a_stream_typed(serve: Serve, is_dead: bool) -> None:
-    async with serve(step_s=0.01) as served:
+    async with serve(step_s=0.01, engine_wait_s=0.1) as served:
         served.engine.failure = None if is_dead else "no such luck"
         stream = await served.client.chat.completions.create(
             model="tiny", messages=HELLO, stream=True, extra_body={"ignore_eos": True}

@@ -10,8 +10,9 @@ import pytest
 
 from penstock.engine.config import EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.gateway.cli import FLAGS, _parser, engine_config, parse_bytes, resolve_settings
+from penstock.gateway.cli import _parser, engine_config, resolve_settings
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.flags import FLAGS, parse_bytes
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -64,6 +65,65 @@ def gateway_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "model": model, "engine_address": "ipc://x"}
 
 
+def test_the_gateways_defaults_are_those_of_its_flags() -> None:
+    silent = GatewayConfig.from_settings(gateway_settings(resolve_settings({}, {})))
+    assert silent == GatewayConfig(
+        engine_address="ipc://x", host_name=silent.host_name, model=ModelConfig(model="demo")
+    )
+
+
+def test_a_flag_of_the_gateway_reaches_it() -> None:
+    given = [
+        "serve", "--redis-url", "redis://:pw@host/1", "--api-workers", "3",
+        "--response-log-bytes", "1M", "--response-log-ttl-s", "5", "--disconnect-grace-s", "6",
+        "--stream-interval-ms", "7.5", "--session-ttl-s", "8", "--shutdown-grace-s", "9",
+        "--api-keys-file", "keys.toml", "--request-deadline-ms", "10", "--max-queue-requests", "11",
+        "--max-queue-tokens", "12", "--max-connections", "13", "--header-timeout-s", "14",
+        "--body-timeout-s", "15", "--ssl-certfile", "cert", "--ssl-keyfile", "key",
+        "--ssl-keyfile-password", "word", "--otlp-endpoint", "http://otlp", "--log-format", "json",
+        "--session-storage", "optional",
+    ]  # fmt: skip
+    settings = resolve_settings(vars(_parser().parse_args(given)), {})
+    values = {**gateway_settings(settings), "worker_index": 2, "num_workers": 3}
+    assert GatewayConfig.from_settings(values) == GatewayConfig(
+        engine_address="ipc://x",
+        worker_index=2,
+        num_workers=3,
+        host_name="localhost",
+        redis_url="redis://:pw@host/1",
+        response_log_bytes=1 << 20,
+        response_log_ttl_s=5,
+        disconnect_grace_s=6,
+        stream_interval_ms=7.5,
+        session_ttl_s=8,
+        shutdown_grace_s=9,
+        api_keys_file="keys.toml",
+        request_deadline_ms=10,
+        max_queue_requests=11,
+        max_queue_tokens=12,
+        max_connections=13,
+        header_timeout_s=14,
+        body_timeout_s=15,
+        ssl_certfile="cert",
+        ssl_keyfile="key",
+        ssl_keyfile_password="word",
+        otlp_endpoint="http://otlp",
+        log_format="json",
+        session_storage="optional",
+        model=ModelConfig(model="demo"),
+    )
+    assert "pw" not in repr(GatewayConfig.from_settings(values))
+    assert "word" not in repr(GatewayConfig.from_settings(values)).replace("password", "")
+
+
+def test_what_is_secret_is_in_no_message(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text("api-key = [{hunter2 = 1}]\n")
+    with pytest.raises(ConfigError, match="api-key in the config file has no sense") as error:
+        resolve_settings({"config": file}, {})
+    assert "hunter2" not in str(error.value)
+
+
 def test_every_flag_is_parsed_under_its_key() -> None:
     arguments = [
         "serve",
@@ -109,8 +169,14 @@ def test_what_is_no_size(text: str) -> None:
         ({"PENSTOCK_CONFIG": "/no/such/file"}, "cannot read"),
         ({"PENSTOCK_PREEMPTION": "perhaps"}, "must be one of auto, swap, recompute"),
         ({"PENSTOCK_SCHEDULING_POLICY": "lottery"}, "must be one of fcfs, priority"),
-        ({"PENSTOCK_SESSION_RETENTION_S": "-1"}, "--session-retention-s"),
-        ({"PENSTOCK_SESSION_RETENTION_S": "nan"}, "--session-retention-s"),
+        ({"PENSTOCK_SESSION_RETENTION_S": "-1"}, "PENSTOCK_SESSION_RETENTION_S has no sense"),
+        ({"PENSTOCK_API_WORKERS": "0"}, "PENSTOCK_API_WORKERS has no sense"),
+        ({"PENSTOCK_API_WORKERS": "2"}, "--api-workers 2 needs --redis-url"),
+        ({"PENSTOCK_MAX_CONNECTIONS": "1.5"}, "PENSTOCK_MAX_CONNECTIONS has no sense"),
+        ({"PENSTOCK_SHUTDOWN_GRACE_S": "inf"}, "PENSTOCK_SHUTDOWN_GRACE_S has no sense"),
+        ({"PENSTOCK_SESSION_STORAGE": "perhaps"}, "must be one of required, optional"),
+        ({"PENSTOCK_SSL_KEYFILE": "key.pem"}, "--ssl-keyfile needs --ssl-certfile"),
+        ({"PENSTOCK_SESSION_RETENTION_S": "nan"}, "PENSTOCK_SESSION_RETENTION_S has no sense"),
     ],
 )
 def test_variables_without_sense(environment: dict[str, str], fault: str) -> None:

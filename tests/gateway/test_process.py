@@ -21,6 +21,9 @@ import websockets
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
+from penstock.gateway.app import create_app
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.process import _Server, _uvicorn_config
 
 from .conftest import ANSWER, until
 from .fake_engine import FakeEngine
@@ -36,7 +39,9 @@ def test_no_torch_in_the_gateway() -> None:
 
 
 @contextlib.contextmanager
-def launched(model: str, address: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+def launched(
+    model: str, address: str, **flags: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     """The process, its port, and the status pipe's reading end."""
     config_read, config_write = os.pipe()
     status_read, status_write = os.pipe()
@@ -50,6 +55,7 @@ def launched(model: str, address: str) -> Iterator[tuple[subprocess.Popen[bytes]
             "log_level": "info",
             "shutdown_grace_s": 1,
             "num_blocks": None,
+            **flags,
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.gateway.process"],
@@ -123,3 +129,79 @@ async def test_a_bad_model_is_one_status_line(tmp_path: Path) -> None:
         assert event["event"] == "failed"
         assert "config.json is missing" in event["message"]
         assert await asyncio.to_thread(process.wait, 10) == 1
+
+
+_ENDLESS = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": 200}
+
+
+async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_them(
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/engine.sock"
+    patient = launched(str(model_path), address, shutdown_grace_s=600)
+    with patient as (process, port, status_fd):
+        async with (
+            FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.5) as engine,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http,
+        ):
+            await asyncio.to_thread(os.read, status_fd, 1000)
+            # One that is used all the while stays open.
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+            async def status(request: bytes) -> bytes:
+                writer.write(request + b"\r\nHost: localhost\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+                await reader.readexactly(size)
+                return head.split()[1]
+
+            async with http.stream("POST", "/v1/completions", json=_ENDLESS) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)
+                assert await status(b"GET /ready HTTP/1.1") == b"200"
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(10):
+                    while await status(b"GET /ready HTTP/1.1") == b"200":  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                body = b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + body)
+                assert b" 503 " in await reader.readuntil(b"\r\n")
+                assert len(engine.submitted) == 1
+                assert await anext(lines) is not None
+                assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(process.wait, 10) == -signal.SIGTERM
+                with contextlib.suppress(httpx.RemoteProtocolError):
+                    assert [line async for line in lines if "DONE" in line] == []
+            writer.close()
+
+
+async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/engine.sock"
+    config = GatewayConfig(engine_address=address, model=ModelConfig(model=str(model_path)))
+    app = create_app(config)
+    server = _Server(_uvicorn_config(config, app), app, grace_s=0.1)
+    events: list[str] = []
+
+    class Store:
+        async def hand_over(self) -> None:
+            events.append("handed over")
+
+    async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.05):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            task = asyncio.create_task(server._serve([listener]))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+                assert (await http.get("/ready")).status_code == 200, "it waited for the engine"
+                app.state.log_store = Store()
+                async with http.stream("POST", "/v1/completions", json=_ENDLESS) as stream:
+                    async for line in stream.aiter_lines():
+                        server.should_exit = True
+                        events += [line] if line else []
+            await task
+    *_, handed_over, error, done = events
+    assert handed_over == "handed over"
+    assert "the server is shutting down" in error
+    assert done == "data: [DONE]"

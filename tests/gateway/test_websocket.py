@@ -151,19 +151,18 @@ async def test_limits_of_a_connection(serve: Serve) -> None:
         assert (events[-1]["status"], events[-1]["stream_id"]) == (429, "s16")
 
 
-async def test_client_gone_aborts_everything(serve: Serve) -> None:
+async def test_client_gone_aborts_what_is_not_stored(serve: Serve) -> None:
     async with serve(step_s=0.01) as served:
+        create = {"type": "response.create", "input": "x", "ignore_eos": True, "store": False}
         async with served.connect() as socket:
             for lane in "abc":
-                await send(
-                    socket, type="response.create", input="x", stream_id=lane, ignore_eos=True
-                )
+                await send(socket, **create, stream_id=lane)
             await served.submitted(3)
         await served.aborted(3)
 
 
 async def test_engine_death_fails_each_stream(serve: Serve) -> None:
-    async with serve(step_s=0.01) as served, served.connect() as socket:
+    async with serve(step_s=0.01, engine_wait_s=0.1) as served, served.connect() as socket:
         for lane in "ab":
             await send(socket, type="response.create", input="x", stream_id=lane, ignore_eos=True)
         await served.submitted(2)

@@ -23,8 +23,8 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.messages import EngineInfo
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.registry import read_model_config
+from penstock.engine.models.step_output import DrawnTokens
 from penstock.engine.runner.input_batch import InputBatch
-from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.load.engine import bench as engine_bench
@@ -97,7 +97,7 @@ def test_prompts_differ_from_run_to_run(cells: list[Cell]) -> None:
 
 def test_timing_leaves_the_engine_as_it_was(cells: list[Cell]) -> None:
     del cells
-    for call in (Scheduler.schedule, Scheduler.update, CpuDecoder.forward, Sampler.choose):
+    for call in (Scheduler.schedule, Scheduler.update, CpuDecoder.step, DrawnTokens.read):
         assert not hasattr(call, "__wrapped__"), call
 
 
@@ -106,9 +106,8 @@ def test_timing_leaves_the_engine_as_it_was(cells: list[Cell]) -> None:
     [
         (Scheduler, "schedule", "schedule"),
         (InputBatch, "prepare", "prepare"),
-        (CpuDecoder, "forward", "forward"),
-        (CpuDecoder, "logits", "forward"),
-        (Sampler, "choose", "sample"),
+        (CpuDecoder, "step", "forward"),
+        (DrawnTokens, "read", "sample"),
         (Scheduler, "update", "update"),
         (InputBatch, "append", OTHER),
     ],

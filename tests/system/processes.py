@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import signal
@@ -34,19 +35,26 @@ class Served:
         """Its process of this title."""
         return next(child for child in self.family if child.name() == name)
 
+    def renew_family(self) -> list[psutil.Process]:
+        """The processes it has now; with a killed one gone, its successor among them."""
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        return self.family
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout=20)
 
 
 def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[str]:
-    """`penstock serve` on a free port; its log goes to a file."""
+    """`penstock serve` on a free port; its log goes to a file. Streams that a test left behind do
+    not hold up its end for long."""
     with log.open("w") as stderr:
         return subprocess.Popen(
             [PENSTOCK, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            env={"PENSTOCK_SHUTDOWN_GRACE_S": "2", **os.environ},
         )
 
 
@@ -64,7 +72,7 @@ def serve(*arguments: str, log: Path) -> Iterator[Served]:
     process = launch(arguments, log)
     try:
         line = read_line(process)
-        match = re.search(r"http://\S+", line)
+        match = re.search(r"https?://\S+", line)
         assert match, f"not ready: {line!r} {log.read_text()}"
         family = psutil.Process(process.pid).children(recursive=True)
         yield Served(process, match.group(), line, log, family)

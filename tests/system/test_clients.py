@@ -1,4 +1,4 @@
-"""The stock clients against a real server, as a user would point them at it."""
+"""Clients against a real server, as a user would point them at it; `openai` has its own files."""
 
 from __future__ import annotations
 
@@ -8,65 +8,11 @@ import subprocess
 from typing import Any
 
 import httpx
-import openai
-import pytest
 import websockets
 
 from .processes import PENSTOCK, Served, metric, metrics
 
 _QUESTION = [{"role": "user", "content": "What is paged attention?"}]
-
-
-@pytest.fixture
-def client(demo_server: Served) -> Any:
-    with openai.OpenAI(base_url=f"{demo_server.base_url}/v1", api_key="none") as made:
-        yield made
-
-
-def test_openai_chat_streaming_equals_not_streaming(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="demo", messages=_QUESTION, temperature=0)
-    answer = whole.choices[0].message.content
-    assert answer is not None
-    assert len(answer) > 20
-    assert whole.choices[0].finish_reason == "stop"
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens > 5
-    chunks = list(
-        client.chat.completions.create(model="demo", messages=_QUESTION, temperature=0, stream=True)
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
-    assert len(chunks) > 5, "it streams"
-
-
-def test_openai_responses_and_completions(client: openai.OpenAI) -> None:
-    first = client.responses.create(model="demo", input="Hi, my name is Quillon.", temperature=0)
-    second = client.responses.create(
-        model="demo",
-        input="What is my name?",
-        previous_response_id=first.id,
-        temperature=0,
-    )
-    assert "Quillon" in second.output_text
-    with client.responses.stream(model="demo", input="Count to 5.", temperature=0) as stream:
-        final = stream.until_done().get_final_response()
-    assert final.status == "completed"
-    assert "5" in final.output_text
-    completion = client.completions.create(model="demo", prompt="Hello", max_tokens=5)
-    assert completion.usage is not None
-    assert completion.usage.completion_tokens <= 5
-
-
-def test_openai_errors_are_typed(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="gpt-9", messages=_QUESTION)
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(
-            model="demo",
-            messages=_QUESTION,
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
-        )
-    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
 
 
 def test_curl_gets_an_event_stream(demo_server: Served) -> None:

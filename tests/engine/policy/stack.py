@@ -149,8 +149,11 @@ def make_request(
     *,
     arrival: float = 0.0,
     priority: int = 0,
+    tenant: str = "",
+    weight: float = 1.0,
     cache_salt: str = "",
     retention: Any = None,
+    wants_queue_position: bool = False,
     **params: Any,
 ) -> Request:
     return Request(
@@ -159,8 +162,11 @@ def make_request(
         sampling_params=SamplingParams(**params),
         arrival_s=arrival,
         priority=priority,
+        tenant=tenant,
+        weight=weight,
         cache_salt=cache_salt,
         retention=retention,
+        wants_queue_position=wants_queue_position,
     )
 
 

@@ -30,6 +30,14 @@ class Event:
         passed = self.passed = [False]
         stream.queue.append((lambda: True, lambda: passed.__setitem__(0, True)))
 
+    def query(self) -> bool:
+        return self.passed[0]
+
+    def synchronize(self) -> None:
+        """The host waits, and the device goes on until here, perhaps no further."""
+        passed = self.passed
+        _host.run_until(lambda: passed[0])
+
 
 class Stream:
     """Work in order, each piece with the condition that lets it run."""
@@ -51,6 +59,15 @@ class Stream:
 _streams: list[Stream] = []
 
 
+class _Host:
+    """How it waits for the device that is simulated now."""
+
+    run_until: Callable[[Callable[[], bool]], None]
+
+
+_host = _Host()
+
+
 class SimulatedStreams(TorchDispatchMode):
     """While entered, copies are queued on the current stream instead of run."""
 
@@ -68,7 +85,8 @@ class SimulatedStreams(TorchDispatchMode):
         if func is aten.index_select.out:
             result = kwargs["out"]
         elif func is aten.index_select.default:
-            result = torch.empty_like(func(*args))
+            source, dim, index = args
+            result = source.new_empty(*source.shape[:dim], len(index), *source.shape[dim + 1 :])
             func, kwargs = aten.index_select.out, {"out": result}
         elif func in _QUEUED:
             result = args[0]
@@ -79,6 +97,7 @@ class SimulatedStreams(TorchDispatchMode):
 
     def install(self, monkeypatch: Any) -> None:
         """Take the place of the streams that do nothing."""
+        monkeypatch.setattr(_host, "run_until", self._run_until, raising=False)
         for name, value in {
             "Stream": Stream,
             "Event": Event,
@@ -90,9 +109,16 @@ class SimulatedStreams(TorchDispatchMode):
 
     def synchronize(self) -> None:
         """Run all that is queued, in an order that the events allow."""
+        self._run_until(lambda: not any(stream.queue for stream in _streams))
+
+    def launch(self, run: Callable[[], Any]) -> None:
+        """Work of any kind, behind what the current stream has."""
+        self._current.queue.append((lambda: True, run))
+
+    def _run_until(self, is_done: Callable[[], bool]) -> None:
         self._is_running = True
-        while waiting := [stream for stream in _streams if stream.queue]:
-            able = [stream for stream in waiting if stream.queue[0][0]()]
+        while not is_done():
+            able = [stream for stream in _streams if stream.queue and stream.queue[0][0]()]
             assert able, "the streams wait for each other"
             _, run = self._random.choice(able).queue.popleft()
             run()

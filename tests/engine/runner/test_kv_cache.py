@@ -101,7 +101,7 @@ def test_the_advice_works(tiny_checkpoint):
 
 def test_cpu_share(tiny_checkpoint):
     model = load_model(ModelConfig(), tiny_checkpoint(), torch.device("cpu"))
-    num_bytes = available_bytes(EngineConfig(), model, SHAPE)
+    num_bytes = available_bytes(EngineConfig(), model, SHAPE, 64)
     assert 0 < num_bytes <= 2 << 30
 
 

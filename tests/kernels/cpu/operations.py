@@ -12,6 +12,7 @@ from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.structures import (
     AttentionArgs,
     EmbedArgs,
+    GatherRowsArgs,
     LinearArgs,
     RmsNormArgs,
     RopeStoreArgs,
@@ -151,6 +152,14 @@ def embed(library: CpuLibrary, token_ids: Tensor, weight: Tensor, *, is_packed: 
         is_packed=is_packed,
     )
     library.run("embed", args)
+    return y
+
+
+def gather_rows(library: CpuLibrary, x: Tensor, rows: Tensor) -> Tensor:
+    y = torch.full((len(rows), x.shape[1]), torch.nan, dtype=x.dtype)
+    step = Step(num_gathered=len(rows), sampled_tokens=rows.data_ptr())
+    args = GatherRowsArgs(y=y.data_ptr(), x=x.data_ptr(), step=addressof(step), size=x.shape[1])
+    library.run("gather_rows", args)
     return y
 
 

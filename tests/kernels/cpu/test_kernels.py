@@ -128,6 +128,12 @@ def test_embed(library, is_packed):
     assert torch.equal(result, weight[token_ids])
 
 
+@pytest.mark.parametrize("rows", [[], [7], [0, 3, 4, 8]])
+def test_gather_rows(library, rows):
+    x, index = random(9, 34, dtype=library.dtype), torch.tensor(rows, dtype=torch.int64)
+    assert torch.equal(operations.gather_rows(library, x, index), x[index])
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 80])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rope_store(library: CpuLibrary, head_dim: int, has_norm: bool):

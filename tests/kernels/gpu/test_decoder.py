@@ -5,6 +5,7 @@ In the interpreter its tensors lie on a CPU and say that they do not.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -52,27 +53,33 @@ def decoder(dtype: torch.dtype, *, has_qk_norm: bool, head_dim: int) -> Decoder:
 
 
 @torch.inference_mode()
-def logits(model: Decoder, device: str) -> Tensor:
+def logits(
+    model: Decoder, device: str, steps: list[int] | None = None, num_padded: int = NUM_PADDED
+) -> Tensor:
     """Of every token, computed in steps that are padded as a CUDA graph pads them."""
     dtype = model.dtype
     model = model.to(device)
+    steps = STEPS if steps is None else steps
     shape = KVShape.of(model.config, BLOCK_SIZE, dtype)
-    pool = shape.allocate(7, torch.device(device)).fill_(torch.nan)
+    if model.layers[0].self_attn.attention.key_scale is not None:
+        shape = replace(shape, dtype=torch.float8_e4m3fn)
+    pool = shape.allocate(7, torch.device(device))
+    pool.copy_(torch.full_like(pool, torch.nan, dtype=torch.float32))
     table = torch.tensor([5, 2, 6], dtype=torch.int32)
     token_ids = torch.randint(50, (STEPS[-1],), generator=torch.Generator().manual_seed(1))
     found = []
-    for start, end in pairwise(STEPS):
+    for start, end in pairwise(steps):
         positions = torch.arange(start, end)
         slots = table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         layout = PagedLayout(
             query_start_loc=torch.tensor([0, end - start], dtype=torch.int32, device=device),
             seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
             block_tables=table[None].to(device),
-            slot_mapping=torch.cat((slots, torch.full((NUM_PADDED,), -1))).to(device),
+            slot_mapping=torch.cat((slots, torch.full((num_padded,), -1))).to(device),
             max_query_len=end - start,
             max_seq_len=end,
         )
-        padding = torch.zeros(NUM_PADDED, dtype=torch.int64)
+        padding = torch.zeros(num_padded, dtype=torch.int64)
         context = ForwardContext(
             kv_pool=pool, layout=layout, positions=torch.cat((positions, padding)).to(device)
         )
@@ -96,3 +103,52 @@ def test_equals_torch(device, head_dim, has_qk_norm, dtype, monkeypatch):
         (found - exact).pow(2).mean().sqrt() for found in (by_kernels, in_torch)
     )
     assert our_error < 1.5 * torch_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, is_fp8, dtype, monkeypatch):
+    """Token by token, as a prompt, and with rows beside them: what determinism needs of a model."""
+    model = decoder(dtype, has_qk_norm=True, head_dim=32).to(device)
+    model.use_invariant_kernels()
+    if is_fp8:
+        model.use_fp8_cache()
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):
+        whole = logits(model, device, [0, STEPS[-1]], num_padded=0)
+        for steps, num_padded in ((STEPS, 3), ([0, 1, 2, 19, 20], 70), ([0, 7, 20], 1)):
+            assert torch.equal(logits(model, device, steps, num_padded), whole)
+
+
+def test_an_fp8_cache_moves_logits_a_little(device, monkeypatch):
+    """And its scales reach the kernels: they refuse one without the other."""
+    model = decoder(torch.float32, has_qk_norm=True, head_dim=32)
+    exact = logits(model, "cpu")
+    model.use_fp8_cache()
+    in_torch = logits(model, "cpu")
+    model = model.to(device)
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):
+        by_kernels = logits(model, device)
+    for found in (in_torch, by_kernels):
+        error = (found - exact).pow(2).mean().sqrt() / exact.std()
+        assert 1e-4 < error < 0.2
+
+
+def test_sinks_and_soft_cap_reach_attention(device, monkeypatch):
+    model = decoder(torch.float32, has_qk_norm=False, head_dim=16)
+    plain = logits(model, "cpu")
+    options = replace(model.config, has_sinks=True, attention_soft_cap=2.0)
+    weights = model.state_dict()
+    model = Decoder(options)
+    sinks = {name: torch.ones(options.num_heads) for name in model.state_dict() if "sinks" in name}
+    assert len(sinks) == options.num_layers
+    model.load_state_dict({**weights, **sinks})
+    in_torch = logits(model, "cpu")
+    assert (in_torch - plain).abs().max() > 0.05
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):
+        torch.testing.assert_close(logits(model, device), in_torch, atol=1e-3, rtol=1e-3)

@@ -110,6 +110,49 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(
         assert torch.equal(alone, together[seq : seq + 1])
 
 
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_invariant_token_depends_on_what_is_before_it_alone(
+    dtype: torch.dtype, window: int | None, device: str
+) -> None:
+    """Alone, in chunks of any size, and beside others, its bits are the same."""
+    whole = PagedCase(
+        CaseShape(step=[(0, 70), (3, 1), (20, 25)], head_dim=64, window=window, dtype=dtype),
+        device=device,
+    )
+    together = attend(whole, config=SMALL_TILES, is_invariant=True)
+    check(whole, config=SMALL_TILES, is_invariant=True)
+    query, keys, values, layout = whole.tensors
+    for start, end in [(0, 1), (13, 14), (1, 13), (40, 70), (69, 70)]:
+        chunk = replace(
+            layout,
+            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+            block_tables=layout.block_tables[:1],
+            slot_mapping=layout.slot_mapping[start:end],
+            max_query_len=end - start,
+            max_seq_len=end,
+        )
+        alone = paged_attention_triton(
+            query[start:end], keys, values, chunk, **whole.arguments,
+            config=SMALL_TILES, is_invariant=True,
+        )  # fmt: skip
+        assert torch.equal(alone, together[start:end])
+
+
+def test_an_invariant_batch_may_be_padded(device: str) -> None:
+    """With one token and a length of 0, as a captured batch of decodes is."""
+    case = PagedCase(CaseShape(step=DECODES, head_dim=64), device=device)
+    query, keys, values, layout = case.tensors
+    lens = layout.seq_lens.clone()
+    lens[-1] = 0
+    padded = paged_attention_triton(
+        query, keys, values, replace(layout, seq_lens=lens), **case.arguments, is_invariant=True
+    )
+    assert torch.equal(padded[:-1], attend(case, is_invariant=True)[:-1])
+    assert not padded[-1].any()
+
+
 def test_bounds_may_be_larger_than_what_is_there(device: str) -> None:
     """A captured launch is made for the longest context."""
     case = PagedCase(CaseShape(step=DECODES, head_dim=64, has_sinks=True), device=device)

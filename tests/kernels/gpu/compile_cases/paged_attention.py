@@ -37,6 +37,7 @@ def attention_case(
     is_fp8: bool = False,
     has_options: bool = False,
     is_contiguous: bool = False,
+    is_invariant: bool = False,
 ) -> CompileCase:
     """`kernel` is "decode", in splits, or "prefill"."""
     torch_dtype, tl_dtype = DTYPES[dtype]
@@ -72,7 +73,10 @@ def attention_case(
         "DOT_DTYPE": tl.float16 if is_fp8 else tl_dtype,
         "IS_CONTIGUOUS": is_contiguous,
     }
-    features = {"fp8": is_fp8, "options": has_options, "contiguous": is_contiguous}
+    if kernel == "prefill":
+        constexprs["IS_INVARIANT"] = is_invariant
+    features = {"fp8": is_fp8, "options": has_options, "contiguous": is_contiguous,
+                "invariant": is_invariant}  # fmt: skip
     label = [kernel, dtype, str(head_dim), *(name for name, has in features.items() if has)]
     return CompileCase(
         label=" ".join([*label, target]),
@@ -111,9 +115,17 @@ MERGE = CompileCase(
     },
     constexprs={"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "BLOCK_S": 16},
 )
-CASES = [MERGE] + [
-    attention_case(kernel, target, **shape)
-    for kernel in ("decode", "prefill")
-    for target in LIMITS
-    for shape in SHAPES
-]
+CASES = (
+    [MERGE]
+    + [
+        attention_case(kernel, target, **shape)
+        for kernel in ("decode", "prefill")
+        for target in LIMITS
+        for shape in SHAPES
+    ]
+    + [
+        attention_case("prefill", target, is_invariant=True, has_options=has_options)
+        for target in LIMITS
+        for has_options in (False, True)
+    ]
+)

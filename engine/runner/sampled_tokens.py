@@ -1,0 +1,185 @@
+"""From the sampler to the sequences: sampled tokens as the next step's inputs, and for the host.
+
+On a CPU they are there when the step is (`TokensAtOnce`). On a GPU the next step is launched before
+(`TokensOnDevice`): there the last token of every row stays, and where one is an input, the device
+puts it in; the host holds a place for it until its copy has arrived.
+
+    compute   step N … sample → last ┐  step N + 1: last → inputs …
+    side                             └ token ids → pinned memory ◆    the host waits for ◆ alone
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.runner.input_batch import InputBatch, staging_num_bytes
+from penstock.engine.runner.staging import InputStaging
+from penstock.engine.runner.step_inputs import StepInputs
+from penstock.engine.sampling.sampler import ChosenTokens, Sampled
+
+
+class Tokens(Protocol):
+    """Those of one step."""
+
+    def read(self) -> Sampled:
+        """Wait for them."""
+        ...
+
+
+class TokenPath(Protocol):
+    """What happens to a step's tokens."""
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether a step can be launched before the tokens of the one before are read."""
+        ...
+
+    def input_ids(self, inputs: StepInputs) -> Tensor:
+        """int64 [num_tokens], those sampled by earlier steps among them."""
+        ...
+
+    def settle(self) -> None:
+        """Return when the host knows every token of the steps before."""
+        ...
+
+    def take(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Tokens:
+        """What a step chose, into its sequences."""
+        ...
+
+
+class TokensAtOnce:
+    """Tokens are read as soon as they are chosen."""
+
+    overlaps_steps = False
+
+    def __init__(self, batch: InputBatch) -> None:
+        self._batch = batch
+
+    def input_ids(self, inputs: StepInputs) -> Tensor:
+        return inputs.input_ids
+
+    def settle(self) -> None:
+        """They are known."""
+
+    def take(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Sampled:
+        sampled = chosen.read()
+        # Of a failed one too: a step already planned may count on a token.
+        self._batch.append(inputs.sampled_seq_ids, sampled.token_ids)
+        return sampled
+
+
+class TokensInFlight:
+    """A step's tokens on their way to the host.
+
+    Args:
+        chosen: on the device, kept until it is copied.
+        copied: the same in host memory, once `is_copied` has passed.
+        places: of each token: its sequence's tokens, and its index among them.
+    """
+
+    def __init__(
+        self,
+        chosen: ChosenTokens,
+        copied: ChosenTokens,
+        is_copied: Any,
+        places: list[tuple[list[int], int]],
+    ) -> None:
+        self._on_device: ChosenTokens | None = chosen
+        self._copied, self._is_copied, self._places = copied, is_copied, places
+        self._sampled: Sampled | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self._sampled is not None
+
+    def read(self) -> Sampled:
+        if self._sampled is None:
+            self._is_copied.synchronize()
+            self._sampled, self._on_device = self._copied.read(), None
+            for (token_ids, index), token_id in zip(
+                self._places, self._sampled.token_ids, strict=True
+            ):
+                token_ids[index] = token_id
+        return self._sampled
+
+
+class TokensOnDevice:
+    """Tokens are the next step's inputs before the host has seen them.
+
+    Args:
+        num_rows: of the batch.
+    """
+
+    overlaps_steps = True
+
+    def __init__(self, batch: InputBatch, num_rows: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._runtime: Any = torch.cuda if is_cuda else torch.cpu
+        self._side = self._runtime.Stream()
+        self._is_pinned = is_cuda
+        self._batch = batch
+        self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._in_flight: deque[TokensInFlight] = deque()
+
+    def input_ids(self, inputs: StepInputs) -> Tensor:
+        assert inputs.token_rows is not None
+        places, rows = inputs.token_rows.awaited_places, inputs.token_rows.awaited_rows
+        if len(places):
+            inputs.input_ids.index_copy_(0, places, self._last.index_select(0, rows))
+        return inputs.input_ids
+
+    def settle(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().read()
+
+    def take(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> TokensInFlight:
+        assert isinstance(chosen, ChosenTokens), "tokens of a CPU"
+        assert inputs.token_rows is not None
+        self._last.index_copy_(0, inputs.token_rows.sampled_rows, chosen.token_ids)
+        self._side.wait_stream(self._runtime.current_stream())
+        with self._runtime.stream(self._side):
+            copied = chosen.map(self._copy)
+        is_copied = self._runtime.Event()
+        is_copied.record(self._side)
+        places = self._batch.expect(inputs.sampled_seq_ids)
+        tokens = TokensInFlight(chosen, copied, is_copied, places)
+        while self._in_flight and self._in_flight[0].is_read:
+            self._in_flight.popleft()
+        self._in_flight.append(tokens)
+        return tokens
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Into host memory, on the current stream."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_pinned)
+        return host.copy_(tensor, non_blocking=True)
+
+
+def make_token_path(
+    config: SchedulerConfig, *, max_blocks: int, block_size: int, device: torch.device
+) -> tuple[InputBatch, TokenPath]:
+    """A device's sequences, and what becomes of their tokens."""
+    is_overlapped = runs_beside_the_host(device)
+    num_seqs, staging = config.max_num_seqs, None
+    if is_overlapped:
+        num_bytes = staging_num_bytes(config.max_num_batched_tokens, num_seqs, max_blocks)
+        staging = InputStaging(num_bytes, device)
+    batch = InputBatch(
+        max_num_seqs=num_seqs,
+        max_blocks=max_blocks,
+        block_size=block_size,
+        device=device,
+        staging=staging,
+    )
+    if is_overlapped:
+        return batch, TokensOnDevice(batch, num_seqs, device)
+    return batch, TokensAtOnce(batch)
+
+
+def runs_beside_the_host(device: torch.device) -> bool:
+    """Whether what is launched there returns before it is done."""
+    return device.type == "cuda"

@@ -1,0 +1,140 @@
+"""Token ids to text as they come: whole characters, each exactly once.
+
+Two kinds of tokenizers, two ways. Where every token stands for certain bytes (GPT-2's kind, most
+of today's), those bytes are joined. Elsewhere a token's text depends on its neighbours, and a
+window of tokens is decoded each time. Not known here: stop strings.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.engine.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# The window of ids decoded each time: cut back to `_KEEP` once it reaches `_WINDOW`. What is kept
+# gives the next tokens their left context (SentencePiece strips a space at the start of a text).
+_KEEP = 6
+_WINDOW = 16
+
+
+class Detokenizer(Protocol):
+    """Token ids in, whole characters out."""
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+
+    def finish(self) -> str:
+        """What is still pending, though it is no whole character."""
+
+
+def new_detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool, context: Sequence[int] = ()
+) -> Detokenizer:
+    """For one sequence of tokens.
+
+    Args:
+        context: ids that the sequence continues and that are shown already.
+    """
+    skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+    recent = [token_id for token_id in context if token_id not in skipped][-_KEEP:]
+    if tokenizer.is_byte_level:
+        return _JoinedBytes(tokenizer, skipped, recent)
+    return _DecodedWindow(tokenizer, skipped, recent)
+
+
+class _JoinedBytes:
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], context: Sequence[int]
+    ) -> None:
+        self._pieces = tokenizer.pieces
+        self._skipped = skipped
+        self._utf8 = _new_utf8_decoder()
+        self._is_in_character = False
+        for token_id in context:
+            self.push(token_id)
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        piece = self._pieces[token_id]
+        if isinstance(piece, str):
+            if not self._is_in_character:
+                return piece
+            piece = piece.encode()
+        text = self._utf8.decode(piece)
+        self._is_in_character = bool(self._utf8.getstate()[0])
+        return text
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _DecodedWindow:
+    """The bytes of a byte-fallback run go through an incremental UTF-8 decoder instead: the
+    tokenizer would turn a whole run into U+FFFD while its last character is incomplete.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], context: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._window: list[int] = []
+        self._num_shown = 0  # characters of the window's text that went out
+        self._utf8 = _new_utf8_decoder()
+        self._is_in_bytes = False
+        self._restart_window([*context])
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        byte = self._tokenizer.byte_of_token_id.get(token_id)
+        if byte is None:
+            return self._leave_bytes() + self._push_piece(token_id)
+        rest = "" if self._is_in_bytes else self._flush_window()
+        self._is_in_bytes = True
+        self._restart_window([token_id])
+        return rest + self._utf8.decode(bytes([byte]))
+
+    def finish(self) -> str:
+        return self._leave_bytes() + self._flush_window()
+
+    def _push_piece(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode()
+        end = len(text) - text.endswith(_REPLACEMENT)  # its next byte may be on its way
+        new = text[self._num_shown : end]
+        self._num_shown = max(self._num_shown, end)
+        if len(self._window) >= _WINDOW:
+            # The cut may fall inside a character: the window then starts with U+FFFD, the same
+            # ones every time it is decoded, so counting characters stays right.
+            self._restart_window(self._window[-_KEEP:])
+        return new
+
+    def _restart_window(self, token_ids: list[int]) -> None:
+        self._window = token_ids
+        text = self._decode()
+        self._num_shown = len(text) - (text.endswith(_REPLACEMENT) and not self._is_in_bytes)
+
+    def _leave_bytes(self) -> str:
+        if not self._is_in_bytes:
+            return ""
+        self._is_in_bytes = False
+        rest = self._utf8.decode(b"", final=True)
+        self._utf8 = _new_utf8_decoder()
+        return rest
+
+    def _flush_window(self) -> str:
+        rest = self._decode()[self._num_shown :]
+        self._num_shown += len(rest)
+        return rest
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+def _new_utf8_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")

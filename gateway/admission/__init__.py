@@ -1,0 +1,1 @@
+"""Admission: who is let in, and what those who are not are told."""

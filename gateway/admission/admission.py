@@ -1,0 +1,122 @@
+"""The gate: whether a request whose cost is known may go to the engine, and what it holds there.
+
+    tenant's limits (429) → queue bounds (503) → predicted time to first token (503) → reservation
+
+A request holds its reservation from here to its end, however it ends.
+"""
+
+from __future__ import annotations
+
+from penstock.engine.request import SamplingParams
+from penstock.gateway.admission.engine_queue import EngineQueue, Waiting
+from penstock.gateway.admission.expected_cost import ExpectedCost
+from penstock.gateway.admission.quotas import NO_HOLD, Hold, Quotas
+from penstock.gateway.admission.refusals import rate_limit_headers
+from penstock.gateway.callers import ANYBODY, Caller
+
+
+class Reservation:
+    """What one admitted request holds: its part of the tenant's limits, its place in the queue.
+
+    Whoever runs the request says `started` when the engine has begun it, and `settle` at its end;
+    both may be said again, and only the first time counts.
+    """
+
+    __slots__ = ("_caller", "_cost", "_hold", "_queue", "_waiting", "is_settled")
+
+    def __init__(
+        self,
+        caller: Caller = ANYBODY,
+        *,
+        hold: Hold = NO_HOLD,
+        cost: ExpectedCost | None = None,
+        queue: EngineQueue | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self._caller = caller
+        self._hold = hold
+        self._cost = cost
+        self._queue = queue
+        self._waiting = waiting
+        self.is_settled = False
+
+    def started(self) -> None:
+        """It waits no more."""
+        waiting = self._waiting
+        if waiting is not None and self._queue is not None:
+            self._waiting = None
+            self._queue.leave(waiting)
+
+    def wait_s(self, num_tokens_ahead: int) -> float:
+        """Until the engine has begun so many queued tokens, as predicted; 0 if nothing is known."""
+        return 0.0 if self._queue is None else self._queue.drain_s(num_tokens_ahead)
+
+    def settle(
+        self,
+        *,
+        num_prompt: int = 0,
+        num_cached: int = 0,
+        num_output: int = 0,
+        num_branches: int = 1,
+    ) -> None:
+        """It ended, having used so many tokens; without any it never ran."""
+        if self.is_settled:
+            return
+        self.is_settled = True
+        self.started()
+        if num_output and self._cost is not None:
+            self._cost.learn(
+                self._caller.tenant,
+                num_prompt=num_prompt,
+                num_cached=num_cached,
+                output_tokens=num_output / num_branches,
+            )
+        self._hold.settle(num_prompt - num_cached + num_output)
+
+
+class Admission:
+    """The gate of one gateway."""
+
+    def __init__(self, quotas: Quotas, queue: EngineQueue) -> None:
+        self._quotas = quotas
+        self._queue = queue
+        self._cost = ExpectedCost()
+
+    async def admit(
+        self,
+        caller: Caller,
+        num_prompt: int,
+        params: SamplingParams,
+        *,
+        deadline_s: float | None = None,
+    ) -> Reservation:
+        """Let a request in.
+
+        Args:
+            num_prompt: tokens.
+            deadline_s: within which its first token is wanted, from now.
+
+        Raises:
+            RequestRefusedError: 429 for the tenant's own limits, 503 for everybody's queue;
+                nothing is held then.
+        """
+        tenant = caller.tenant
+        output = self._cost.output_tokens(tenant, params.max_tokens) * params.num_branches
+        cost = self._cost.prompt_tokens(tenant, num_prompt) + output
+        hold = await self._quotas.reserve(caller, cost)
+        try:
+            self._queue.check(caller, num_prompt, deadline_s=deadline_s)
+        except BaseException:
+            hold.cancel()
+            raise
+        return Reservation(
+            caller,
+            hold=hold,
+            cost=self._cost,
+            queue=self._queue,
+            waiting=self._queue.enter(caller, num_prompt),
+        )
+
+    def headers(self, caller: Caller) -> dict[str, str]:
+        """What is left of a caller's limits, for any answer; empty without limits."""
+        return rate_limit_headers(caller.limits, self._quotas.levels(caller))

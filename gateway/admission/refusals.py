@@ -1,0 +1,113 @@
+"""What those are told who are not let in: why, when to come back, and what is left of their limits.
+
+    429 rate_limit_exceeded    the tenant's own limits        x-ratelimit-*, RateLimit, Retry-After
+    503 server_overloaded      everybody's queue is too long  Retry-After
+
+Waits are jittered, so that those refused together do not return together.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from penstock.gateway.callers import Limits
+from penstock.gateway.errors import RequestRefusedError
+
+if TYPE_CHECKING:
+    from penstock.gateway.admission.quotas import Levels
+
+MAX_RETRY_S = 120.0
+_MIN_RETRY_S = 0.1
+_JITTER = 0.25  # of the wait, and of a second: short waits need to be spread too
+
+
+class NotAdmittedError(RequestRefusedError):
+    """Refused now; the same request may be let in later."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        code: str,
+        wait_s: float,
+        headers: Mapping[str, str] | None = None,
+        num_queued: int | None = None,
+    ) -> None:
+        super().__init__(message, code=code, status=status)
+        retry_s = jittered(wait_s)
+        self.headers = {
+            "Retry-After": str(math.ceil(retry_s)),
+            "retry-after-ms": str(math.ceil(retry_s * 1e3)),
+            **(headers or {}),
+        }
+        self.details = {"estimated_wait_ms": math.ceil(wait_s * 1e3)}
+        if num_queued is not None:
+            self.details["queue_length"] = num_queued
+
+
+def jittered(wait_s: float) -> float:
+    """A little later than that, and in no more than two minutes."""
+    spread = _JITTER * (wait_s + 1.0)
+    latest = MAX_RETRY_S * (1.0 - _JITTER / 2)
+    late = max(min(wait_s, latest), _MIN_RETRY_S) + random.random() * spread  # noqa: S311
+    return min(late, MAX_RETRY_S - random.random() * _JITTER * 10)  # noqa: S311
+
+
+def quota_exceeded(limits: Limits, levels: Levels, waits: Mapping[str, float]) -> NotAdmittedError:
+    """429, naming the limit that takes longest.
+
+    Args:
+        waits: seconds by what is limited.
+    """
+    name = max(waits, key=lambda each: waits[each])
+    return NotAdmittedError(
+        f"your limit of {name} is used up",
+        status=429,
+        code="rate_limit_exceeded",
+        wait_s=waits[name],
+        headers=rate_limit_headers(limits, levels),
+    )
+
+
+def overloaded(message: str, *, wait_s: float, num_queued: int) -> NotAdmittedError:
+    """503: the server has more to do than it can promise to do in time."""
+    return NotAdmittedError(
+        message, status=503, code="server_overloaded", wait_s=wait_s, num_queued=num_queued
+    )
+
+
+def rate_limit_headers(limits: Limits, levels: Levels) -> dict[str, str]:
+    """OpenAI's `x-ratelimit-*`, and `RateLimit` and `RateLimit-Policy` of the IETF's draft."""
+    headers: dict[str, str] = {}
+    current, policies = [], []
+    for name, limit, level in _per_minute(limits, levels):
+        remaining = max(0, math.floor(level))
+        reset_s = max(0.0, limit - level) * 60.0 / limit
+        headers[f"x-ratelimit-limit-{name}"] = str(math.floor(limit))
+        headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
+        headers[f"x-ratelimit-reset-{name}"] = _duration(reset_s)
+        policies.append(f'"{name}";q={math.floor(limit)};w=60')
+        current.append(f'"{name}";r={remaining};t={math.ceil(reset_s)}')
+    if current:
+        headers["RateLimit-Policy"] = ", ".join(policies)
+        headers["RateLimit"] = ", ".join(current)
+    return headers
+
+
+def _per_minute(limits: Limits, levels: Levels) -> Iterator[tuple[str, float, float]]:
+    if limits.requests_per_minute is not None:
+        yield "requests", limits.requests_per_minute, levels.requests
+    if limits.tokens_per_minute is not None:
+        yield "tokens", limits.tokens_per_minute, levels.tokens
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: `120ms`, `7s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -1,0 +1,267 @@
+-- Everything that is done with one conversation, each operation in one step.
+--
+-- KEYS: its fields, the links of its turns, their bodies, chunks of token ids; all in one slot.
+-- ARGV: operation, tenant, time to live (ms), lease (ms), then what the operation takes.
+-- Replies: {"ok", …}, {"no conversation"}, {"no turn"} or {"locked"}. Nothing is '' here.
+
+local FIELDS, LINKS, BODIES, CHUNKS = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local operation, tenant, ttl_ms, lease_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function field(name)
+  return redis.call('HGET', FIELDS, name) or ''
+end
+
+local function set(...)
+  redis.call('HSET', FIELDS, ...)
+end
+
+-- A link is `order|parent|status|created at|lease (ms)`: children have a higher order than parents.
+local function parse(text)
+  local order, parent, status, created_at, lease =
+    string.match(text, '^(%d+)|([^|]*)|([^|]*)|(%d+)|(%d+)$')
+  local link = {order = order, parent = parent, status = status, created_at = created_at}
+  link.lease = tonumber(lease)
+  link.is_running = status == 'in_progress' and link.lease > now_ms
+  -- Whoever ran it is gone.
+  link.shown = (status == 'in_progress' and not link.is_running) and 'failed' or status
+  return link
+end
+
+local function link_of(turn)
+  local text = redis.call('HGET', LINKS, turn)
+  return text and parse(text)
+end
+
+local function put_link(turn, link)
+  local lease = link.status == 'in_progress' and now_ms + lease_ms or 0
+  local text = string.format(
+    '%s|%s|%s|%s|%.0f', link.order, link.parent, link.status, link.created_at, lease)
+  redis.call('HSET', LINKS, turn, text)
+end
+
+-- A turn's body, and the chunks of token ids that it names: name, bytes, name, bytes, …
+local function put_body(turn, body, ...)
+  redis.call('HSET', BODIES, turn, body)
+  local chunks = {...}
+  for index = 1, #chunks, 2 do
+    redis.call('HSETNX', CHUNKS, chunks[index], chunks[index + 1])
+  end
+end
+
+local function put_turn(turn, link, ...)
+  link.order = redis.call('HINCRBY', FIELDS, 'num_turns', 1)
+  put_link(turn, link)
+  put_body(turn, ...)
+end
+
+-- A body begins with the number of names, 4 bytes, and the names, 16 bytes each.
+local function each_chunk(body, visit)
+  for index = 1, struct.unpack('<I4', body) do
+    visit(string.sub(body, 16 * index - 11, 16 * index + 4))
+  end
+end
+
+-- Forget the chunks of a body that no other has.
+local function drop_chunks(body)
+  local is_used = {}
+  for _, other in ipairs(redis.call('HVALS', BODIES)) do
+    each_chunk(other, function(name) is_used[name] = true end)
+  end
+  each_chunk(body, function(name)
+    if not is_used[name] then
+      redis.call('HDEL', CHUNKS, name)
+    end
+  end)
+end
+
+-- The turn that holds the head.
+local function holder()
+  local turn = field('running')
+  local link = turn ~= '' and link_of(turn)
+  return (link and link.is_running) and turn or ''
+end
+
+local function described()
+  return {
+    'ok', field('created_at'), field('is_listed'), field('metadata'), field('head'), holder()
+  }
+end
+
+local operations = {}
+
+function operations.create(created_at, is_listed, metadata)
+  set('tenant', tenant, 'created_at', created_at, 'is_listed', is_listed, 'metadata', metadata,
+    'head', '', 'running', '', 'num_turns', 0)
+  return {'ok'}
+end
+
+operations.get = described
+operations.peek = described
+
+function operations.set_metadata(metadata)
+  set('metadata', metadata)
+  return described()
+end
+
+function operations.delete()
+  redis.call('DEL', unpack(KEYS))
+  return {'ok'}
+end
+
+-- Beginning, like everything that a lost reply may repeat, is done once.
+function operations.begin_turn(turn, parent, created_at, takes_head, ...)
+  if link_of(turn) then
+    return {'ok'}
+  end
+  if parent ~= '' and not link_of(parent) then
+    return {'no turn'}
+  end
+  if takes_head == '1' then
+    if parent ~= field('head') or holder() ~= '' then
+      return {'locked'}
+    end
+    set('running', turn)
+  end
+  put_turn(turn, {parent = parent, status = 'in_progress', created_at = created_at}, ...)
+  return {'ok'}
+end
+
+function operations.touch_turn(turn)
+  local link = link_of(turn)
+  if link and link.status == 'in_progress' then
+    put_link(turn, link)
+  end
+  return {'ok'}
+end
+
+function operations.finish_turn(turn, status, ...)
+  local link = link_of(turn)
+  if link and link.status == 'in_progress' then
+    link.status = status
+    put_link(turn, link)
+    put_body(turn, ...)
+    if field('running') == turn then
+      set('running', '')
+      if status ~= 'failed' then
+        set('head', turn)
+      end
+    end
+  end
+  return described()
+end
+
+function operations.add_items(turn, created_at, ...)
+  if not link_of(turn) then
+    if holder() ~= '' then
+      return {'locked'}
+    end
+    local link = {parent = field('head'), status = 'completed', created_at = created_at}
+    put_turn(turn, link, ...)
+    set('head', turn, 'running', '')
+  end
+  return described()
+end
+
+function operations.replace_items(turn, ...)
+  if not link_of(turn) then
+    return {'no turn'}
+  end
+  put_body(turn, ...)
+  return {'ok'}
+end
+
+local function append(reply, turn, link)
+  for _, value in ipairs({turn, link.parent, link.shown, link.created_at}) do
+    reply[#reply + 1] = value
+  end
+end
+
+function operations.turn(turn)
+  local link = link_of(turn)
+  if not link then
+    return {'no turn'}
+  end
+  local reply = {'ok'}
+  append(reply, turn, link)
+  reply[#reply + 1] = redis.call('HGET', BODIES, turn)
+  return reply
+end
+
+-- From the turn to the root.
+function operations.path(turn)
+  local reply = {'ok'}
+  while turn ~= '' do
+    local link = link_of(turn)
+    if not link then
+      return {'no turn'}
+    end
+    append(reply, turn, link)
+    reply[#reply + 1] = redis.call('HGET', BODIES, turn)
+    turn = link.parent
+  end
+  return reply
+end
+
+-- In no order; each turn with its own.
+function operations.tree()
+  local reply = {'ok'}
+  local links = redis.call('HGETALL', LINKS)
+  for index = 1, #links, 2 do
+    local link = parse(links[index + 1])
+    append(reply, links[index], link)
+    reply[#reply + 1] = link.order
+  end
+  return reply
+end
+
+function operations.set_head(turn, expected)
+  if turn ~= '' and not link_of(turn) then
+    return {'no turn'}
+  end
+  if holder() ~= '' or field('head') ~= expected then
+    return {'locked'}
+  end
+  set('head', turn, 'running', '')
+  return {'ok'}
+end
+
+function operations.delete_turn(turn)
+  local link = link_of(turn)
+  if not link then
+    return {'no turn'}
+  end
+  local body = redis.call('HGET', BODIES, turn)
+  redis.call('HDEL', LINKS, turn)
+  redis.call('HDEL', BODIES, turn)
+  if body then
+    drop_chunks(body)
+  end
+  if field('running') == turn then
+    set('running', '')
+  end
+  if field('head') == turn then
+    set('head', (link.parent ~= '' and link_of(link.parent)) and link.parent or '')
+  end
+  if field('is_listed') == '0' and redis.call('EXISTS', LINKS) == 0 then
+    redis.call('DEL', FIELDS)
+  end
+  return {'ok'}
+end
+
+local owner = redis.call('HGET', FIELDS, 'tenant')
+if operation == 'create' then
+  if owner then
+    return {'ok'}
+  end
+elseif owner ~= tenant then
+  return {'no conversation'}
+end
+local reply = operations[operation](unpack(ARGV, 5))
+if operation ~= 'peek' then
+  for _, key in ipairs(KEYS) do
+    redis.call('PEXPIRE', key, ttl_ms)
+  end
+end
+return reply

@@ -1,0 +1,38 @@
+-- The listed conversations of one tenant, by creation and then by id.
+--
+-- KEYS: the index. ARGV: operation, time to live (ms), then what the operation takes.
+
+local INDEX = KEYS[1]
+local operation, ttl_ms = ARGV[1], ARGV[2]
+
+local operations = {}
+
+function operations.add(created_at, conversation)
+  redis.call('ZADD', INDEX, created_at, conversation)
+  return {'ok'}
+end
+
+function operations.remove(...)
+  redis.call('ZREM', INDEX, ...)
+  return {'ok'}
+end
+
+function operations.page(after, count, newest_first)
+  local rank_of, range = 'ZRANK', 'ZRANGE'
+  if newest_first == '1' then
+    rank_of, range = 'ZREVRANK', 'ZREVRANGE'
+  end
+  local start = 0
+  if after ~= '' then
+    local rank = redis.call(rank_of, INDEX, after)
+    if not rank then
+      return {'no conversation'}
+    end
+    start = rank + 1
+  end
+  return {'ok', unpack(redis.call(range, INDEX, start, start + count - 1))}
+end
+
+local reply = operations[operation](unpack(ARGV, 3))
+redis.call('PEXPIRE', INDEX, ttl_ms)
+return reply

@@ -1,0 +1,92 @@
+"""Which stored token ids a new prompt can begin with.
+
+Tokenising a conversation afresh need not give the ids that the model wrote: then the KV of them is
+not found. Where the rendered prompt begins with the text that stored ids stand for, those ids are
+used again, and the rest alone is tokenised. Templates that drop earlier reasoning, changed
+instructions or a new date change the text, and with it what is reused: never more than is equal.
+
+The rest is cut off in front of a token that the tokenizer splits at before anything else
+(`<|im_end|>`), where tokenising two parts is tokenising the whole. Not known here: how prompts are
+rendered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.engine.text import Tokenizer
+from penstock.gateway.conversations.records import Rendering, StoredTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """The beginning of a prompt, as ids that an engine may have the KV of.
+
+    Attributes:
+        token_ids: none if nothing could be reused.
+        rest: the text that follows them, to tokenise without adding special tokens.
+    """
+
+    token_ids: Sequence[int]
+    rest: str
+
+
+def rendering_of(text: str) -> Rendering:
+    return Rendering(num_chars=len(text), digest=hashlib.sha256(_utf8(text)).digest())
+
+
+def reuse(text: str, turns: Sequence[StoredTurn], tokenizer: Tokenizer) -> Reused:
+    """The longest beginning of a rendered prompt that is stored as token ids.
+
+    Args:
+        text: the whole prompt, special tokens included.
+        turns: of one path, in any order.
+    """
+    for num_chars, token_ids in reversed(list(_beginnings(text, turns))):
+        reused = _cut(text, num_chars, token_ids, tokenizer)
+        if reused is not None:
+            return reused
+    return Reused((), text)
+
+
+def _beginnings(text: str, turns: Sequence[StoredTurn]) -> Iterator[tuple[int, Sequence[int]]]:
+    """What is stored that `text` begins with: (length, ids), shortest first, in one pass."""
+    stored: list[tuple[Rendering, StoredTurn, bool]] = []
+    for turn in turns:
+        if turn.prompt is not None:
+            stored.append((turn.prompt, turn, False))
+        if turn.whole is not None:
+            stored.append((turn.whole, turn, True))
+    stored.sort(key=lambda item: item[0].num_chars)
+    digest, num_hashed = hashlib.sha256(), 0
+    for rendering, turn, has_output in stored:
+        if rendering.num_chars > len(text):
+            return
+        digest.update(_utf8(text[num_hashed : rendering.num_chars]))
+        num_hashed = rendering.num_chars
+        if digest.digest() == rendering.digest:
+            token_ids = turn.prompt_token_ids
+            yield num_hashed, token_ids + turn.output_token_ids if has_output else token_ids
+
+
+def _cut(
+    text: str, num_chars: int, token_ids: Sequence[int], tokenizer: Tokenizer
+) -> Reused | None:
+    """Where the rest can be tokenised alone: at the end of the ids, or else in front of the last
+    boundary among them."""
+    boundaries = tokenizer.boundary_tokens
+    if num_chars == len(text) or text.startswith(tuple(boundaries.values()), num_chars):
+        return Reused(token_ids, text[num_chars:])
+    for index in range(len(token_ids) - 1, 0, -1):
+        if token_ids[index] in boundaries:
+            tail = tokenizer.decode(token_ids[index:], skip_special_tokens=False)
+            if not text.endswith(tail, 0, num_chars):  # half a character, or a decoder that trims
+                return None
+            return Reused(token_ids[:index], text[num_chars - len(tail) :])
+    return None
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,208 @@
+"""The one place that makes clients of Redis.
+
+A link turns what Redis' absence raises into `StoreUnavailableError`, runs Lua scripts wherever they
+are not loaded (any more), and warns of a Redis that may forget. No password gets into a message.
+Not known here: what is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import ExponentialWithJitterBackoff
+
+from penstock.gateway.conversations.store import StoreUnavailableError
+from penstock.gateway.redis_url import RedisAddress
+
+_LOG = logging.getLogger(__name__)
+_MAX_CONNECTIONS = 64  # of a process; whoever finds none free waits
+_POOL_WAIT_S = 1.0
+_MAX_CLUSTER_CONNECTIONS = 1024  # per node; nobody can wait there
+_IDLE_CHECK_S = 15  # a connection idle for longer is tried before it is used
+_COMPLAINT_EVERY_S = 10.0
+
+# All that redis-py raises of its own; a cluster's are not of its family.
+REDIS_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
+# Redis is away, moves, is full or may not write. Other replies are our own mistakes.
+_AWAY = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+    exceptions.NoPermissionError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.RedisClusterException,
+)
+_AWAY_CODES = ("MISCONF", "NOREPLICAS", "BUSY", "UNBLOCKED")  # have no class of their own
+
+
+class RedisLink:
+    """A client, and how it is used.
+
+    Args:
+        timeout_s: for a connection, and for a reply. None waits for replies without end (blocking
+            reads); connecting then takes at most a second.
+    """
+
+    def __init__(self, address: RedisAddress, *, timeout_s: float | None = 1.0) -> None:
+        self.address = address
+        options = _options(address, timeout_s)
+        self._sentinels = _sentinels(address, options)
+        self.client = _connect(address, options, self._sentinels)
+        self._next_complaint_s = 0.0
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """What is done within needs Redis.
+
+        Raises:
+            StoreUnavailableError: 503 `session_store_unavailable`: it does not answer, or not as
+                one that can be written to.
+        """
+        try:
+            yield
+        except REDIS_ERRORS as error:
+            if not is_away(error):
+                raise
+            self._complain(error)
+            raise StoreUnavailableError(
+                "the store of conversations does not answer; try again later",
+                code="session_store_unavailable",
+                status=503,
+            ) from error
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run a script; a server that does not know it (it was restarted) is given it.
+
+        Raises:
+            StoreUnavailableError: as `answering`.
+        """
+        with self.answering():
+            try:
+                return await self.client.evalsha(script.sha, len(keys), *keys, *args)
+            except exceptions.NoScriptError:
+                return await self.client.eval(script.source, len(keys), *keys, *args)
+
+    async def is_up(self) -> bool:
+        """Whether Redis answers now."""
+        try:
+            return bool(await self.client.ping())
+        except REDIS_ERRORS:
+            return False
+
+    async def warn_unless_durable(self) -> None:
+        """Say in the log, once at start-up, what this Redis may lose. One that does not answer, or
+        does not tell, is no reason not to start."""
+        try:
+            found = {
+                **await self.client.config_get("maxmemory-policy"),
+                **await self.client.config_get("appendonly"),
+            }
+        except REDIS_ERRORS as error:
+            _LOG.warning("Redis at %s does not say how it is set up: %s", self.address, error)
+            return
+        settings = {_text(name): _text(value) for name, value in found.items()}
+        if (policy := settings.get("maxmemory-policy")) != "noeviction":
+            _LOG.warning(
+                "Redis at %s may drop conversations when it is full: maxmemory-policy is %s, and "
+                "should be noeviction",
+                self.address,
+                policy,
+            )
+        if settings.get("appendonly") != "yes":
+            _LOG.warning(
+                "Redis at %s forgets conversations when it is restarted: appendonly is off",
+                self.address,
+            )
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+        if self._sentinels is not None:
+            await self._sentinels.aclose()
+
+    def _complain(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now >= self._next_complaint_s:
+            self._next_complaint_s = now + _COMPLAINT_EVERY_S
+            _LOG.warning("Redis at %s: %s: %s", self.address, type(error).__name__, error)
+
+
+class Script:
+    """A Lua script."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+def is_away(error: Exception) -> bool:
+    """Whether it says that Redis cannot serve now, and not that it was asked something wrong."""
+    return isinstance(error, _AWAY) or str(error).startswith(_AWAY_CODES)
+
+
+def _options(address: RedisAddress, timeout_s: float | None) -> dict[str, Any]:
+    """redis-py's, of every connection."""
+    return {
+        "socket_connect_timeout": 1.0 if timeout_s is None else timeout_s,
+        "socket_timeout": timeout_s,
+        "health_check_interval": _IDLE_CHECK_S,
+        "protocol": 2,
+        # A command whose connection broke is sent once more, so it must bear repetition; one that
+        # was not answered in time is not, since the caller waits.
+        "retry": Retry(
+            ExponentialWithJitterBackoff(base=0.01, cap=0.1),
+            1,
+            supported_errors=(exceptions.ConnectionError,),
+        ),
+        **address.options,
+    }
+
+
+def _sentinels(address: RedisAddress, options: dict[str, Any]) -> Sentinel | None:
+    if address.service is None:
+        return None
+    of_both = {
+        name: value
+        for name, value in options.items()
+        if name.startswith(("socket_", "ssl_")) or name in ("protocol", "retry")
+    }
+    of_sentinels = {**of_both, "ssl": address.is_tls, **address.sentinel_options}
+    return Sentinel(  # type: ignore[no-untyped-call]  # redis-py's own gap
+        address.hosts, sentinel_kwargs=of_sentinels
+    )
+
+
+def _connect(address: RedisAddress, options: dict[str, Any], sentinels: Sentinel | None) -> Redis:
+    if sentinels is not None:
+        # Nothing waits for a connection here: what is in flight is bounded by admission.
+        assert address.service is not None
+        client: Redis = sentinels.master_for(address.service, ssl=address.is_tls, **options)
+        return client
+    if address.is_cluster:
+        nodes = [ClusterNode(host, port) for host, port in address.hosts]
+        options.setdefault("max_connections", _MAX_CLUSTER_CONNECTIONS)
+        cluster = RedisCluster(startup_nodes=nodes, ssl=address.is_tls, **options)
+        return cast("Redis", cluster)  # the same commands
+    if address.is_tls:
+        options["connection_class"] = SSLConnection
+    if address.hosts:
+        options["host"], options["port"] = address.hosts[0]
+    options.setdefault("max_connections", _MAX_CONNECTIONS)
+    pool: ConnectionPool = BlockingConnectionPool(timeout=_POOL_WAIT_S, **options)
+    return Redis.from_pool(pool)
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

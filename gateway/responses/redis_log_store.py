@@ -1,0 +1,286 @@
+"""Response logs in Redis, shared by many gateways: one runs a response, any can read it.
+
+What is kept where is said in `redis_stream` (a response) and `redis_ownership` (the gateways);
+`redis_log_writer` writes what this gateway owns, `redis_log_reader` follows what others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.log_store import DEFAULT_TTL_S, CarryOn, response_expired
+from penstock.gateway.responses.record import ResponseHeader
+from penstock.gateway.responses.redis_log_reader import StreamFollower
+from penstock.gateway.responses.redis_log_writer import LogWriter, OwnedLog
+from penstock.gateway.responses.redis_ownership import Claim, Ownership
+from penstock.gateway.responses.redis_stream import (
+    BROKEN,
+    BrokenLogError,
+    Command,
+    StoredLog,
+    add_header,
+    ask,
+    cancel_key,
+    ends,
+    header_of,
+    load,
+    log_key,
+    read_first,
+    read_last,
+    round_trip,
+    store_unavailable,
+)
+
+_LOG = logging.getLogger(__name__)
+_NUM_LOADS = 16  # at once: the writer's and the lease's connections must not wait behind them
+_HAND_OVER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisLogSettings:
+    """How logs are kept in Redis.
+
+    Attributes:
+        ttl_s: how long after its end a log can be read.
+        max_log_bytes: of one log in Redis; a longer one is not resumable.
+        ack_timeout_s: how long an entry waits for Redis before it is shown without.
+        request_timeout_s: how long a new response waits for Redis before it is refused.
+        lease_s: a gateway without a sign of life for so long is taken for dead.
+    """
+
+    ttl_s: float = DEFAULT_TTL_S
+    max_log_bytes: int = 64 << 20
+    ack_timeout_s: float = 0.05
+    request_timeout_s: float = 1.0
+    lease_s: float = 3.0
+
+
+class RedisLogStore:
+    """A `LogStore`.
+
+    Args:
+        redis: a client with few retries and time-outs above half a second; this store's own.
+    """
+
+    def __init__(self, redis: Redis, settings: RedisLogSettings | None = None) -> None:
+        self._redis = redis
+        self._settings = settings or RedisLogSettings()
+        self._ownership = Ownership(
+            redis,
+            lease_s=self._settings.lease_s,
+            ttl_s=self._settings.ttl_s,
+            adopt=self._adopt,
+            on_beat=self._maintain,
+        )
+        self._writer = LogWriter(
+            redis,
+            ack_timeout_s=self._settings.ack_timeout_s,
+            max_log_bytes=self._settings.max_log_bytes,
+            on_done=self._forget,
+            farewell=self._farewell,
+        )
+        self._follower = StreamFollower(redis, self._ownership.control_key, self._on_control)
+        self._live: dict[str, ResponseLog] = {}  # that run here
+        self._carry_on: CarryOn | None = None
+        self._loads = asyncio.Semaphore(_NUM_LOADS)
+        self._refresh_s = 0.0  # when the keys of what runs get their full time to live again
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def gateway_id(self) -> str:
+        return self._ownership.gateway_id
+
+    async def start(self, carry_on: CarryOn) -> None:
+        """As `LogStore.start`. `carry_on` must have set `on_cancel` when it returns."""
+        self._carry_on = carry_on
+        self._tasks = [
+            asyncio.create_task(self._ownership.run()),
+            asyncio.create_task(self._follower.run()),
+        ]
+
+    async def create(self, header: ResponseHeader) -> ResponseLog:
+        response_id = header.response_id
+        key = _key(response_id)
+        log = ResponseLog(header, storage=self._writer)
+        owned = OwnedLog(log=log, key=key, epoch=1, confirmed=header.num_opening_events - 1)
+        if self._ownership.is_leaving:
+            raise store_unavailable()
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                # First the note: a log without one would never be carried on.
+                await ask(self._redis, *self._ownership.note(response_id, 1))
+                replies = await round_trip(self._redis, [add_header(key, header), self._age(key)])
+        except (RedisError, OSError) as error:
+            self._writer.give_up(owned)  # half of it may be there
+            raise store_unavailable() from error
+        if isinstance(replies[0], Exception):
+            self._writer.give_up(owned)
+            raise store_unavailable() from replies[0]
+        self._live[response_id] = log
+        self._writer.own(owned)
+        return log
+
+    async def find(self, tenant: str, response_id: str) -> ResponseLog:
+        log = self._live.get(response_id) or self._follower.find(response_id)
+        if log is None:
+            log = await self._load(response_id)
+        if log.header.tenant != tenant:
+            raise response_expired(response_id)
+        return log
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        log = self._live.get(response_id)
+        if log is None:
+            is_ended = await self._look(tenant, response_id)
+            if is_ended is None:
+                raise response_expired(response_id)
+            if not is_ended:
+                with _answering():
+                    await self._ownership.cancel(response_id)
+        elif log.header.tenant == tenant:
+            log.cancel()
+        else:
+            raise response_expired(response_id)
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        if await self._look(tenant, response_id):
+            with _answering():
+                await ask(self._redis, "DEL", _key(response_id))
+
+    async def hand_over(self) -> None:
+        await self._writer.flushed()
+        with contextlib.suppress(RedisError, OSError):
+            async with asyncio.timeout(_HAND_OVER_S):
+                await self._ownership.leave()
+
+    async def close(self) -> None:
+        """What still runs here is carried on by others when the lease runs out."""
+        await self._writer.flushed()
+        tasks = set(self._tasks)
+        while tasks:  # redis-py waits in ways that may swallow a cancellation
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.1)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    async def _load(self, response_id: str) -> ResponseLog:
+        key = log_key(response_id)
+        if key is None:
+            raise response_expired(response_id)
+        async with self._loads:
+            with _answering():
+                stored = await self._read(response_id, key)
+            # Somebody else may have found it, or taken it over, meanwhile.
+            log = self._live.get(response_id) or self._follower.find(response_id)
+            if log is not None:
+                return log
+            if not stored.log.is_ended:
+                with _answering():
+                    await self._follower.follow(stored)
+            return stored.log
+
+    async def _read(self, response_id: str, key: str) -> StoredLog:
+        try:
+            stored = await load(self._redis, key)
+        except BrokenLogError as error:
+            _LOG.info("%s cannot be replayed: %s", response_id, error)
+            stored = None
+        if stored is None:
+            raise response_expired(response_id)
+        return stored
+
+    async def _look(self, tenant: str, response_id: str) -> bool | None:
+        """Whether a response has ended; None if it is not there, or another tenant's."""
+        key = log_key(response_id)
+        if key is None:
+            return None
+        with _answering():
+            first, last = await round_trip(
+                self._redis, [read_first(key), read_last(key)], is_strict=True
+            )
+        try:
+            if not first or not last or header_of(first[0][1]).tenant != tenant:
+                return None
+        except BrokenLogError:
+            return None
+        fields = last[0][1]
+        return None if BROKEN in fields else ends(fields)
+
+    # -- owning -------------------------------------------------------------------------------
+
+    async def _adopt(self, claim: Claim) -> None:
+        """Carry on what this gateway has just fenced off."""
+        try:
+            stored = await load(self._redis, claim.key, storage=self._writer)
+        except BrokenLogError as error:
+            _LOG.warning("%s cannot be carried on: %s", claim.response_id, error)
+            stored = None
+        if stored is None or stored.epoch != claim.epoch or stored.log.is_ended:
+            forget = self._ownership.forget(claim.response_id, claim.epoch)
+            await ask(self._redis, *forget)
+            return
+        log = stored.log
+        is_cancelled = await ask(self._redis, "EXISTS", cancel_key(claim.response_id))
+        assert self._carry_on is not None
+        self._live[claim.response_id] = log
+        num_stored = len(log.entries)
+        self._writer.own(OwnedLog(log=log, key=claim.key, epoch=claim.epoch, num_stored=num_stored))
+        self._carry_on(log)
+        if is_cancelled:
+            log.cancel()
+
+    async def _maintain(self, has_lost_lease: bool) -> None:
+        """With every sign of life."""
+        owned = list(self._writer.owned.values())
+        if has_lost_lease:
+            self._writer.suspect_all()
+            await round_trip(
+                self._redis, [self._ownership.note(log.response_id, log.epoch) for log in owned]
+            )
+        if time.monotonic() >= self._refresh_s:
+            self._refresh_s = time.monotonic() + self._settings.ttl_s / 4
+            await round_trip(self._redis, [self._age(log.key) for log in owned])
+        await self._writer.settle()
+        await self._follower.check()
+
+    def _on_control(self, fields: dict[bytes, bytes]) -> None:
+        if b"look" in fields:
+            self._ownership.hurry()
+        elif (response_id := fields.get(b"cancel")) is not None:
+            log = self._live.get(response_id.decode())
+            if log is not None:
+                log.cancel()
+
+    def _forget(self, response_id: str) -> None:
+        self._live.pop(response_id, None)
+
+    def _farewell(self, owned: OwnedLog) -> Sequence[Command]:
+        return self._age(owned.key), self._ownership.forget(owned.response_id, owned.epoch)
+
+    def _age(self, key: str) -> Command:
+        return "PEXPIRE", key, int(self._settings.ttl_s * 1000)
+
+
+def _key(response_id: str) -> str:
+    key = log_key(response_id)
+    assert key is not None
+    return key
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Raises: StoreUnavailableError: Redis does not answer."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise store_unavailable() from error

@@ -1,0 +1,286 @@
+"""The Responses API, whatever carries it: create, carry on, read back, cancel, delete.
+
+    request → prompt → (admitted) → turn begun → log → run
+
+Lives here: what a response does in which order, and what is stored of it. Not known here: event
+shapes (`events`), transports (`endpoints.responses`, `websocket`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from dataclasses import dataclass, field
+
+from penstock.engine.errors import EngineDeadError
+from penstock.engine.request import Retention
+from penstock.gateway.callers import Caller
+from penstock.gateway.conversations.ids import new_response_id
+from penstock.gateway.conversations.records import Conversation, Rendering, StoredTurn
+from penstock.gateway.conversations.store import (
+    ConversationStore,
+    NotFoundError,
+    StoreUnavailableError,
+)
+from penstock.gateway.engine_client import EngineClient
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation import Generation
+from penstock.gateway.generator import Generator
+from penstock.gateway.responses.echo import echo_of
+from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.log_store import LogStore
+from penstock.gateway.responses.prompt import Prompt, PromptBuilder
+from penstock.gateway.responses.record import ResponseHeader
+from penstock.gateway.responses.run import ResponseRun, RunSettings
+from penstock.gateway.schemas import ResponsesRequest
+from penstock.gateway.schemas.items import new_item_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponderSettings:
+    """What is decided at start.
+
+    Attributes:
+        run: how responses run.
+        retention_s: how long the KV of a stored turn is worth keeping; 0 gives no hint.
+        engine_wait_s: how long a response that another gateway left waits for an engine.
+        needs_storage: whether a response that asks to be stored, and cannot be, is refused.
+    """
+
+    run: RunSettings = field(default_factory=RunSettings)
+    retention_s: float = 0.0
+    engine_wait_s: float = 60.0
+    needs_storage: bool = True
+
+
+class Responder:
+    """All responses of one gateway."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        engine: EngineClient,
+        conversations: ConversationStore,
+        logs: LogStore,
+        settings: ResponderSettings,
+    ) -> None:
+        self._generator = generator
+        self._engine = engine
+        self._conversations = conversations
+        self._logs = logs
+        self._settings = settings
+        self._prompts = PromptBuilder(generator, conversations)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Take part: from now on responses of gateways that died may come here."""
+        await self._logs.start(self._carry_on)
+
+    async def close(self) -> None:
+        """Stop what still runs; another gateway, if there is one, goes on with it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- new ones ----------------------------------------------------------------------------
+
+    async def create(
+        self, request: ResponsesRequest, caller: Caller, *, deadline_s: float | None = None
+    ) -> ResponseRun:
+        """A response that runs from now on, on its own.
+
+        Raises:
+            InvalidRequestError: it cannot be served, or what it continues is not here.
+            RequestRefusedError: it was not admitted, or another turn holds the conversation.
+            EngineDeadError: no engine answers.
+        """
+        model = self._generator.model.require(request.model)
+        prompt = await self._prompts.build(request, caller)
+        response_id = new_response_id(prompt.place.conversation_id)
+        generation = await self._generator.plan(
+            response_id,
+            prompt.token_ids,
+            request=request,
+            param="input",
+            caller=caller,
+            deadline_s=deadline_s,
+            retention=self._retention if request.store else None,
+        )
+        try:
+            header = _header(request, caller, prompt=prompt, generation=generation, model=model)
+            log = await self._stored(header, prompt) if request.store else None
+        except BaseException:
+            generation.discard()
+            raise
+        turn = None if log is None else turn_of(header)
+        run = self._run(generation, log or ResponseLog(header), turn=turn, text=prompt.text)
+        self._keep(run.start())
+        return run
+
+    async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
+        """The log of a response whose turn is begun; None if it is to run without storage."""
+        place = prompt.place
+        try:
+            if place.is_new:
+                await self._conversations.create(
+                    Conversation(
+                        conversation_id=place.conversation_id,
+                        tenant=header.tenant,
+                        created_at=header.created_at,
+                        is_listed=False,
+                    )
+                )
+            turn = turn_of(header)
+            await self._conversations.begin_turn(turn, takes_head=place.takes_head)
+            return await self._logs.create(header)
+        except StoreUnavailableError:
+            if self._settings.needs_storage or place.takes_head:
+                raise
+            return None
+
+    def _run(
+        self, generation: Generation, log: ResponseLog, *, turn: StoredTurn | None, text: str | None
+    ) -> ResponseRun:
+        return ResponseRun(
+            generation,
+            log,
+            tokenizer=self._generator.model.tokenizer,
+            turn=turn,
+            prompt_text=text,
+            conversations=self._conversations,
+            settings=self._settings.run,
+        )
+
+    # -- another gateway's ------------------------------------------------------------------
+
+    def _carry_on(self, log: ResponseLog) -> None:
+        """Go on with a response whose gateway is gone, from the last entry it stored."""
+        generation = self._generator.resume(
+            log.header.request, output_token_ids=log.token_ids, shown_text=log.text
+        )
+        run = self._run(generation, log, turn=turn_of(log.header), text=None)
+        self._keep(run.start(after=self._engine_is_there))
+
+    async def _engine_is_there(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.engine_wait_s):
+                await self._engine.wait_ready()
+        except TimeoutError as error:
+            raise EngineDeadError("the engine is not available") from error
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)  # the event loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+    # -- those that are there ---------------------------------------------------------------
+
+    async def log(self, caller: Caller, response_id: str) -> ResponseLog:
+        """The events of a response, running or ended; raises as `LogStore.find`."""
+        return await self._logs.find(caller.tenant, response_id)
+
+    async def turn(self, caller: Caller, response_id: str) -> StoredTurn:
+        """What is stored of a response.
+
+        Raises:
+            RequestRefusedError: 404 `response_not_found`.
+        """
+        try:
+            return await self._conversations.turn(caller.tenant, response_id)
+        except NotFoundError as error:
+            raise _not_found(response_id) from error
+
+    async def path(self, caller: Caller, response_id: str) -> list[StoredTurn]:
+        """The turns up to and including a response; raises as `turn`."""
+        try:
+            return await self._conversations.path(caller.tenant, response_id)
+        except NotFoundError as error:
+            raise _not_found(response_id) from error
+
+    async def cancel(self, caller: Caller, response_id: str) -> None:
+        """Stop a response wherever it runs; one that has ended is left alone. Raises as `turn`."""
+        turn = await self.turn(caller, response_id)
+        if turn.status == "in_progress":
+            await self._logs.cancel(caller.tenant, response_id)
+
+    async def delete(self, caller: Caller, response_id: str) -> None:
+        """Forget a response and its KV; what continued it cannot be continued any more. One that
+        runs is stopped. Raises as `turn`."""
+        turn = await self.turn(caller, response_id)
+        if turn.status == "in_progress":
+            await self._logs.cancel(caller.tenant, response_id)
+        self._drop_prefix_of(turn)
+        await self._conversations.delete_turn(caller.tenant, response_id)
+        await self._logs.delete(caller.tenant, response_id)
+
+    async def drop_prefix(self, caller: Caller, response_id: str) -> None:
+        """Have the engine forget the KV of a conversation up to and including a response; raises
+        as `turn`."""
+        self._drop_prefix_of(await self.turn(caller, response_id))
+
+    def _drop_prefix_of(self, turn: StoredTurn) -> None:
+        self._engine.drop_prefix([*turn.prompt_token_ids, *turn.output_token_ids], turn.cache_salt)
+
+    @property
+    def _retention(self) -> Retention | None:
+        seconds = self._settings.retention_s
+        return Retention(duration_s=seconds) if seconds > 0 else None
+
+
+def turn_of(header: ResponseHeader) -> StoredTurn:
+    """What is stored of a response while it runs."""
+    request = header.request
+    return StoredTurn(
+        turn_id=header.response_id,
+        conversation_id=header.conversation_id,
+        tenant=header.tenant,
+        parent_id=header.parent_id,
+        status="in_progress",
+        created_at=header.created_at,
+        items=header.input_items,
+        continues=header.continues,
+        prompt_token_ids=array("I", request.prompt_token_ids),
+        prompt=(
+            None
+            if header.rendering is None
+            else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
+        ),
+        cache_salt=request.cache_salt,
+    )
+
+
+def _header(
+    request: ResponsesRequest,
+    caller: Caller,
+    *,
+    prompt: Prompt,
+    generation: Generation,
+    model: str,
+) -> ResponseHeader:
+    place, rendering = prompt.place, prompt.rendering
+    return ResponseHeader(
+        response_id=generation.request.request_id,
+        conversation_id=place.conversation_id,
+        tenant=caller.tenant,
+        item_id=new_item_id(),
+        created_at=int(time.time()),
+        echo=echo_of(request, model=model, params=generation.request.sampling_params),
+        request=generation.request,
+        parent_id=None if place.parent is None else place.parent.turn_id,
+        takes_head=place.takes_head,
+        generates=request.generates,
+        is_background=request.background,
+        continues=request.penstock.continues,
+        input_items=prompt.items,
+        rendering=None if rendering is None else (rendering.num_chars, rendering.digest),
+    )
+
+
+def _not_found(response_id: str) -> RequestRefusedError:
+    return NotFoundError(
+        f"no response {response_id!r} is stored here",
+        code="response_not_found",
+        param="response_id",
+        status=404,
+    )

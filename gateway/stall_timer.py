@@ -1,0 +1,33 @@
+"""A reader that does not keep up is let go, so that it comes back and resumes.
+
+What it has not read stays in its response's log; on its connection there is never more than the
+transport's buffer (64 KiB). If that does not drain for a while, the connection ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+MAX_STALL_S = 10.0
+
+
+class StallTimer:
+    """Runs while a transport's buffer is full."""
+
+    __slots__ = ("_loop", "_on_stall", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_stall: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_stall = on_stall
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, max_stall_s: float) -> None:
+        """The buffer is full: it has so long to drain."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(max_stall_s, self._on_stall)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

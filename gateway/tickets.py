@@ -1,0 +1,62 @@
+"""Tickets: what opens one WebSocket, once, where a header cannot be sent and a key must not be
+written into an address.
+
+A ticket stands for the key it was bought with, and not for longer than that is valid. In memory
+here; `admission.redis_tickets` keeps them for all gateways.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+TICKET_TTL_S = 30
+_MAX_TICKETS = 100_000  # beyond it the oldest goes: they are worth seconds
+
+
+class Tickets(Protocol):
+    async def issue(self, key_id: str) -> str:
+        """A new ticket; valid for `TICKET_TTL_S`."""
+        ...
+
+    async def redeem(self, ticket: str) -> str | None:
+        """The id of the key it was bought with, the first time; None if it is none (any more)."""
+        ...
+
+
+def new_ticket() -> str:
+    return f"tkt_{secrets.token_urlsafe(32)}"
+
+
+class MemoryTickets:
+    """Of this process.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tickets: OrderedDict[str, tuple[float, str]] = OrderedDict()  # until when, key id
+
+    async def issue(self, key_id: str) -> str:
+        self._drop_old()
+        ticket = new_ticket()
+        self._tickets[ticket] = (self._clock() + TICKET_TTL_S, key_id)
+        return ticket
+
+    async def redeem(self, ticket: str) -> str | None:
+        self._drop_old()
+        _, key_id = self._tickets.pop(ticket, (0.0, None))
+        return key_id
+
+    def _drop_old(self) -> None:
+        now_s = self._clock()
+        while self._tickets:
+            until_s, _ = next(iter(self._tickets.values()))
+            if until_s > now_s and len(self._tickets) < _MAX_TICKETS:
+                return
+            self._tickets.popitem(last=False)

@@ -1,0 +1,61 @@
+"""uvicorn's WebSocket protocol with an end to its patience with readers, and RFC 6455's close codes
+where uvicorn has only a traceback.
+
+    1007   a text message that is not UTF-8 (RFC 6455 §8.1)
+    1013   "try again later": the reader was too slow; it connects again and resumes
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
+
+_FAREWELL_S = 5.0  # for the close code to be read
+
+
+class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
+    """One connection."""
+
+    max_stall_s: ClassVar[float] = MAX_STALL_S
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stall = StallTimer(self.loop, self._on_stall)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stall.stop()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._stall.start(self.max_stall_s)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stall.stop()
+        super().resume_writing()
+
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text" and not _is_utf8(b"".join(self.frames)):
+            self.frames = []
+            self.conn.send_close(1007, "text must be UTF-8")
+            self.handle_parser_exception()
+            return
+        super().send_receive_event_to_app()
+
+    def _on_stall(self) -> None:
+        """Say why, behind what is in the buffer; who never reads is cut off."""
+        if not (self.close_sent or self.transport.is_closing()):
+            self.conn.send_close(1013, "too slow; connect again and resume")
+            self.handle_parser_exception()  # tells the application, writes, closes
+        self.loop.call_later(_FAREWELL_S, self.transport.abort)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,198 @@
+"""Replayed steps against the same steps run eagerly: padding, sizes, and memory that stays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.config import ModelConfig, SchedulerConfig
+from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.loader import load_model
+from penstock.engine.runner.cuda_graphs import (
+    GraphedDecoder,
+    GraphSizes,
+    decode_sizes,
+    graphs_num_bytes,
+    piece_sizes,
+)
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.kernels.paged_layout import PagedLayout
+
+from .recorded_graphs import RecordedGraphMaker
+
+BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 4, 12, 90
+SIZES = GraphSizes(decodes=(1, 2, 4, 8), pieces=(16, 32))
+MODELS = {
+    "llama": ("LlamaForCausalLM", {}),
+    "windows": ("MistralForCausalLM", {"sliding_window": 7}),
+    "prompt lengths": (
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sequences as (tokens before, new tokens), and their ids."""
+
+    shares: list[tuple[int, int]]
+    input_ids: Tensor
+    tables: Tensor
+
+    def context(self, pool: Tensor) -> ForwardContext:
+        positions = torch.cat([torch.arange(old, old + new) for old, new in self.shares])
+        seqs = torch.arange(len(self.shares)).repeat_interleave(
+            torch.tensor([new for _, new in self.shares])
+        )
+        slots = self.tables[seqs, positions // BLOCK_SIZE].long() * BLOCK_SIZE
+        lens = [old + new for old, new in self.shares]
+        num_columns = -(-max(lens) // BLOCK_SIZE)
+        layout = PagedLayout(
+            query_start_loc=torch.tensor(
+                [0, *accumulate(new for _, new in self.shares)], dtype=torch.int32
+            ),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=self.tables[:, :num_columns],
+            slot_mapping=slots + positions % BLOCK_SIZE,
+            max_query_len=max(new for _, new in self.shares),
+            max_seq_len=max(lens),
+        )
+        return ForwardContext(
+            kv_pool=pool, layout=layout, positions=positions,
+            prompt_lens=torch.full_like(positions, 20),
+        )  # fmt: skip
+
+
+def step(rng: random.Random, shares: list[tuple[int, int]]) -> Step:
+    blocks = rng.sample(range(NUM_BLOCKS), len(shares) * 9)
+    num_tokens = sum(new for _, new in shares)
+    return Step(
+        shares,
+        torch.tensor([rng.randrange(160) for _ in range(num_tokens)]),
+        torch.tensor(blocks, dtype=torch.int32).view(len(shares), 9),
+    )
+
+
+def steps() -> list[Step]:
+    rng = random.Random(3)
+    decodes = [[(rng.randint(0, 30), 1) for _ in range(n)] for n in (5, 1, 8, 3, 9, 2, 4, 8)]
+    lens = ([12], [1, 9], [3, 20, 1, 1], [31, 1], [16], [2, 30, 1], [2])
+    others = [[(rng.randint(0, 3), new) for new in each] for each in lens]
+    found = [step(rng, shares) for shares in (*decodes, *others)]
+    rng.shuffle(found)
+    return found
+
+
+@pytest.fixture
+def decoder(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Decoder:
+    architecture, overrides = MODELS[getattr(request, "param", "llama")]
+    path = tiny_checkpoint(architecture, **overrides)
+    return load_model(ModelConfig(model=str(path)), path, torch.device("cpu"))
+
+
+def full_pool(decoder: Decoder) -> Tensor:
+    """Numbers in every slot, as if all sequences had been computed before."""
+    shape = KVShape.of(decoder.config, BLOCK_SIZE, decoder.dtype)
+    pool = shape.allocate(NUM_BLOCKS, torch.device("cpu"))
+    return pool.normal_(generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("decoder", MODELS, indirect=True)
+@pytest.mark.parametrize(
+    "sizes",
+    [SIZES, GraphSizes(pieces=(1, 8, 32)), GraphSizes(decodes=(3, 8))],
+    ids=["full", "piecewise", "decodes alone"],
+)
+@torch.inference_mode()
+def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes) -> None:
+    """In hidden states, and in every slot of the pool: padding stores nothing."""
+    pool = full_pool(decoder)
+    eager_pool = pool.clone()
+    maker = RecordedGraphMaker()
+    graphed = GraphedDecoder(decoder, pool, sizes, maker, max_blocks=MAX_BLOCKS)
+    assert torch.equal(pool, eager_pool)  # nor does capturing
+    num_replayed = 0
+    for each in steps():
+        before = maker.num_replays
+        hidden = graphed(each.input_ids, each.context(pool))
+        expected = decoder(each.input_ids, each.context(eager_pool))
+        assert hidden.shape == expected.shape
+        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(pool, eager_pool, rtol=1e-4, atol=1e-4)
+        num_tokens, is_decode = len(each.input_ids), max(new for _, new in each.shares) == 1
+        if is_decode and sizes.decodes and num_tokens <= sizes.decodes[-1]:
+            assert maker.num_replays == before + 1
+        elif sizes.pieces and num_tokens <= sizes.pieces[-1]:
+            assert maker.num_replays == before + decoder.config.num_layers + 1
+        else:
+            assert maker.num_replays == before
+        num_replayed += maker.num_replays > before
+    assert num_replayed >= 7
+
+
+@torch.inference_mode()
+def test_nan_of_padding_stays_there(decoder: Decoder) -> None:
+    """A padded row may hold anything: here what a broken sequence left there."""
+    pool = full_pool(decoder)
+    graphed = GraphedDecoder(decoder, pool, SIZES, RecordedGraphMaker(), max_blocks=MAX_BLOCKS)
+    rng = random.Random(0)
+    healthy = step(rng, [(3, 1), (8, 1), (2, 1)])
+    expected = decoder(healthy.input_ids, healthy.context(pool.clone()))
+    decoder.embed_tokens.weight.data[150] = torch.nan
+    spoilt = step(rng, [(0, 1)] * 4)
+    ids = torch.tensor([1, 2, 3, 150])
+    assert graphed(ids, spoilt.context(pool.clone()))[3].isnan().all()
+    found = graphed(healthy.input_ids, healthy.context(pool))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 13, 128, 256, 300, 1000])
+def test_sizes_follow_from_the_number_of_sequences(max_num_seqs: int) -> None:
+    sizes = decode_sizes(max_num_seqs)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == min(max_num_seqs, 512)
+    assert all(b - a <= 16 for a, b in pairwise(sizes))
+    for max_tokens in (1, 20, 64, 2048):
+        pieces = piece_sizes(max_num_seqs, max_tokens)
+        assert list(pieces) == sorted(set(pieces))
+        assert pieces[-1] == min(max(2 * max_num_seqs, 64), max_tokens, 512)
+        scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
+        assert GraphSizes.of("none", scheduler) == GraphSizes()
+        assert GraphSizes.of("full", scheduler) == GraphSizes(decodes=sizes, pieces=pieces)
+        piecewise = GraphSizes.of("piecewise", scheduler)
+        assert piecewise.decodes == ()
+        assert piecewise.pieces[0] == 1
+        assert list(piecewise.pieces) == sorted(set(piecewise.pieces))
+
+
+def test_memory_is_known_from_the_two_largest() -> None:
+    """A graph takes what all share, 100 a token, and 7 for itself."""
+    used = [0]
+    sizes = GraphSizes(decodes=(1, 2, 4, 8), pieces=(16,))
+
+    class Captured:
+        def __init__(self, some: GraphSizes) -> None:
+            every = some.decodes + some.pieces
+            self.taken = 100 * max(every) + 7 * len(every)
+            used[0] += self.taken
+
+        def __del__(self) -> None:
+            used[0] -= self.taken
+
+    found = graphs_num_bytes(sizes, Captured, lambda: used[0])
+    assert found == (800 + 4 * 7) + (1600 + 7)
+    assert graphs_num_bytes(GraphSizes(), Captured, lambda: used[0]) == 0
+    assert used == [0]

@@ -1,0 +1,180 @@
+"""The engine as a GPU runs it, on a CPU: steps from graphs, two of them in flight.
+
+The same code as on a card, but that graphs are recorded and streams do nothing (how those may be
+late is in `runner/test_sampled_tokens`); its tokens are those of the engine that does one step
+after the other, and of `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.config import (
+    CacheConfig,
+    CudagraphMode,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
+from penstock.engine.runner.cuda_graphs import GraphedDecoder
+from penstock.engine.runner.step_in_flight import StepInFlight
+from penstock.engine.startup import build_core
+
+from .greedy_parity import ARCHITECTURES, NUM_NEW, check_greedy_parity, requests
+from .runner.recorded_graphs import RecordedGraphMaker
+
+GRAPHS: tuple[CudagraphMode, ...] = ("none", "piecewise", "full")
+TIGHT = 16  # blocks: the longest prompt with its answer takes 11
+ROOMY = SchedulerConfig(max_num_batched_tokens=33, max_num_seqs=24)
+KINDS = {
+    "plain": {"temperature": 0.9, "top_p": 0.95},
+    "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "no early end": {
+        "temperature": 0.0,
+        "min_tokens": 21,
+        "logit_bias": {2: 8.0},
+        "ignore_eos": False,
+    },
+    "described": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
+    "samples": {"temperature": 1.0, "n": 3},
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudagraphMode], None]:
+    """Call it with the mode of graphs before an engine is built."""
+
+    def settle(mode: CudagraphMode) -> None:
+        monkeypatch.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
+        monkeypatch.setattr(sampled_tokens, "runs_beside_the_host", lambda _: True)
+        monkeypatch.setattr(cuda_graphs, "settle_cudagraph_mode", lambda *_: mode)
+        monkeypatch.setattr(cuda_graphs, "CudaGraphMaker", RecordedGraphMaker)
+
+    return settle
+
+
+def build(path: Path, schedule: SchedulerConfig, num_blocks: int = 400) -> EngineCore:
+    core, _ = build_core(
+        EngineConfig(
+            model=ModelConfig(model=str(path), dtype="float32"),
+            cache=CacheConfig(num_blocks=num_blocks, num_host_blocks=300),
+            scheduler=schedule,
+        )
+    )
+    return core
+
+
+@dataclass
+class Answer:
+    """A branch: its tokens and its end, and what was said of tokens, the prompt's and its own."""
+
+    tokens: list[Any] = field(default_factory=list)
+    described: list[tuple[int, list[int]]] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+Answers = dict[tuple[str, int], Answer]
+
+
+def outputs(core: EngineCore, asked: list[Request]) -> Answers:
+    found: Answers = {}
+    for request in asked:
+        core.add(request)
+    while core.has_work():
+        for output in core.step():
+            answer = found.setdefault((output.request_id, output.index), Answer())
+            answer.tokens += output.token_ids
+            if output.finish_reason is not None:
+                answer.tokens.append(output.finish_reason)
+            for entry in (*output.prompt_logprobs, *output.logprobs):
+                answer.described.append((entry.token_id, [token_id for token_id, _ in entry.top]))
+                answer.logprobs.append(entry.logprob)
+        core.scheduler.blocks.check_integrity()
+    assert core.scheduler.blocks.num_used_blocks == 0
+    return found
+
+
+def check_same(found: Answers, expected: Answers) -> None:
+    assert found.keys() == expected.keys()
+    for key, answer in found.items():
+        assert answer.tokens == expected[key].tokens
+        assert answer.described == expected[key].described
+        assert answer.logprobs == pytest.approx(expected[key].logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_equal_transformers(
+    name: str,
+    mode: CudagraphMode,
+    expected_tokens: Callable[[str], Any],
+    as_on_a_gpu: Callable[[CudagraphMode], None],
+) -> None:
+    as_on_a_gpu(mode)
+    check_greedy_parity(name, "chunked", expected_tokens)
+    check_greedy_parity(name, "small pool", expected_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("schedule", "num_blocks"),
+    [
+        (ROOMY, 400),
+        (replace(ROOMY, preemption="swap"), TIGHT),
+        (replace(ROOMY, preemption="recompute", max_steps_in_flight=3), TIGHT),
+    ],
+    ids=["roomy", "swapped", "recomputed, three in flight"],
+)
+def test_every_request_gets_what_it_gets_step_by_step(
+    kind: str,
+    schedule: SchedulerConfig,
+    num_blocks: int,
+    tiny_checkpoint: Callable[..., Path],
+    as_on_a_gpu: Callable[[CudagraphMode], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tiny_checkpoint("LlamaForCausalLM")
+    asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
+    with monkeypatch.context() as torch_alone:
+        torch_alone.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
+        expected = outputs(build(path, replace(ROOMY, max_steps_in_flight=1)), asked)
+    as_on_a_gpu("full")
+    core = build(path, schedule, num_blocks)
+    assert isinstance(core._executor._runner._model, GraphedDecoder)
+    check_same(outputs(core, asked), expected)
+    assert (core.scheduler.counters.num_preemptions > 0) == (num_blocks == TIGHT)
+
+
+def test_the_next_step_is_launched_before_the_last_is_read(
+    tiny_checkpoint: Callable[..., Path],
+    as_on_a_gpu: Callable[[CudagraphMode], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And nothing but penalties makes the host wait in between."""
+    as_on_a_gpu("full")
+    core = build(tiny_checkpoint("LlamaForCausalLM"), ROOMY)
+    events: list[str] = []
+    launch, result = type(core._executor).submit, StepInFlight.result
+
+    def submit(self: Any, batch: Any) -> Any:
+        events.append("launch")
+        return launch(self, batch)
+
+    def read(self: Any) -> Any:
+        events.append("read")
+        return result(self)
+
+    monkeypatch.setattr(type(core._executor), "submit", submit)
+    monkeypatch.setattr(StepInFlight, "result", read)
+    (request,) = requests(SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[3:4]
+    outputs(core, [request])
+    assert events[:4] == ["launch", "launch", "read", "launch"]
+    assert events.count("launch") == events.count("read") == 7  # the last one forgets it

@@ -1,0 +1,295 @@
+"""Tenants' limits: one suite for this process's own and for those in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.gateway.admission.quotas import Hold, LocalQuotas, Quotas
+from penstock.gateway.admission.redis_buckets import RedisQuotas
+from penstock.gateway.admission.refusals import MAX_RETRY_S, NotAdmittedError, jittered
+from penstock.gateway.admission.token_bucket import TokenBucket
+from penstock.gateway.callers import Caller, Limits
+from penstock.gateway.redis_link import RedisLink
+from penstock.gateway.redis_url import RedisAddress
+
+from ...redis_server import RedisServer
+
+
+def caller(tenant: str = "acme", **limits: float) -> Caller:
+    return Caller(tenant=tenant, limits=Limits(**limits))  # type: ignore[arg-type]
+
+
+@given(
+    amounts=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 300)), max_size=60),
+    per_minute=st.floats(1, 1000),
+)
+def test_a_bucket_gives_a_minutes_worth_and_what_flows_in(
+    amounts: list[tuple[float, float]], per_minute: float
+) -> None:
+    bucket, now_s, taken = TokenBucket(per_minute, 0.0), 0.0, 0.0
+    for elapsed_s, amount in amounts:
+        now_s += elapsed_s
+        wait_s = bucket.wait_s(amount, now_s)
+        if wait_s == 0.0:
+            bucket.take(amount, now_s)
+            taken += amount
+            # What is more than a bucketful is let in by a full one.
+            excess = max(0.0, amount - per_minute)
+            assert taken - excess <= per_minute * (1 + now_s / 60) * (1 + 1e-6) + 1e-3
+        else:
+            assert bucket.wait_s(amount, now_s + wait_s + 1e-6) == 0.0
+            return
+
+
+@given(wait_s=st.floats(0, 1e9))
+def test_waits_are_jittered_and_never_longer_than_two_minutes(wait_s: float) -> None:
+    waits = {jittered(wait_s) for _ in range(20)}
+    assert len(waits) > 10
+    assert all(min(wait_s, 100) <= each <= MAX_RETRY_S for each in waits)
+
+
+class Bed(Protocol):
+    def quotas(self) -> Quotas: ...
+
+    async def settled(self) -> None: ...
+
+
+class LocalBed:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def quotas(self) -> Quotas:
+        return LocalQuotas(lambda: self.now_s)
+
+    async def settled(self) -> None:
+        """At once."""
+
+
+class RedisBed:
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self.links: list[RedisLink] = []
+        self.made: list[RedisQuotas] = []
+
+    def quotas(self, *, timeout_s: float = 10.0, lease_s: float = 60.0) -> RedisQuotas:
+        link = RedisLink(RedisAddress.parse(self.server.url), timeout_s=timeout_s)
+        quotas = RedisQuotas(
+            link, LocalQuotas(asyncio.get_running_loop().time, share=0.5), lease_s=lease_s
+        )
+        self.links.append(link)
+        self.made.append(quotas)
+        return quotas
+
+    async def settled(self) -> None:
+        async with asyncio.timeout(10):
+            while any(quotas._owed for quotas in self.made):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def aclose(self) -> None:
+        for quotas, link in zip(self.made, self.links, strict=True):
+            await quotas.aclose()
+            await link.aclose()
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), appends=False) as server:
+        yield server
+
+
+@pytest.fixture
+async def redis_bed(shared_server: RedisServer) -> AsyncIterator[RedisBed]:
+    with shared_server.client() as client:
+        client.flushall()
+    bed = RedisBed(shared_server)
+    yield bed
+    await bed.aclose()
+
+
+@pytest.fixture(params=["local", pytest.param("redis", marks=pytest.mark.redis)])
+def bed(request: pytest.FixtureRequest) -> Bed:
+    found: Bed = LocalBed() if request.param == "local" else request.getfixturevalue("redis_bed")
+    return found
+
+
+async def refused(quotas: Quotas, who: Caller, num_tokens: float = 1) -> NotAdmittedError:
+    with pytest.raises(NotAdmittedError) as caught:
+        await quotas.reserve(who, num_tokens)
+    assert caught.value.status == 429
+    assert caught.value.code == "rate_limit_exceeded"
+    assert 0 < float(caught.value.headers["Retry-After"]) <= MAX_RETRY_S
+    assert 0 < float(caught.value.headers["retry-after-ms"]) <= 1e3 * MAX_RETRY_S
+    return caught.value
+
+
+async def test_requests_per_minute(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller(requests_per_minute=3)
+    for _ in range(3):
+        (await quotas.reserve(who, 1)).settle(1)
+    error = await refused(quotas, who)
+    assert "requests per minute" in str(error)
+    assert error.headers["x-ratelimit-limit-requests"] == "3"
+    assert error.headers["x-ratelimit-remaining-requests"] == "0"
+    assert error.headers["x-ratelimit-reset-requests"] in ("1m0s", "60s", "59s", "58s")
+    assert error.headers["RateLimit-Policy"] == '"requests";q=3;w=60'
+    await quotas.reserve(caller("another", requests_per_minute=3), 1)
+
+
+async def test_tokens_are_reserved_and_settled(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller(tokens_per_minute=1000)
+    first = await quotas.reserve(who, 900)
+    error = await refused(quotas, who, 200)
+    assert "tokens per minute" in str(error)
+    assert error.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert 100 <= int(error.headers["x-ratelimit-remaining-tokens"]) < 200
+    first.settle(100)
+    await bed.settled()
+    second = await quotas.reserve(who, 800)
+    second.settle(3000)  # more than was reserved: a debt
+    await bed.settled()
+    await refused(quotas, who, 1)
+    assert quotas.levels(who).tokens < -1000
+
+
+async def test_more_than_a_bucketful_needs_a_full_bucket(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller(tokens_per_minute=100)
+    hold = await quotas.reserve(who, 5000)
+    await refused(quotas, who, 1)
+    hold.settle(0)
+    await bed.settled()
+    await quotas.reserve(who, 60)
+    await refused(quotas, who, 5000)
+
+
+async def test_requests_at_once(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller(max_concurrent_requests=2)
+    holds: list[Hold] = [await quotas.reserve(who, 5) for _ in range(2)]
+    assert "concurrent" in str(await refused(quotas, who))
+    holds[0].settle(5)
+    await bed.settled()
+    await quotas.reserve(who, 5)
+    await refused(quotas, who)
+
+
+async def test_what_is_refused_takes_nothing(bed: Bed) -> None:
+    quotas = bed.quotas()
+    who = caller(requests_per_minute=2, tokens_per_minute=100)
+    await quotas.reserve(who, 90)
+    for _ in range(5):
+        await refused(quotas, who, 50)
+    await quotas.reserve(who, 10)
+    levels = quotas.levels(who)
+    assert levels.requests == pytest.approx(0, abs=0.5)
+    assert levels.num_running == 2
+
+
+async def test_what_is_cancelled_counts_for_nothing(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller(requests_per_minute=1, tokens_per_minute=10)
+    for _ in range(3):
+        (await quotas.reserve(who, 10)).cancel()
+        await bed.settled()
+    (await quotas.reserve(who, 10)).settle(0)
+    await bed.settled()
+    await refused(quotas, who)
+
+
+async def test_at_once_only_as_many_as_fit(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller(tokens_per_minute=100)
+    results = await asyncio.gather(
+        *(quotas.reserve(who, 10) for _ in range(50)), return_exceptions=True
+    )
+    assert sum(not isinstance(each, Exception) for each in results) == 10
+
+
+async def test_without_limits_nothing_is_counted(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller()
+    for _ in range(100):
+        (await quotas.reserve(who, 1e9)).settle(1)
+    assert quotas.levels(who).tokens == math.inf
+
+
+async def test_a_changed_limit_keeps_what_was_used(bed: Bed) -> None:
+    quotas, who = bed.quotas(), caller(tokens_per_minute=100)
+    await quotas.reserve(who, 100)
+    await refused(quotas, who)
+    more = dataclasses.replace(who, limits=Limits(tokens_per_minute=1000))
+    await quotas.reserve(more, 850)
+    await refused(quotas, more, 200)
+
+
+async def test_a_bucket_refills() -> None:
+    bed = LocalBed()
+    quotas, who = bed.quotas(), caller(requests_per_minute=60)
+    for _ in range(60):
+        await quotas.reserve(who, 1)
+    await refused(quotas, who)
+    bed.now_s += 10
+    for _ in range(10):
+        await quotas.reserve(who, 1)
+    await refused(quotas, who)
+
+
+@pytest.mark.redis
+async def test_gateways_share_limits(redis_bed: RedisBed) -> None:
+    one, other, who = redis_bed.quotas(), redis_bed.quotas(), caller(max_concurrent_requests=2)
+    first = await one.reserve(who, 1)
+    await other.reserve(who, 1)
+    await refused(one, who)
+    await refused(other, who)
+    first.settle(1)
+    await redis_bed.settled()
+    await other.reserve(who, 1)
+
+
+@pytest.mark.redis
+async def test_what_a_dead_gateway_held_is_free_after_its_lease(redis_bed: RedisBed) -> None:
+    who = caller(max_concurrent_requests=1)
+    living, dead = redis_bed.quotas(lease_s=0.3), redis_bed.quotas(lease_s=0.3)
+    await dead.reserve(who, 1)
+    assert dead._keeper is not None
+    dead._keeper.cancel()
+    await refused(living, who)
+    await asyncio.sleep(0.4)
+    await living.reserve(who, 1)
+    await asyncio.sleep(1.0)  # renewed meanwhile
+    await refused(redis_bed.quotas(), who)
+
+
+@pytest.mark.redis
+async def test_scripts_survive_a_restart_and_redis_its_absence(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        bed = RedisBed(server)
+        quotas, who = bed.quotas(timeout_s=0.5), caller(requests_per_minute=10)
+        for _ in range(10):
+            await quotas.reserve(who, 1)
+        server.kill()
+        for _ in range(5):  # this gateway's share is a half
+            await quotas.reserve(who, 1)
+        await refused(quotas, who)
+        server.start()
+        await asyncio.sleep(1.1)
+        # It knows no script, but still what was used.
+        await refused(quotas, who)
+        await quotas.reserve(caller("another", requests_per_minute=1), 1)
+        await bed.aclose()
+
+
+@pytest.mark.redis
+async def test_all_of_a_tenants_keys_lie_in_one_slot(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", is_cluster=True) as server:
+        bed = RedisBed(server)
+        quotas, who = bed.quotas(), caller(tokens_per_minute=10, max_concurrent_requests=1)
+        (await quotas.reserve(who, 10)).settle(5)
+        await bed.settled()
+        await quotas.reserve(who, 5)
+        await refused(quotas, who)
+        await bed.aclose()

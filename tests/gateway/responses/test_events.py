@@ -1,0 +1,179 @@
+"""Logs and the events made of them: every cursor sees the same events, whatever it missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from penstock.engine.request import FinishReason, Request, SamplingParams
+from penstock.gateway.responses.events import EventWriter, num_closing_events, response_object
+from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.record import DeltaEntry, EndEntry, ResponseHeader
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, None)
+
+
+def header(**values: Any) -> ResponseHeader:
+    tree, turn = "a" * 24, "b" * 24
+    fixed: dict[str, Any] = {
+        "response_id": f"resp_{tree}{turn}",
+        "conversation_id": f"conv_{tree}",
+        "tenant": "default",
+        "item_id": "msg_1",
+        "created_at": 1,
+        "echo": {
+            "model": "m", "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto",
+            "tools": [], "temperature": 1.0, "top_p": 1.0, "instructions": None,
+        },
+        "request": Request(
+            request_id="r", prompt_token_ids=(1, 2), sampling_params=SamplingParams()
+        ),
+    }  # fmt: skip
+    return ResponseHeader(**{**fixed, **values})
+
+
+def end(log: ResponseLog, reason: FinishReason | None) -> EndEntry:
+    return EndEntry(
+        number=log.next_number,
+        num_events=num_closing_events(log.header, reason),
+        reason=reason,
+        usage=(2, 1, 3),
+        ended_at=2,
+        error=None if reason is not None else ("server_error", "it broke"),
+    )
+
+
+def filled(
+    texts: Sequence[str], reason: FinishReason | None = FinishReason.STOP, **values: Any
+) -> ResponseLog:
+    log = ResponseLog(header(**values))
+    for number, text in enumerate(texts):
+        log.append(DeltaEntry(log.next_number, text, (number,)))
+    log.append(end(log, reason))
+    return log
+
+
+async def events_of(log: ResponseLog, after: int = -1) -> list[dict[str, Any]]:
+    async with contextlib.aclosing(EventWriter(log).stream(after)) as batches:
+        return [orjson.loads(event.json) async for batch in batches for event in batch]
+
+
+@pytest.mark.parametrize("generates", [True, False])
+@pytest.mark.parametrize("is_background", [True, False])
+@pytest.mark.parametrize("reason", REASONS)
+async def test_every_cursor_sees_the_rest(
+    generates: bool, is_background: bool, reason: FinishReason | None
+) -> None:
+    texts = ["Hé", "", "llo <b>\u2028"] if generates else []
+    log = filled(texts, reason, generates=generates, is_background=is_background)
+    whole = await events_of(log)
+    assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+    assert "".join(event.get("delta", "") for event in whole) == "".join(texts)
+    terminal = [
+        event for event in whole
+        if event["type"] in ("response.completed", "response.incomplete", "response.failed")
+    ]  # fmt: skip
+    assert terminal == whole[-1:]
+    assert terminal[0]["response"] == response_object(log)
+    for event in whole:
+        EVENTS.validate_python(event)
+    for after in range(-1, len(whole) + 3):
+        assert await events_of(log, after) == whole[after + 1 :]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text(max_size=3), max_size=12),
+    st.lists(st.integers(0, 20), max_size=6),
+    st.lists(st.integers(0, 2), min_size=12, max_size=12),
+)
+async def test_a_reader_that_comes_and_goes_misses_nothing(
+    texts: list[str], stays: list[int], pauses: list[int]
+) -> None:
+    """It reads a few events, leaves while the response goes on, and comes back."""
+    log = ResponseLog(header())
+    whole = await events_of(filled(texts))
+
+    async def write() -> None:
+        for number, text in enumerate(texts):
+            log.append(DeltaEntry(log.next_number, text, (number,)))
+            for _ in range(pauses[number]):
+                await asyncio.sleep(0)
+        log.append(end(log, FinishReason.STOP))
+
+    writer = asyncio.create_task(write())
+    seen: list[dict[str, Any]] = []
+    for stay in [*stays, len(whole)]:
+        async with contextlib.aclosing(EventWriter(log).stream(len(seen) - 1)) as batches:
+            async for batch in batches:
+                seen += [orjson.loads(event.json) for event in batch][:stay]
+                stay -= len(batch)
+                if stay <= 0:
+                    break
+    await writer
+    assert seen == whole
+    assert not log.readers
+
+
+async def test_a_slow_reader_gets_several_at_once() -> None:
+    log = ResponseLog(header())
+    with log.read() as reader:
+        for number in range(3):
+            log.append(DeltaEntry(log.next_number, "x", (number,)))
+        assert reader.num_behind == 3
+        assert len(await reader.next() or ()) == 3
+        log.append(end(log, FinishReason.STOP))
+        assert len(await reader.next() or ()) == 1
+        assert await reader.next() is None
+
+
+async def test_notices_come_in_their_place_and_are_not_replayed() -> None:
+    log = ResponseLog(header())
+    live = EventWriter(log, notices=("preempted", "queue")).stream()
+    await anext(live)
+    log.append(DeltaEntry(log.next_number, "a", (1,)))
+    log.notify("preempted")
+    log.notify("resumed")
+    log.append(DeltaEntry(log.next_number, "b", (2,)))
+    log.notify("queue", position=3)
+    found = [orjson.loads(event.json) for event in await anext(live)]
+    assert [event.get("delta", event["type"]) for event in found] == [
+        "a", "penstock.preempted", "b", "penstock.queue"
+    ]  # fmt: skip
+    assert found[-1]["position"] == 3
+    assert "sequence_number" not in found[-1]
+    await live.aclose()
+    log.append(end(log, FinishReason.STOP))
+    again = EventWriter(log, notices=("preempted", "queue")).stream()
+    kinds = [event.type async for batch in again for event in batch]
+    assert not [kind for kind in kinds if kind.startswith("penstock.")]
+
+
+async def test_what_is_not_confirmed_is_not_seen() -> None:
+    class Slow:
+        def appended(self, log: ResponseLog) -> None:
+            pass
+
+    log = ResponseLog(header(), storage=Slow())
+    log.append(DeltaEntry(log.next_number, "a", (1,)))
+    log.append(end(log, FinishReason.STOP))
+    with log.read() as reader:
+        waiting = asyncio.ensure_future(reader.next())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        assert not log.is_ended
+        log.publish(1)
+        assert len(await waiting or ()) == 1
+        log.fail(RuntimeError("the storage is gone"))
+        with pytest.raises(RuntimeError, match="gone"):
+            await reader.next()

@@ -1,0 +1,263 @@
+"""Two gateways on one Redis: reading, stopping and carrying on each other's responses."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from penstock.gateway.conversations.store import StoreUnavailableError
+from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.record import DeltaEntry
+from penstock.gateway.responses.redis_log_writer import ResponseMovedError
+from penstock.gateway.responses.redis_stream import add_fence, log_key, round_trip
+
+from ...redis_server import RedisServer
+from .conftest import Gateway, Gateways
+from .records import TENANT, add_delta, add_end, expired, header, read_to_end, seen, until
+
+pytestmark = pytest.mark.redis
+
+
+async def begin(gateway: Gateway, num_deltas: int = 0) -> ResponseLog:
+    """A response that runs there, with so many deltas stored."""
+    log = await gateway.store.create(header())
+    gateway.run(log)
+    for _ in range(num_deltas):
+        add_delta(log)
+    await seen(log, num_deltas)
+    return log
+
+
+def keys_without_ttl(server: RedisServer) -> list[bytes]:
+    with server.client() as client:
+        return [key for key in client.keys("*") if client.ttl(key) < 0]
+
+
+async def test_another_gateway_reads_it_live_and_from_the_middle(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 3)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    assert replica is not log
+    assert replica.header == log.header
+    reading = [asyncio.create_task(read_to_end(replica, after)) for after in range(-1, 10)]
+    for _ in range(4):
+        add_delta(log)
+        await asyncio.sleep(0.01)
+    add_end(log)
+    whole = await read_to_end(log)
+    assert [entry.number for entry in whole] == list(range(4, 12))
+    for after, task in zip(range(-1, 10), reading, strict=True):
+        assert await task == [entry for entry in whole if entry.last_number > after]
+
+
+async def test_readers_of_one_response_share_one_copy_that_goes_with_them(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    response_id = log.header.response_id
+
+    async def find_often() -> weakref.ref[ResponseLog]:
+        finds = (there.store.find(TENANT, response_id) for _ in range(8))
+        found = {id(log): log for log in await asyncio.gather(*finds)}
+        assert len(found) == 1
+        return weakref.ref(next(iter(found.values())))
+
+    replica = await find_often()
+    gc.collect()
+    assert replica() is None
+    await until(lambda: not there.store._follower._followed)
+
+
+async def test_one_connection_follows_them_all(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    logs = [await begin(here, 1) for _ in range(40)]
+    replicas = [await there.store.find(TENANT, log.header.response_id) for log in logs]
+    reading = [asyncio.create_task(read_to_end(replica)) for replica in replicas]
+    await asyncio.sleep(0.05)
+    with redis_server.client() as client:
+        blocked = client.info("clients")["blocked_clients"]
+    assert blocked <= 2  # one of each gateway
+    for log in logs:
+        add_end(log)
+    for task, log in zip(reading, logs, strict=True):
+        assert await task == await read_to_end(log)
+
+
+async def test_a_long_log_is_read_in_pages(redis_server: RedisServer, gateways: Gateways) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1500)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    assert replica.entries == log.entries
+    for _ in range(1500):
+        add_delta(log)
+    add_end(log)
+    assert await read_to_end(replica) == await read_to_end(log)
+
+
+async def test_a_cancel_goes_to_the_owner(redis_server: RedisServer, gateways: Gateways) -> None:
+    made = [await gateways.make(redis_server.url) for _ in range(3)]
+    log = await begin(made[0])
+    await made[1].store.cancel(TENANT, log.header.response_id)
+    await until(lambda: made[0].cancelled)
+    assert made[0].cancelled == [log.header.response_id]
+    assert not made[2].cancelled
+
+
+async def test_a_response_of_a_dead_gateway_is_carried_on_by_one_of_the_others(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, *others = [await gateways.make(redis_server.url) for _ in range(3)]
+    log = await begin(dead, 3)
+    response_id = log.header.response_id
+    readers = [await other.store.find(TENANT, response_id) for other in others]
+    reading = [asyncio.create_task(read_to_end(replica, 4)) for replica in readers]
+    await dead.die()
+    await until(lambda: any(other.carried_on for other in others))
+    (taker,) = (other for other in others if other.carried_on)
+    taken = taker.carried_on[response_id]
+    assert taken.entries == log.entries
+    assert taken.next_number == log.next_number
+    assert await taker.store.find(TENANT, response_id) is taken
+    add_delta(taken, "carried on")
+    add_end(taken)
+    whole = await read_to_end(taken)
+    for task in reading:  # that began to read before the owner died
+        assert await task == whole[1:]
+    assert sum(len(other.carried_on) for other in others) == 1
+
+
+async def test_many_orphans_find_one_owner_each(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, *others = [await gateways.make(redis_server.url) for _ in range(4)]
+    logs = [await begin(dead, 1) for _ in range(60)]
+    await dead.die()
+    await until(lambda: sum(len(other.carried_on) for other in others) >= len(logs))
+    await asyncio.sleep(1.0)
+    owners = [response_id for other in others for response_id in other.carried_on]
+    assert sorted(owners) == sorted(log.header.response_id for log in logs)
+
+
+async def test_a_cancel_while_nobody_runs_it_is_not_forgotten(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(dead, 1)
+    await dead.die()
+    await other.store.cancel(TENANT, log.header.response_id)
+    await until(lambda: other.carried_on)
+    await until(lambda: other.cancelled)
+
+
+async def test_an_owner_that_wakes_up_is_fenced_off(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    paused, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(paused, 2)
+    response_id = log.header.response_id
+    await paused.die()  # its own turn of the loop does not come
+    await until(lambda: other.carried_on)
+    taken = other.carried_on[response_id]
+    add_delta(taken, "new owner")
+    await seen(taken, 3)
+    add_delta(log, "old owner")
+    await until(lambda: paused.lost)
+    assert log.num_published == 2  # nobody saw what it had to say
+    assert log.is_resumable
+    with pytest.raises(ResponseMovedError):
+        await read_to_end(log)
+    add_end(taken)
+    replayed = await paused.store.find(TENANT, response_id)
+    assert [e.text for e in replayed.entries if isinstance(e, DeltaEntry)][-1] == "new owner"
+    add_delta(log)  # a last word of a run that is being stopped
+    assert log.num_published == 2
+
+
+async def test_an_owner_that_lost_its_lease_looks_before_it_says_anything(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here = await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    key = log_key(log.header.response_id)
+    assert key is not None
+    await round_trip(here.link.client, [add_fence(key, 2, "somebody")])
+    with redis_server.client() as client:
+        client.delete(f"penstock:lease:{here.store.gateway_id}")
+    await until(lambda: here.lost)
+
+
+async def test_handing_over_is_quick(redis_server: RedisServer, gateways: Gateways) -> None:
+    leaving, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    logs = [await begin(leaving, 2) for _ in range(5)]
+    begun = asyncio.get_running_loop().time()
+    await leaving.store.hand_over()
+    await until(lambda: len(other.carried_on) == len(logs))
+    took = asyncio.get_running_loop().time() - begun
+    assert took < 0.9  # the lease alone would have lasted a second
+    with pytest.raises(StoreUnavailableError):
+        await leaving.store.create(header())
+    for log in logs:
+        add_delta(log)
+    await until(lambda: len(leaving.lost) == len(logs))
+
+
+async def test_an_ended_response_leaves_nothing_to_take_over(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(dead, 1)
+    add_end(log)
+    whole = await read_to_end(log)
+    running = await begin(dead, 1)
+    await dead.die()
+    await until(lambda: other.carried_on)
+    assert list(other.carried_on) == [running.header.response_id]
+    assert await read_to_end(await other.store.find(TENANT, log.header.response_id)) == whole
+    with redis_server.client() as client:
+        gone = f"penstock:lease:{dead.store.gateway_id}"
+        assert not client.exists(gone)
+        owned = f"penstock:owned:{dead.store.gateway_id}"
+    await until(lambda: not redis_exists(redis_server, owned))
+
+
+def redis_exists(server: RedisServer, key: str) -> bool:
+    with server.client() as client:
+        return bool(client.exists(key))
+
+
+async def test_every_key_has_a_time_to_live(redis_server: RedisServer, gateways: Gateways) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    await there.store.cancel(TENANT, log.header.response_id)
+    await until(lambda: here.cancelled)
+    await asyncio.sleep(0.5)  # a sign of life later
+    assert keys_without_ttl(redis_server) == []
+    add_end(log)
+    await read_to_end(replica)
+    assert keys_without_ttl(redis_server) == []
+
+
+async def test_a_response_that_expired_is_not_found_and_its_readers_are_told(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    with redis_server.client() as client:
+        client.delete(str(log_key(log.header.response_id)))
+    with expired():
+        await read_to_end(replica)
+    with expired():
+        await there.store.find(TENANT, log.header.response_id)
+    add_end(log)  # its owner's readers see it through
+    assert len(await read_to_end(log)) == 2
+    assert not log.is_resumable

@@ -1,0 +1,241 @@
+"""Slow, large and too many requests, against uvicorn with our protocol on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+import websockets
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from penstock.gateway.http_protocol import HttpLimits, RefuseConnections, limited_protocol
+
+_PATIENT_S = 60.0
+_SHORT_S = 0.3
+_GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def echo(request: Request) -> Response:
+    try:
+        return PlainTextResponse(await request.body())
+    except ClientDisconnect:
+        return Response(status_code=499)
+
+
+async def echo_socket(web: WebSocket) -> None:
+    await web.accept()
+    with contextlib.suppress(Exception):
+        while True:
+            await web.send_text(await web.receive_text())
+
+
+@contextlib.asynccontextmanager
+async def served(
+    *,
+    max_connections: int = 100,
+    header_timeout_s: float = _PATIENT_S,
+    body_timeout_s: float = _PATIENT_S,
+) -> AsyncIterator[int]:
+    """The port of a server."""
+    limits = HttpLimits(
+        max_connections=max_connections,
+        header_timeout_s=header_timeout_s,
+        body_timeout_s=body_timeout_s,
+        max_header_bytes=4096,
+    )
+    app = Starlette(
+        routes=[Route("/", echo, methods=["GET", "POST"]), WebSocketRoute("/ws", echo_socket)]
+    )
+    config = uvicorn.Config(
+        RefuseConnections(app),
+        http=limited_protocol(limits),
+        ws="websockets-sansio",
+        log_config=None,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task = asyncio.create_task(server._serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+class Client:
+    """A connection of raw bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def dribble(self, data: bytes, *, pause_s: float = 0.05) -> None:
+        """Byte by byte until the server has enough."""
+        with contextlib.suppress(ConnectionError):
+            for byte in data:
+                if self.reader.at_eof():
+                    return
+                await self.send(bytes([byte]))
+                await asyncio.sleep(pause_s)
+
+    async def response(self) -> tuple[int, dict[str, str], bytes]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        status, *lines = head.strip().split("\r\n")
+        headers = {
+            name.lower(): value for name, _, value in (line.partition(": ") for line in lines)
+        }
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(status.split()[1]), headers, body
+
+    async def error(self) -> tuple[int, str]:
+        """Status and code of a refusal, after which the connection ends."""
+        status, headers, body = await self.response()
+        assert headers["content-type"] == "application/json"
+        assert headers["connection"] == "close"
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        with contextlib.suppress(ConnectionResetError):  # it had sent more than was read
+            assert await self.reader.read() == b""
+        return status, error["code"]
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(30):
+            yield Client(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_a_header_that_does_not_end_is_answered_408() -> None:
+    async with served(header_timeout_s=_SHORT_S) as port, connected(port) as client:
+        dribble = asyncio.create_task(client.dribble(b"GET / HTTP/1.1\r\nX: " + b"a" * 1000))
+        assert await client.error() == (408, "request_timeout")
+        await dribble
+
+
+async def test_who_says_nothing_is_closed_without_a_word() -> None:
+    async with served(header_timeout_s=_SHORT_S) as port, connected(port) as client:
+        assert await client.reader.read() == b""
+
+
+async def test_the_second_request_of_a_connection_has_its_time_too() -> None:
+    async with served(header_timeout_s=_SHORT_S) as port, connected(port) as client:
+        await client.send(_GET)
+        assert (await client.response())[0] == 200
+        dribble = asyncio.create_task(client.dribble(b"\r\n" * 5 + b"GET / HTTP/1.1\r\nX: " * 100))
+        assert await client.error() == (408, "request_timeout")
+        await dribble
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 1000", b"Transfer-Encoding: chunked"], ids=["length", "chunked"]
+)
+async def test_a_body_that_does_not_end_is_answered_408(framing: bytes) -> None:
+    async with served(body_timeout_s=_SHORT_S) as port, connected(port) as client:
+        await client.send(b"POST / HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n\r\n")
+        piece = b"1\r\na\r\n" if b"chunked" in framing else b"a"
+        dribble = asyncio.create_task(client.dribble(piece * 100))
+        assert await client.error() == (408, "request_timeout")
+        await dribble
+
+
+async def test_a_slow_request_in_time_and_a_slow_answer_are_served() -> None:
+    async with served() as port, connected(port) as client:
+        for _ in range(2):
+            await client.dribble(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", pause_s=0.01)
+            status, _, body = await client.response()
+            assert (status, body) == (200, b"abc")
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with served() as port, connected(port) as client:
+        post = b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
+        await client.send(_GET + post + post[:-1])
+        assert [(await client.response())[2] for _ in range(2)] == [b"", b"abc"]
+        await client.send(b"c")
+        assert (await client.response())[2] == b"abc"
+
+
+async def test_a_pipelined_body_that_does_not_end_is_answered_408() -> None:
+    async with served(body_timeout_s=_SHORT_S) as port, connected(port) as client:
+        await client.send(_GET + b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nab")
+        assert (await client.response())[0] == 200
+        assert await client.error() == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("pieces", [1, 40], ids=["at once", "in pieces"])
+async def test_a_large_header_is_answered_431(pieces: int) -> None:
+    header = b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 8000 + b"\r\n\r\n"
+    size = -(-len(header) // pieces)
+    async with served() as port, connected(port) as client:
+        with contextlib.suppress(ConnectionError):
+            for start in range(0, len(header), size):
+                await client.send(header[start : start + size])
+        assert await client.error() == (431, "header_too_large")
+
+
+async def test_what_is_no_http_is_answered_400() -> None:
+    async with served() as port, connected(port) as client:
+        await client.send(b"\x16\x03\x01 no http\r\n\r\n")
+        assert await client.error() == (400, "invalid_http")
+
+
+async def test_connections_beyond_the_limit_are_answered_503() -> None:
+    async with served(max_connections=2) as port, connected(port) as first, connected(port):
+        await first.send(_GET)
+        assert (await first.response())[0] == 200
+        async with connected(port) as beyond:
+            await beyond.send(_GET)
+            status, headers, body = await beyond.response()
+            assert status == 503
+            assert json.loads(body)["error"]["code"] == "too_many_connections"
+            assert 1 <= int(headers["retry-after"]) <= 120
+            assert 1000 <= int(headers["retry-after-ms"]) <= 120_000
+            assert await beyond.reader.read() == b""
+        with pytest.raises(websockets.InvalidStatus) as refused:
+            await websockets.connect(f"ws://127.0.0.1:{port}/ws")
+        assert refused.value.response.status_code == 503
+        assert refused.value.response.headers["retry-after"]
+        await first.send(_GET)
+        assert (await first.response())[0] == 200, "who is in stays in"
+        first.writer.close()
+        await first.writer.wait_closed()
+        async with asyncio.timeout(30), await _let_in(f"ws://127.0.0.1:{port}/ws") as web:
+            await web.send("hello")
+            assert await web.recv() == "hello", "and a place that is free is given away"
+
+
+async def _let_in(url: str) -> websockets.ClientConnection:
+    """Connect as soon as there is a place."""
+    while True:
+        with contextlib.suppress(websockets.InvalidStatus):
+            return await websockets.connect(url)
+        await asyncio.sleep(0.05)
+
+
+async def test_a_websocket_outlives_the_time_for_headers() -> None:
+    async with (
+        served(header_timeout_s=_SHORT_S, body_timeout_s=_SHORT_S) as port,
+        websockets.connect(f"ws://127.0.0.1:{port}/ws") as web,
+    ):
+        await asyncio.sleep(3 * _SHORT_S)
+        await web.send("still here")
+        assert await web.recv() == "still here"

@@ -1,0 +1,185 @@
+"""A real `redis-server` of a test's own, that can be killed and come back.
+
+    with RedisServer(tmp_path) as server:
+        client = redis.asyncio.Redis.from_url(server.url)
+        server.kill()       # -9: what was not written is lost
+        server.start()      # the same port, the same files
+
+Mark tests that use it `redis`: they are skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+_START_S = 30.0
+
+
+class RedisServer:
+    """One server, in a directory of its own.
+
+    Args:
+        directory: for its files; made if it is not there. Servers do not share one.
+        password: of the default user; none asks for none.
+        is_tls: speaks TLS alone, under a certificate for 127.0.0.1 that signs itself (`ca_file`).
+        is_cluster: a cluster of one node that serves all slots.
+        appends: keeps an append-only file, synced on every write.
+        options: further settings, as `redis.conf` names them.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        password: str | None = None,
+        is_tls: bool = False,
+        is_cluster: bool = False,
+        appends: bool = True,
+        options: dict[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.port = _free_port()
+        self.ca_file = directory / "redis.crt" if is_tls else None
+        # Of a cluster's bus: its own plus 10,000 unless told, which may be no port at all.
+        self._bus_port = _free_port()
+        self._password = password
+        self._is_cluster = is_cluster
+        self._appends = appends
+        self._options = options or {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """As `redis.from_url` and `--redis-url` take it (a cluster's too, as one of its nodes)."""
+        password = f":{self._password}@" if self._password else ""
+        scheme, query = (
+            ("rediss", f"?ssl_ca_certs={self.ca_file}") if self.ca_file else ("redis", "")
+        )
+        return f"{scheme}://{password}127.0.0.1:{self.port}/0{query}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def __enter__(self) -> RedisServer:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.ca_file is not None:
+            _write_certificate(self.directory)
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start it, or start it again, and wait until it serves."""
+        assert self._process is None
+        command = ["redis-server"]
+        for name, value in self._settings().items():
+            command += [f"--{name}", *value.split(" ")]
+        with (self.directory / "redis.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            with self.client() as client:
+                _wait(lambda: self._answers(client))
+                if self._is_cluster:
+                    _serve_all_slots(client)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End it as a crash would. One that is not running is left alone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """It keeps its connections, takes new ones, and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def client(self) -> redis.Redis:
+        """A client to look and meddle with, from outside of what is tested; replies are bytes."""
+        return redis.Redis.from_url(self.url, socket_timeout=10, retry=None)
+
+    def _answers(self, client: redis.Redis) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RuntimeError((self.directory / "redis.log").read_text())
+        try:
+            return bool(client.ping())
+        except redis.exceptions.ConnectionError:  # not yet, or still reading its file
+            return False
+
+    def _settings(self) -> dict[str, str]:
+        settings = {
+            "dir": str(self.directory),
+            "bind": "127.0.0.1",
+            "port": str(self.port),
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "appendonly": "yes" if self._appends else "no",
+            "appendfsync": "always",
+        }
+        if self.ca_file is not None:
+            certificate, key = str(self.ca_file), str(self.directory / "redis.key")
+            settings |= {"port": "0", "tls-port": str(self.port), "tls-auth-clients": "no"}
+            settings |= {"tls-cert-file": certificate, "tls-key-file": key}
+            settings |= {"tls-ca-cert-file": certificate}
+        if self._is_cluster:
+            settings |= {"cluster-enabled": "yes", "cluster-announce-ip": "127.0.0.1"}
+            settings |= {"cluster-port": str(self._bus_port)}
+        if self._password is not None:
+            settings["requirepass"] = self._password
+        return settings | self._options
+
+
+def _serve_all_slots(client: redis.Redis) -> None:
+    # A node that comes back knows its slots; telling it so again would be an error.
+    if client.execute_command("CLUSTER INFO")["cluster_slots_assigned"] == "0":
+        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    _wait(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+
+
+def _write_certificate(directory: Path) -> None:
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    command += " -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    files = ["-keyout", str(directory / "redis.key"), "-out", str(directory / "redis.crt")]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("redis-server does not serve")
+        time.sleep(0.02)

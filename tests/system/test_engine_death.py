@@ -1,0 +1,128 @@
+"""kill -9 on the engine in the middle of streams: each is what it would have been, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .processes import Served, serve, wait_until
+
+_BACK_S = 90.0  # a start on a machine that does much else
+_COMMON = {
+    "model": "demo",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 120,
+    "min_tokens": 100,
+}
+_CHAT = {**_COMMON, "messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
+_SEEDED = {
+    "temperature": 0.9,
+    "seed": 7,
+    "top_p": 0.95,
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.2,
+    "repetition_penalty": 1.1,
+}
+_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy chat": ("chat/completions", {**_CHAT, "temperature": 0, "logprobs": True}),
+    "seeded chat": ("chat/completions", {**_CHAT, **_SEEDED, "logprobs": True, "top_logprobs": 2}),
+    "chat with n": ("chat/completions", {**_CHAT, **_SEEDED, "n": 2}),
+    "completion": (
+        "completions",
+        {**_COMMON, **_SEEDED, "prompt": "Once upon a time", "logit_bias": {"300": 1.5}},
+    ),
+}
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    tokens: list[str] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Stream:
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usages: list[dict[str, Any]] = field(default_factory=list)
+    num_chunks: int = 0
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        assert "error" not in chunk, chunk
+        self.num_chunks += 1
+        for piece in chunk["choices"]:
+            choice = self.choices.setdefault(piece["index"], Choice())
+            delta = piece.get("delta") or {"content": piece.get("text")}
+            choice.text += delta.get("content") or ""
+            logprobs = (piece.get("logprobs") or {}).get("content") or []
+            choice.tokens += [entry["token"] for entry in logprobs]
+            if piece["finish_reason"] is not None:
+                choice.finish_reasons.append(piece["finish_reason"])
+        if chunk.get("usage") is not None:
+            chunk["usage"].pop("prompt_tokens_details", None)  # depends on who came before
+            self.usages.append(chunk["usage"])
+
+
+async def _read(
+    client: httpx.AsyncClient, name: str, on_chunk: Callable[[Stream], None] = lambda _: None
+) -> Stream:
+    path, body = _BODIES[name]
+    stream = Stream()
+    async with client.stream("POST", f"/v1/{path}", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        lines = [""]
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                lines.append(line)
+                if line != "data: [DONE]":
+                    stream.take(json.loads(line.removeprefix("data: ")))
+                    on_chunk(stream)
+    assert lines[-1] == "data: [DONE]"
+    assert lines.count("data: [DONE]") == 1
+    return stream
+
+
+def _contents(stream: Stream) -> tuple[Any, ...]:
+    return {index: stream.choices[index] for index in sorted(stream.choices)}, stream.usages
+
+
+async def _disturbed(served: Served, client: httpx.AsyncClient, cut: int) -> dict[str, Stream]:
+    """All streams at once; the engine is killed when the first has got `cut` chunks."""
+    engine = next(each for each in served.renew_family() if each.name() == "penstock-engine")
+    kills: list[int] = []
+
+    def kill(stream: Stream) -> None:
+        if stream.num_chunks == cut and not kills:
+            kills.append(engine.pid)
+            engine.kill()
+
+    streams = await asyncio.gather(*(_read(client, name, kill) for name in _BODIES))
+    assert kills == [engine.pid]
+    return dict(zip(_BODIES, streams, strict=True))
+
+
+def _is_ready(served: Served) -> bool:
+    return httpx.get(f"{served.base_url}/ready", timeout=_BACK_S).status_code == 200
+
+
+async def test_streams_go_on_after_the_engine_was_killed(tmp_path: Path) -> None:
+    with serve("--dtype", "float32", log=tmp_path / "log") as served:
+        async with httpx.AsyncClient(base_url=served.base_url, timeout=_BACK_S) as client:
+            expected = {name: _contents(await _read(client, name)) for name in _BODIES}
+            for choices, usages in expected.values():
+                assert all(len(choice.finish_reasons) == 1 for choice in choices.values())
+                assert len(usages) == 1
+                assert usages[0]["completion_tokens"] >= 100 * len(choices)
+            for cut in (1, 20, 70):
+                streams = await _disturbed(served, client, cut)
+                for name, stream in streams.items():
+                    assert _contents(stream) == expected[name], f"{name}, cut after {cut}"
+                wait_until(lambda: _is_ready(served), timeout_s=_BACK_S)
+            assert served.log.read_text().count("the engine is back") == 3

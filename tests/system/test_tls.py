@@ -1,0 +1,65 @@
+"""HTTPS and WSS under a certificate that signs itself."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+import websockets
+
+from .processes import serve
+from .test_lifecycle import fail
+
+_PASSWORD = "of the key"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """PEM files of a certificate and of its encrypted key."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = folder / "certificate.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -days 2"
+    command += " -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1,DNS:localhost"
+    subprocess.run(
+        [*command.split(), "-passout", f"pass:{_PASSWORD}", "-out", files[0], "-keyout", files[1]],
+        check=True,
+        capture_output=True,
+    )
+    return files
+
+
+async def test_https_and_wss(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    flags = ["--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1])]
+    flags += ["--ssl-keyfile-password", _PASSWORD]
+    trust = ssl.create_default_context(cafile=certificate[0])
+    with serve(*flags, log=tmp_path / "log") as served:
+        assert served.line.startswith("penstock is ready at https://127.0.0.1:")
+        async with httpx.AsyncClient(base_url=served.base_url, verify=trust, timeout=60) as client:
+            response = await client.post("/v1/completions", json={"prompt": "Hello"})
+            assert response.status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.get(served.base_url.replace("https", "http"))
+        address = served.base_url.replace("https", "wss") + "/v1/responses"
+        async with websockets.connect(address, ssl=trust) as web:
+            await web.send('{"type": "response.create", "input": "Hello", "max_output_tokens": 4}')
+            while json.loads(await web.recv())["type"] != "response.incomplete":
+                pass
+        assert served.stop() == 0
+        assert _PASSWORD not in served.log.read_text()
+
+
+def test_a_key_that_cannot_be_used_is_said(certificate: tuple[Path, Path]) -> None:
+    certfile, keyfile = map(str, certificate)
+    assert f"cannot use the certificate and key of {certfile} and {keyfile}" in fail(
+        "--ssl-certfile", certfile, "--ssl-keyfile", keyfile
+    )
+    line = fail(
+        "--ssl-certfile", certfile, "--ssl-keyfile", keyfile, "--ssl-keyfile-password", "no"
+    )
+    assert "cannot use the certificate" in line
+    assert "No such file" in fail("--ssl-certfile", "/no/such/file")
+    assert "--ssl-keyfile needs --ssl-certfile" in fail("--ssl-keyfile", keyfile)
