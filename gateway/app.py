@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import zmq.asyncio
 from starlette.applications import Starlette
@@ -12,12 +13,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
+from penstock.gateway.access_log import RequestLog, route_templates
 from penstock.gateway.admission.factory import Gate, make_gate
 from penstock.gateway.auth import Guard
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoints.chat_completions import ChatCompletions
 from penstock.gateway.endpoints.completions import Completions
 from penstock.gateway.endpoints.conversations import conversation_routes
+from penstock.gateway.endpoints.description import Description
 from penstock.gateway.endpoints.models import Models
 from penstock.gateway.endpoints.responses import Responses
 from penstock.gateway.endpoints.status import Status
@@ -29,10 +32,30 @@ from penstock.gateway.generator import Generator
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.model import load_model
 from penstock.gateway.page import ChatPage
+from penstock.gateway.request_ids import REQUEST_ID_HEADER
 from penstock.gateway.responses.responder import Responder, ResponderSettings
 from penstock.gateway.responses.run import RunSettings
-from penstock.gateway.stores import make_stores
+from penstock.gateway.stall_timer import StallTimer
+from penstock.gateway.stores import Stores, make_stores
 from penstock.gateway.websocket import ResponsesSocket
+from penstock.gateway.worker_metrics import Workers
+
+if TYPE_CHECKING:
+    from penstock.gateway.tracing import Tracing
+
+# What a page of another origin may read of an answer beside its body.
+_EXPOSED_HEADERS = (
+    REQUEST_ID_HEADER,
+    "Retry-After",
+    "retry-after-ms",
+    "RateLimit",
+    "RateLimit-Policy",
+    *(
+        f"x-ratelimit-{part}-{what}"
+        for part in ("limit", "remaining", "reset")
+        for what in ("requests", "tokens")
+    ),
+)
 
 
 def create_app(config: GatewayConfig) -> Starlette:
@@ -46,7 +69,7 @@ def create_app(config: GatewayConfig) -> Starlette:
     model = load_model(config)
     context = zmq.asyncio.Context()
     engine = EngineClient(config.engine_address, context, engine_wait_s=config.engine_wait_s)
-    metrics = Metrics(engine, model.name)
+    metrics = Metrics(engine, model.name, _workers(config))
     gate = make_gate(config, engine)
     generator = Generator(
         engine,
@@ -63,11 +86,15 @@ def create_app(config: GatewayConfig) -> Starlette:
         conversations=stores.conversations,
         logs=stores.logs,
         settings=_responder_settings(config),
+        metrics=metrics,
     )
+    _watch(metrics, gate=gate, responder=responder, stores=stores)
+    tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
+        await metrics.start()
         await responder.start()
         starting = asyncio.create_task(stores.start())
         try:
@@ -78,25 +105,34 @@ def create_app(config: GatewayConfig) -> Starlette:
             await gate.aclose()
             await responder.close()
             await stores.close()
+            await metrics.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
             context.destroy(linger=200)
 
+    routes = [
+        Mount(
+            "/v1",
+            routes=[
+                *_api_routes(config, generator, responder=responder, engine=engine),
+                *TicketDesk(gate.tickets).routes(),
+                *conversation_routes(stores.conversations, max_body_bytes=config.max_body_bytes),
+            ],
+        ),
+        *Tokens(generator, engine, max_body_bytes=config.max_body_bytes).routes(),
+        *_status_routes(Status(engine, metrics)),
+        Route("/openapi.json", Description(model.names).read, methods=["GET"]),
+        Mount("/", app=ChatPage()),
+    ]
+    request_log = Middleware(
+        RequestLog,
+        metrics,
+        routes=route_templates(routes),
+        on_end=None if tracing is None else tracing.record,
+    )
     app = Starlette(
-        routes=[
-            Mount(
-                "/v1",
-                routes=[
-                    *_api_routes(config, generator, responder=responder, engine=engine),
-                    *TicketDesk(gate.tickets).routes(),
-                    *conversation_routes(
-                        stores.conversations, max_body_bytes=config.max_body_bytes
-                    ),
-                ],
-            ),
-            *Tokens(generator, engine, max_body_bytes=config.max_body_bytes).routes(),
-            *_status_routes(Status(engine, metrics)),
-            Mount("/", app=ChatPage()),
-        ],
-        middleware=_middleware(config, gate),
+        routes=routes,
+        middleware=_middleware(config, gate, request_log=request_log),
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
@@ -141,7 +177,42 @@ def _status_routes(status: Status) -> list[BaseRoute]:
     ]
 
 
-def _middleware(config: GatewayConfig, gate: Gate) -> list[Middleware]:
+def _workers(config: GatewayConfig) -> Workers | None:
+    if config.num_workers == 1:
+        return None
+    return Workers(config.engine_address, index=config.worker_index, num=config.num_workers)
+
+
+def _tracing(config: GatewayConfig) -> Tracing | None:
+    """OpenTelemetry is loaded only where it is asked for."""
+    if config.otlp_endpoint is None:
+        return None
+    from penstock.gateway.tracing import Tracing
+
+    return Tracing(config.otlp_endpoint)
+
+
+def _watch(metrics: Metrics, *, gate: Gate, responder: Responder, stores: Stores) -> None:
+    """Numbers that the metrics read where they are kept."""
+    metrics.gauge(
+        "admission_queue_requests",
+        "Requests in the engine's queue, as admission counts them.",
+        lambda: gate.admission.num_waiting,
+    )
+    metrics.gauge(
+        "response_logs_live", "Responses that are computed now.", lambda: responder.num_running
+    )
+    metrics.counter(
+        "slow_readers_closed",
+        "Connections closed because nobody read them.",
+        lambda: StallTimer.num_stalled,
+    )
+    if stores.is_up is not None:
+        metrics.probe("redis_up", "1 while Redis answers.", stores.is_up)
+
+
+def _middleware(config: GatewayConfig, gate: Gate, *, request_log: Middleware) -> list[Middleware]:
+    """Outermost first: what a request meets on its way in."""
     guard = Middleware(
         Guard,
         config=config,
@@ -150,12 +221,13 @@ def _middleware(config: GatewayConfig, gate: Gate) -> list[Middleware]:
         limit_headers=gate.admission.headers,
     )
     if not config.allowed_origins:
-        return [guard]
-    # Outermost, so that a page let in can also read why it was refused.
+        return [request_log, guard]
+    # Before the guard, so that a page let in can also read why it was refused.
     cors = Middleware(
         CORSMiddleware,
         allow_origins=config.allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
+        expose_headers=_EXPOSED_HEADERS,
     )
-    return [cors, guard]
+    return [request_log, cors, guard]

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.request_record import CURRENT_REQUEST
 
 _SCOPE_KEY = "penstock.caller"
 _DEADLINE_HEADER = "x-request-deadline-ms"
@@ -81,6 +82,9 @@ def caller_of(scope: MutableMapping[str, Any]) -> Caller:
 
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
     scope[_SCOPE_KEY] = caller
+    record = CURRENT_REQUEST.get()
+    if record is not None:
+        record.tenant = caller.tenant
 
 
 def deadline_of(scope: MutableMapping[str, Any]) -> float | None:

@@ -81,6 +81,17 @@ class EngineCollector(Collector):
 def _gauges(stats: EngineStats) -> Iterator[_Row]:
     yield _one("num_requests_running", "Sequences being computed.", stats.num_requests_running)
     yield _one("num_requests_waiting", "Requests in the queue.", stats.num_requests_waiting)
+    yield _one("num_tokens_waiting", "Their prompt tokens.", stats.num_tokens_waiting)
+    yield _one(
+        "queue_tokens_per_second",
+        "Prompt tokens that leave the queue, while requests wait.",
+        stats.queue_tokens_per_s,
+    )
+    yield _one(
+        "prefill_tokens_per_second",
+        "Prompt tokens computed, while any are.",
+        stats.prefill_tokens_per_s,
+    )
     yield _one(
         "num_requests_swapped",
         "Sequences parked with their KV in host memory.",

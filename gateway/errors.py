@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from penstock.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from penstock.gateway.request_record import CURRENT_REQUEST
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ class Failure:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
+        """What is sent; who asks for it tells the caller, and the request's record knows."""
+        request = CURRENT_REQUEST.get()
+        if request is not None:
+            request.note_failure(self.status, self.code)
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.type,

@@ -201,7 +201,7 @@ class Generator:
             self._engine,
             request,
             texts=texts,
-            meter=StreamMeter(self._metrics),
+            meter=StreamMeter(self._metrics, request.tenant),
             shown_text=shown_text,
             reservation=reservation,
         )

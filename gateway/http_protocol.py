@@ -153,11 +153,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(refusal(400, code="invalid_http", message=msg))
 
     def _refuse(self, failure: Failure) -> None:
-        """Answer, unless an answer has begun, and close."""
-        is_answering = self.cycle is not None and (
-            self.cycle.response_started and not self.cycle.response_complete
-        )
-        if not is_answering and not self.transport.is_closing():
+        """Answer, unless this request has its answer or another is getting one, and close."""
+        if self._may_answer() and not self.transport.is_closing():
             response = failure.response()
             fields = [*self.server_state.default_headers, *response.raw_headers]
             lines = [b"%s: %s\r\n" % field for field in fields]
@@ -165,6 +162,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write(b"".join([*head, bytes(response.body)]))
         self._settle(_Due.NOTHING)
         self.transport.close()
+
+    def _may_answer(self) -> bool:
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started:
+            return not self.pipeline
+        return cycle.response_complete and self._due is not _Due.BODY
 
     def _refuse_by_application(self, failure: Failure) -> None:
         self.app_state = {**self.app_state, _STATE_KEY: failure}

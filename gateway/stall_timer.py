@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import ClassVar
 
 MAX_STALL_S = 10.0
 
 
 class StallTimer:
-    """Runs while a transport's buffer is full."""
+    """Runs while a transport's buffer is full.
+
+    Attributes:
+        num_stalled: connections of this process that were let go.
+    """
 
     __slots__ = ("_loop", "_on_stall", "_timer")
+    num_stalled: ClassVar[int] = 0
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_stall: Callable[[], None]) -> None:
         self._loop = loop
@@ -25,7 +31,11 @@ class StallTimer:
     def start(self, max_stall_s: float) -> None:
         """The buffer is full: it has so long to drain."""
         if self._timer is None:
-            self._timer = self._loop.call_later(max_stall_s, self._on_stall)
+            self._timer = self._loop.call_later(max_stall_s, self._let_go)
+
+    def _let_go(self) -> None:
+        StallTimer.num_stalled += 1
+        self._on_stall()
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -21,12 +21,14 @@ class Stores:
     Attributes:
         start: what is to be done when the gateway starts; may take a while.
         close: lets go of connections.
+        is_up: whether Redis answers; None: there is none.
     """
 
     conversations: ConversationStore
     logs: LogStore
     start: Callable[[], Coroutine[None, None, None]]
     close: Callable[[], Coroutine[None, None, None]]
+    is_up: Callable[[], Coroutine[None, None, bool]] | None = None
 
 
 def make_stores(config: GatewayConfig) -> Stores:
@@ -63,6 +65,7 @@ def _redis_stores(config: GatewayConfig, url: str) -> Stores:
         logs=logs,
         start=link.warn_unless_durable,
         close=close,
+        is_up=link.is_up,
     )
 
 

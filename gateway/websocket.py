@@ -2,9 +2,10 @@
 
     client → response.create {…, stream_id?} · response.steer (refused) ·
              penstock.resume {response_id, starting_after?, stream_id?} ·
-             penstock.cancel {response_id | stream_id} · penstock.drop_prefix {response_id}
+             penstock.cancel {response_id | stream_id} · penstock.drop_prefix {response_id} ·
+             penstock.ping
     server → the events of `responses.events`, with `stream_id` where one was given ·
-             penstock.recovered · penstock.prefix_dropped · error
+             penstock.recovered · penstock.prefix_dropped · penstock.pong · error
 
 `PROTOCOL.md` has them in full. Responses of one lane (`stream_id`) come in order, those of other
 lanes side by side. One task always receives, so a cancel is read while tokens are sent. Nothing is
@@ -81,6 +82,7 @@ class Connection:
             "penstock.resume": self._resume,
             "penstock.cancel": self._cancel,
             "penstock.drop_prefix": self._drop_prefix,
+            "penstock.ping": self._ping,
         }
 
     async def run(self) -> None:
@@ -151,7 +153,7 @@ class Connection:
     async def _follow(self, lane: Lane, response_id: str, *, after: int) -> Events | None:
         event = {"type": "penstock.recovered", "response_id": response_id}
         try:
-            lane.log = await self._responder.log(self.caller, response_id)
+            lane.log = await self._responder.resume(self.caller, response_id)
         except RequestRefusedError as error:
             said = {"recovered": False, "error": failure_of(error).body()["error"]}
             await self.send(_on_lane({**event, **said}, lane.stream_id))
@@ -190,6 +192,9 @@ class Connection:
         await self._responder.drop_prefix(self.caller, response_id)
         event = {"type": "penstock.prefix_dropped", "response_id": response_id}
         await self.send(_on_lane(event, stream_id))
+
+    async def _ping(self, _: _Message, stream_id: str | None) -> None:
+        await self.send(_on_lane({"type": "penstock.pong"}, stream_id))
 
     async def _steer(self, message: _Message, stream_id: str | None) -> None:
         event = {

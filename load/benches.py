@@ -59,6 +59,11 @@ BENCHES: dict[str, tuple[str, str]] = {
         "penstock.load.fairness",
         "admission: one tenant's time to first token, alone and beside another's flood",
     ),
+    "gateway": (
+        "penstock.load.gateway.bench",
+        "the gateway alone: CPU per streamed token and added latency, before an engine that costs "
+        "nothing",
+    ),
     "overload": (
         "penstock.load.overload",
         "preemption: tokens per second with more sequences than the KV pool holds",

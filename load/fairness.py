@@ -36,7 +36,7 @@ tenant = "flood"
 [tenants.flood]
 """
 _PROMPT_TOKENS, _OUTPUT_TOKENS = (32, 96), (16, 64)  # shortest and longest
-_BACKOFF_S = 0.1  # of the flood, when it is refused
+_BACKOFF_S = 1.0  # of who is refused, as Retry-After has it
 _STALL_S = 300.0
 
 
@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=None, help="a directory or a Hub id; default: the demo")
     parser.add_argument("--concurrency", type=int, default=2, help="streams of the small tenant")
     parser.add_argument("--times", type=int, default=100, help="as many has the flood")
+    parser.add_argument(
+        "--flood-limit", type=int, default=0, help="the flood's requests at once; 0: no limit"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="sequences running at once")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
@@ -66,7 +69,8 @@ def run(parsed: argparse.Namespace) -> int:
     """Both runs; print and write the table; 1 if the flood more than doubles the p99."""
     with tempfile.TemporaryDirectory(prefix="penstock-fairness-") as directory:
         keys = Path(directory) / "keys.toml"
-        keys.write_text(_KEYS, encoding="utf-8")
+        limit = f"max_concurrent_requests = {parsed.flood_limit}" if parsed.flood_limit else ""
+        keys.write_text(f"{_KEYS}{limit}\n", encoding="utf-8")
         flags = ["--api-keys-file", str(keys), "--max-num-seqs", str(parsed.max_num_seqs)]
         with server(parsed.model, flags) as started:
             waits = asyncio.run(_measure(started.base_url, parsed))

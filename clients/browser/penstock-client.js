@@ -1,57 +1,49 @@
 /**
- * A small client for the Responses WebSocket mode of a penstock server.
- *
- * What lives here: finding the server's models, keeping one WebSocket open (reconnecting with
- * jittered backoff), and handing each server event to the answer it belongs to.
- * What it does not know: the page, conversations, Markdown.
+ * A client for a penstock server, for browsers and Node (20 or newer), without dependencies.
  *
  *     const client = new PenstockClient({ baseUrl: location.href });
- *     client.addEventListener("state", () => console.log(client.state));
- *     client.connect();
- *     const answer = client.respond({ model: client.models[0], input: "Hello" });
- *     answer.addEventListener("delta", (event) => console.log(event.detail));
- *     const outcome = await answer.done;
+ *     const answer = client.respond({ model: "demo", input: "Hello" });
+ *     for await (const text of answer) console.log(text);
+ *
+ * Answers come over one WebSocket, as many at a time as are asked for; over server-sent events where
+ * a WebSocket does not get through. The connection is kept up, and an answer that was under way when
+ * it broke goes on where it was: no word is lost, none comes twice.
  */
+
+import { Answer } from "./answer.js";
+import { Conversations } from "./conversations.js";
+import { Http, PenstockError } from "./http.js";
+import { SocketTransport } from "./socket-transport.js";
+import { SseTransport } from "./sse-transport.js";
+
+export { Answer, AnswerError, textOf } from "./answer.js";
+export { childrenOf, leafOf, pathTo } from "./conversations.js";
+export { isSendableKey, PenstockError } from "./http.js";
 
 /**
  * `connecting` a try is under way · `open` ready · `waiting` for the next try ·
  * `unauthorized` the server wants another key; no more tries until `setApiKey` · `closed` by us.
  * @typedef {"connecting" | "open" | "waiting" | "unauthorized" | "closed"} ConnectionState
  */
-
-/** @typedef {{ input_tokens: number, output_tokens: number }} Usage */
-/** @typedef {{ message: string, code: string | null, param?: string | null }} Problem */
-
 /**
- * How an answer ended. `refused`: an error before it started. `disconnected`: the socket closed
- * before the terminal event, so how the answer went on is unknown.
- * @typedef {object} Outcome
- * @property {"completed" | "cancelled" | "incomplete" | "failed" | "refused" | "disconnected"} kind
- * @property {string | null} responseId
- * @property {Usage | null} usage
- * @property {string | null} reason   why it is incomplete, e.g. `max_output_tokens`
- * @property {Problem | null} problem
+ * Parameters of `POST /v1/responses` (`model`, `input`, `instructions`, `temperature`,
+ * `conversation`, `previous_response_id`, `store`, `penstock`, …).
+ * @typedef {Record<string, any> & { model: string }} RespondParameters
+ */
+/**
+ * @typedef {object} ClientOptions
+ * @property {string} baseUrl
+ * @property {string | null} [apiKey]
+ * @property {typeof WebSocket | null} [WebSocket]  e.g. of `ws` in Node 20; null: server-sent events
  */
 
-/**
- * @typedef {object} RespondOptions
- * @property {string} model
- * @property {string | object[]} input
- * @property {string | null} [previousResponseId]
- * @property {string} [lane]  answers of one lane come in order, those of different lanes side by side
- */
-
-const DEFAULT_LANE = "main";
 const PROBE_TIMEOUT_MS = 10_000;
 const STABLE_CONNECTION_MS = 5_000;
-const KEY_SUBPROTOCOL = "openai-insecure-api-key.";
-/** What a subprotocol name may consist of (RFC 9110 `token`). */
-const TOKEN = /^[A-Za-z0-9!#$%&'*+.^_`|~-]+$/;
-
-/** Whether a browser can send this key at all: it travels as a WebSocket subprotocol. */
-export function isSendableKey(/** @type {string} */ key) {
-  return TOKEN.test(key);
-}
+const NOTICES = ["queue", "preempted", "resumed"];
+/** Names a request in the metadata of its response, so that it can be found again. */
+const REQUEST_KEY = "penstock_request";
+/** Where a turn is looked for whose beginning was not heard: among so many of the newest. */
+const NUM_SEARCHED = 4;
 
 /**
  * Milliseconds before try number `attempt` (0, 1, …): exponential, capped, half of it random, so
@@ -62,105 +54,7 @@ export function backoffDelayMs(/** @type {number} */ attempt, random = Math.rand
   return ceiling / 2 + (ceiling / 2) * random();
 }
 
-/**
- * One answer on its way. Events: `started`, `delta` (detail: the new text), `pause` (detail: whether
- * the server has parked it for lack of memory, or goes on), `end` (detail: Outcome).
- */
-export class Answer extends EventTarget {
-  /** @type {string | null} */ responseId = null;
-  text = "";
-  /** The seam for resuming: the last event seen. */
-  lastSequenceNumber = -1;
-  numDeltas = 0;
-  sentAt = performance.now();
-  /** @type {number | null} */ firstDeltaAt = null;
-  /** @type {number | null} */ lastDeltaAt = null;
-  isCancelling = false;
-  isEnded = false;
-
-  #send;
-  /** @type {(outcome: Outcome) => void} */ #resolve = () => {};
-
-  /** @param {(message: object) => void} send */
-  constructor(send) {
-    super();
-    this.#send = send;
-    /** @type {Promise<Outcome>} */
-    this.done = new Promise((resolve) => { this.#resolve = resolve; });
-  }
-
-  /** Asks the server to stop. The answer ends when the server says so (`cancelled`). */
-  cancel() {
-    if (this.isCancelling || this.isEnded) return;
-    this.isCancelling = true;
-    if (this.responseId) this.#sendCancel();
-  }
-
-  /** Takes one server event of this answer. */
-  feed(/** @type {any} */ event) {
-    if (typeof event.sequence_number === "number") this.lastSequenceNumber = event.sequence_number;
-    switch (event.type) {
-      case "response.created":
-        this.responseId = event.response.id;
-        this.dispatchEvent(new CustomEvent("started"));
-        if (this.isCancelling) this.#sendCancel();
-        break;
-      case "response.output_text.delta":
-        this.#addDelta(event.delta);
-        break;
-      case "penstock.preempted":
-      case "penstock.resumed":
-        this.dispatchEvent(new CustomEvent("pause", { detail: event.type === "penstock.preempted" }));
-        break;
-      case "response.completed":
-      case "response.incomplete":
-      case "response.failed":
-        this.end(outcomeOf(event.response));
-        break;
-      case "error":
-        this.end({ kind: "refused", responseId: null, usage: null, reason: null, problem: event.error });
-        break;
-      default: // other events carry nothing that a plain-text reader needs
-    }
-  }
-
-  end(/** @type {Outcome} */ outcome) {
-    if (this.isEnded) return;
-    this.isEnded = true;
-    this.dispatchEvent(new CustomEvent("end", { detail: outcome }));
-    this.#resolve(outcome);
-  }
-
-  #addDelta(/** @type {string} */ delta) {
-    this.lastDeltaAt = performance.now();
-    this.firstDeltaAt ??= this.lastDeltaAt;
-    this.numDeltas += 1;
-    this.text += delta;
-    this.dispatchEvent(new CustomEvent("delta", { detail: delta }));
-  }
-
-  #sendCancel() {
-    this.#send({ type: "penstock.cancel", response_id: this.responseId });
-  }
-}
-
-/** @returns {Outcome} */
-function outcomeOf(/** @type {any} */ response) {
-  /** @type {Record<string, Outcome["kind"]>} */
-  const kinds = { completed: "completed", cancelled: "cancelled", failed: "failed" };
-  return {
-    kind: kinds[response.status] ?? "incomplete",
-    responseId: response.id,
-    usage: response.usage ?? null,
-    reason: response.incomplete_details?.reason ?? null,
-    problem: response.error ?? null,
-  };
-}
-
-/**
- * One connection to a server, kept open. Events: `state`, and `problem` (detail: Problem) for an
- * error that belongs to no answer.
- */
+/** One connection to a server, kept up. Event: `state`. */
 export class PenstockClient extends EventTarget {
   /** @type {ConnectionState} */ state = "closed";
   /** Ids of the models that the server offers; refreshed on every connect. @type {string[]} */
@@ -169,21 +63,26 @@ export class PenstockClient extends EventTarget {
   numFailures = 0;
   /** @type {"unreachable" | "no websocket" | "dropped" | null} */ failure = null;
 
-  #baseUrl;
-  #apiKey;
+  #http;
   #WebSocket;
-  /** @type {WebSocket | null} */ #socket = null;
-  /** Answers under way, oldest first, by lane. @type {Map<string, Answer[]>} */ #lanes = new Map();
+  /** @type {SocketTransport | SseTransport | null} */ #transport = null;
+  /** Those that have not ended. @type {Set<Answer>} */ #answers = new Set();
   /** @type {ReturnType<typeof setTimeout> | undefined} */ #retryTimer;
   /** Counts tries, so that a result that comes late can tell that it is stale. */
   #attempt = 0;
+  #numBlocked = 0;
 
-  /** @param {{ baseUrl: string, apiKey?: string | null, WebSocket?: typeof WebSocket }} options */
-  constructor({ baseUrl, apiKey = null, WebSocket = globalThis.WebSocket }) {
+  /** @param {ClientOptions} options */
+  constructor({ baseUrl, apiKey = null, WebSocket = globalThis.WebSocket ?? null }) {
     super();
-    this.#baseUrl = baseUrl;
-    this.#apiKey = apiKey;
+    this.#http = new Http({ baseUrl, apiKey });
     this.#WebSocket = WebSocket;
+    this.conversations = new Conversations(this.#http);
+  }
+
+  /** What carries the answers; null while nothing does. */
+  get transport() {
+    return this.state === "open" ? (this.#transport?.name ?? null) : null;
   }
 
   /** Connects now: the first time, or instead of waiting for the next try. */
@@ -193,127 +92,128 @@ export class PenstockClient extends EventTarget {
 
   /** Uses another key (null: none) and connects anew. */
   setApiKey(/** @type {string | null} */ apiKey) {
-    this.#apiKey = apiKey;
-    this.#dropSocket();
+    this.#http.apiKey = apiKey;
+    this.#disconnect("closed");
     this.connect();
   }
 
+  /** Lets go of the connection. Answers under way run on at the server; here they wait. */
   close() {
-    this.#dropSocket();
+    this.#disconnect("closed");
   }
 
-  /** Asks for an answer. Throws when the connection is not open. */
-  respond(/** @type {RespondOptions} */ { model, input, previousResponseId = null, lane = DEFAULT_LANE }) {
-    if (this.state !== "open") throw new Error("not connected");
-    const answer = new Answer((message) => this.#send(message));
-    this.#lanes.set(lane, [...(this.#lanes.get(lane) ?? []), answer]);
-    answer.addEventListener("end", () => this.#forget(lane, answer));
-    this.#send({
-      type: "response.create",
-      model,
-      input,
-      stream_id: lane,
-      penstock: { events: ["preempted", "resumed"] },
-      ...(previousResponseId && { previous_response_id: previousResponseId }),
+  /** Takes the connection for dead, as when the system says that the network is gone. */
+  suspect() {
+    if (this.state === "open") this.#retryLater("dropped");
+  }
+
+  /** Asks for an answer; connects first where there is no connection. @returns {Answer} */
+  respond(/** @type {RespondParameters} */ { metadata, penstock, ...parameters }) {
+    /** @type {Answer} */ const answer = new Answer({
+      request: {
+        ...parameters,
+        metadata: { ...metadata, [REQUEST_KEY]: requestId() },
+        penstock: { events: NOTICES, ...penstock },
+      },
+      onCancel: () => this.#transport?.cancel(answer),
     });
+    return this.#take(answer);
+  }
+
+  /** Follows a response that runs, or ended lately, from its first word. @returns {Answer} */
+  follow(/** @type {string} */ responseId) {
+    for (const known of this.#answers) if (known.responseId === responseId) return known;
+    /** @type {Answer} */ const answer = new Answer({
+      responseId,
+      onCancel: () => this.#transport?.cancel(answer),
+    });
+    return this.#take(answer);
+  }
+
+  /** A response as the server has it. Throws PenstockError. */
+  response(/** @type {string} */ responseId) {
+    return this.#http.request("GET", `v1/responses/${encodeURIComponent(responseId)}`);
+  }
+
+  #take(/** @type {Answer} */ answer) {
+    this.#answers.add(answer);
+    answer.addEventListener("end", () => this.#answers.delete(answer), { once: true });
+    if (this.state === "open") void this.#carry(answer);
+    else this.connect();
     return answer;
   }
 
-  /** One try: ask for the models (which tells a wrong key from a dead server), then the socket. */
+  // ---- connection --------------------------------------------------------------------------
+
+  /** One try: ask for the models (which tells a wrong key from a dead server), then the transport. */
   async #connect() {
     const attempt = ++this.#attempt;
     clearTimeout(this.#retryTimer);
     this.#setState("connecting");
-    let status = 0;
     try {
-      const answer = await fetch(new URL("v1/models", this.#baseUrl), {
-        headers: this.#apiKey ? { Authorization: `Bearer ${this.#apiKey}` } : {},
-        signal: AbortSignal.timeout(PROBE_TIMEOUT_MS),
-      });
-      status = answer.status;
-      const models = answer.ok ? (await answer.json()).data : null;
+      const models = await this.#http.request("GET", "v1/models", { signal: AbortSignal.timeout(PROBE_TIMEOUT_MS) });
+      const url = this.#WebSocket && (await this.#socketUrl());
       if (attempt !== this.#attempt) return;
-      if (models) this.models = models.map((/** @type {{ id: string }} */ model) => model.id);
-    } catch {
-      status = 0;
+      this.models = models.data.map((/** @type {{ id: string }} */ model) => model.id);
+      this.#open(attempt, url);
+    } catch (error) {
+      if (attempt !== this.#attempt) return;
+      if (error instanceof PenstockError && error.status === 401) this.#setState("unauthorized");
+      else this.#retryLater("unreachable");
     }
-    if (attempt !== this.#attempt) return;
-    if (status === 401) this.#setState("unauthorized");
-    else if (status !== 200) this.#retryLater("unreachable");
-    else this.#openSocket(attempt);
   }
 
-  #openSocket(/** @type {number} */ attempt) {
-    const url = new URL("v1/responses", this.#baseUrl);
+  /** With a ticket in place of the key: a browser's WebSocket carries no header. */
+  async #socketUrl() {
+    const url = this.#http.url("v1/responses");
     url.protocol = url.protocol.replace("http", "ws");
-    const socket = new this.#WebSocket(url, this.#apiKey ? [KEY_SUBPROTOCOL + this.#apiKey] : []);
+    if (this.#http.apiKey) {
+      const { ticket } = await this.#http.request("POST", "v1/tickets");
+      url.searchParams.set("ticket", ticket);
+    }
+    return url;
+  }
+
+  #open(/** @type {number} */ attempt, /** @type {URL | null} */ url) {
     let openedAt = Infinity;
-    this.#socket = socket;
-    socket.addEventListener("open", () => {
-      if (attempt !== this.#attempt) return;
-      openedAt = performance.now();
-      this.#setState("open");
-    });
-    socket.addEventListener("message", (message) => {
-      if (attempt === this.#attempt) this.#receive(message.data);
-    });
-    socket.addEventListener("close", () => {
-      if (attempt !== this.#attempt) return;
-      if (performance.now() - openedAt > STABLE_CONNECTION_MS) this.numFailures = 0;
-      this.#retryLater(openedAt < Infinity ? "dropped" : "no websocket");
-    });
+    const usesSocket = url !== null && this.#numBlocked < 2;
+    const carrier = {
+      onOpen: () => {
+        openedAt = performance.now();
+        if (usesSocket) this.#numBlocked = 0;
+        this.#setState("open");
+        for (const answer of this.#answers) void this.#carry(answer);
+      },
+      onDown: () => {
+        if (attempt !== this.#attempt) return;
+        const wasOpen = openedAt < Infinity;
+        if (performance.now() - openedAt > STABLE_CONNECTION_MS) this.numFailures = 0;
+        if (!wasOpen) this.#numBlocked += 1;
+        else if (!usesSocket) this.#numBlocked = 1; // one more try with a WebSocket
+        this.#retryLater(wasOpen ? "dropped" : "no websocket");
+      },
+      onBroken: (/** @type {Answer} */ answer) => void this.#recover(answer),
+    };
+    this.#transport = usesSocket
+      ? new SocketTransport(url, /** @type {typeof WebSocket} */ (this.#WebSocket), carrier)
+      : new SseTransport(this.#http, carrier);
   }
 
   #retryLater(/** @type {PenstockClient["failure"]} */ failure) {
     this.failure = failure;
     const delay = backoffDelayMs(this.numFailures);
     this.numFailures += 1;
-    this.#dropSocket("waiting");
+    this.#disconnect("waiting");
     this.#retryTimer = setTimeout(() => this.connect(), delay);
+    for (const answer of this.#answers) if (!isStored(answer) && answer.wasSent) answer.end({ kind: "lost" });
   }
 
-  /** Lets go of the socket; every answer under way ends as `disconnected`. */
-  #dropSocket(/** @type {ConnectionState} */ state = "closed") {
+  #disconnect(/** @type {ConnectionState} */ state) {
     this.#attempt += 1;
     clearTimeout(this.#retryTimer);
-    this.#socket?.close();
-    this.#socket = null;
+    this.#transport?.close();
+    this.#transport = null;
     this.#setState(state);
-    const orphans = [...this.#lanes.values()].flat();
-    for (const answer of orphans) {
-      answer.end({
-        kind: "disconnected", responseId: answer.responseId, usage: null, reason: null, problem: null,
-      });
-    }
-  }
-
-  #receive(/** @type {string} */ data) {
-    const event = JSON.parse(data);
-    const answer = this.#addressee(event);
-    if (answer) answer.feed(event);
-    else if (event.type === "error") this.dispatchEvent(new CustomEvent("problem", { detail: event.error }));
-  }
-
-  /**
-   * The answer that an event belongs to: the oldest of its lane. An error without a lane concerns
-   * the connection, unless a single answer waits for its start and can be the only one meant.
-   * @returns {Answer | undefined}
-   */
-  #addressee(/** @type {any} */ event) {
-    if (event.stream_id !== undefined) return this.#lanes.get(event.stream_id)?.[0];
-    const all = [...this.#lanes.values()].flat();
-    const [only] = all.length === 1 ? all : [];
-    return event.type === "error" && only?.responseId ? undefined : only;
-  }
-
-  #forget(/** @type {string} */ lane, /** @type {Answer} */ answer) {
-    const rest = (this.#lanes.get(lane) ?? []).filter((other) => other !== answer);
-    if (rest.length > 0) this.#lanes.set(lane, rest);
-    else this.#lanes.delete(lane);
-  }
-
-  #send(/** @type {object} */ message) {
-    this.#socket?.send(JSON.stringify(message));
   }
 
   #setState(/** @type {ConnectionState} */ state) {
@@ -321,4 +221,66 @@ export class PenstockClient extends EventTarget {
     this.state = state;
     this.dispatchEvent(new CustomEvent("state"));
   }
+
+  // ---- answers -----------------------------------------------------------------------------
+
+  /** Begins an answer on this connection, or goes on with it. */
+  async #carry(/** @type {Answer} */ answer) {
+    const attempt = this.#attempt;
+    try {
+      if (!answer.responseId && answer.wasSent) answer.responseId = await this.#find(answer);
+    } catch {
+      if (attempt === this.#attempt) this.#later(answer);
+      return;
+    }
+    if (attempt !== this.#attempt || answer.isEnded) return;
+    if (!answer.responseId) this.#transport?.create(answer);
+    else {
+      this.#transport?.resume(answer);
+      if (answer.isCancelling) this.#transport?.cancel(answer);
+    }
+  }
+
+  /**
+   * The response of a request whose answer broke off before its first event. A turn of a
+   * conversation must not be asked for twice; any other may, as nobody sees the first.
+   */
+  async #find(/** @type {Answer} */ answer) {
+    const { conversation, metadata } = answer.request ?? {};
+    if (!conversation) return null;
+    const tree = await this.conversations.tree(conversation);
+    const newest = tree.data.filter((turn) => turn.response_id).slice(-NUM_SEARCHED);
+    for (const { response_id } of newest.reverse()) {
+      const response = await this.response(/** @type {string} */ (response_id));
+      if (response.metadata?.[REQUEST_KEY] === metadata[REQUEST_KEY]) return /** @type {string} */ (response_id);
+    }
+    return null;
+  }
+
+  /** An answer whose events are not to be had any more: perhaps all of it is. */
+  async #recover(/** @type {Answer} */ answer) {
+    try {
+      const response = await this.response(/** @type {string} */ (answer.responseId));
+      if (["queued", "in_progress"].includes(response.status)) this.#later(answer);
+      else answer.settle(response);
+    } catch (error) {
+      if (error instanceof PenstockError && error.isTemporary) this.#later(answer);
+      else answer.end({ kind: "lost" });
+    }
+  }
+
+  #later(/** @type {Answer} */ answer) {
+    setTimeout(() => {
+      if (this.state === "open" && !answer.isEnded) void this.#carry(answer);
+    }, backoffDelayMs(1));
+  }
+}
+
+function isStored(/** @type {Answer} */ answer) {
+  return answer.request?.store !== false;
+}
+
+function requestId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

@@ -1,98 +1,188 @@
 /**
- * How turns look: the reader's words, the answer as it grows, and the line beneath it.
+ * How turns look: what came in, the answer as it grows, and what can be done with either.
  *
- * What it does not know: sockets and what comes next in the conversation.
- * Text of either side enters the page through `textContent` only.
+ * What it does not know: servers, and what comes next in the conversation.
  */
 
+import { button, confirmOn, copyText, make } from "./dom.js";
+import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
 
-/** @typedef {import("./penstock-client.js").Answer} Answer */
-/** @typedef {import("./penstock-client.js").Usage} Usage */
+/** @typedef {import("./answer.js").Answer} Answer */
+/** @typedef {import("./answer.js").Usage} Usage */
+/** @typedef {import("./conversations.js").Item} Item */
 /** @typedef {{ label: string, run: () => void }} Action */
+/**
+ * What a reader may want of a turn.
+ * @typedef {object} Wishes
+ * @property {(view: TurnView) => void} regenerate
+ * @property {(view: TurnView, text: string) => void} edit
+ * @property {(view: TurnView, step: number) => void} switchBranch
+ * @property {(view: TurnView) => Promise<Usage | null>} usage
+ */
 
-const LIVE_RATE_INTERVAL_MS = 250;
+const NAMES = { user: "You", assistant: "Assistant", system: "System", developer: "System" };
 
-/** One question and its answer. */
+/** A message's text. */
+export function messageText(/** @type {Pick<Item, "content">} */ item) {
+  return item.content.map((part) => part.text).join("\n");
+}
+
+/** What came in, and the answer to it: one turn, and those that continue its answer. */
 export class TurnView {
-  #article;
-  #body;
-  #foot;
-  #stats;
-  #markdown;
-  #pending = "";
-  #frame = 0;
-  #nextRateAt = 0;
+  /** The turns shown here, as the server names them. @type {string[]} */ turnIds = [];
   /** What the note under the answer says. */
   noteText = "";
+  items;
+  text = "";
+  #wishes;
+  #section = make("section", "turn");
+  #article = make("article", "message assistant");
+  #body = make("div", "prose");
+  #foot = make("div", "foot");
+  #notes = make("div", "notes");
+  #tools = make("div", "tools");
+  #branches = make("span", "branches");
+  #stats = make("p", "stats");
+  #markdown = new MarkdownStream(this.#body);
+  #pending = "";
+  #frame = 0;
+  #watching = new AbortController();
+  /** @type {import("./figures.js").Figure[]} */ #times = [];
+  /** @type {Usage | null} */ #usage = null;
 
-  constructor(/** @type {HTMLElement} */ parent, /** @type {string} */ question) {
-    const asked = make("article", "message user");
-    asked.append(make("h3", "visually-hidden", "You"), make("div", "bubble", question));
-    this.#article = make("article", "message assistant is-waiting");
+  /**
+   * @param {HTMLElement} parent
+   * @param {Pick<Item, "role" | "content">[]} items  what came in
+   * @param {Wishes} wishes
+   */
+  constructor(parent, items, wishes) {
+    this.items = items;
+    this.#wishes = wishes;
+    this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#body, this.#foot);
+    this.#stats.hidden = true;
+    this.#foot.append(this.#notes, this.#tools, this.#stats);
+    this.#section.append(...items.map((item) => this.#itemElement(item)));
+    parent.append(this.#section);
+    this.#addTools();
+  }
+
+  get isAnswered() {
+    return this.#article.isConnected;
+  }
+
+  // ---- the answer ----------------------------------------------------------------------------
+
+  /** Shows text that is there already. */
+  show(/** @type {string} */ text) {
+    this.#section.append(this.#article);
+    this.#take(text);
+    this.#flush();
+  }
+
+  /** Shows an answer as it comes, behind what is there. */
+  attach(/** @type {Answer} */ answer) {
+    const { signal } = this.#watching;
+    this.#section.append(this.#article);
+    this.#article.classList.add("is-waiting");
     this.#article.setAttribute("aria-busy", "true");
-    this.#body = make("div", "prose");
-    this.#foot = make("div", "foot");
-    this.#stats = make("p", "stats");
-    this.#foot.append(this.#stats);
-    this.#article.append(make("h3", "visually-hidden", "Assistant"), this.#body, this.#foot);
-    this.#markdown = new MarkdownStream(this.#body);
-    parent.append(asked, this.#article);
-    /** Both halves, so that a retry can take them away. */
-    this.elements = [asked, this.#article];
+    this.#foot.hidden = true; // it would move with every line
+    this.#notes.replaceChildren();
+    this.noteText = "";
+    this.#take(answer.text);
+    answer.addEventListener("delta", (event) => this.#take(/** @type {CustomEvent<string>} */ (event).detail), { signal });
   }
 
-  /** Takes new text; however many pieces come, the page changes once per animation frame. */
-  append(/** @type {string} */ text) {
-    this.#pending += text;
-    this.#frame ||= requestAnimationFrame(() => this.#flush());
-  }
-
-  /** Shows how fast the answer comes, a few times a second. */
-  showLiveRate(/** @type {Answer} */ answer) {
-    const now = performance.now();
-    if (now < this.#nextRateAt || answer.numDeltas < 8) return;
-    this.#nextRateAt = now + LIVE_RATE_INTERVAL_MS;
-    const rate = rateOf(answer, answer.numDeltas);
-    if (rate) this.#stats.replaceChildren(...figures([["≈ ", rate, " tokens/s"]]));
-  }
-
-  /** Says why nothing comes for a while, or that it goes on. */
-  showPause(/** @type {boolean} */ isPaused) {
-    this.#stats.textContent = isPaused ? "Paused: the server is short of memory and will go on." : "";
-  }
-
-  /** Ends the answer: the rest of its text, then its figures. */
+  /** Ends the answer. */
   finish(/** @type {Answer} */ answer, /** @type {Usage | null} */ usage) {
     this.#flush();
     this.#article.classList.remove("is-waiting", "is-streaming");
     this.#article.setAttribute("aria-busy", "false");
-    this.#stats.replaceChildren(...figures(statsOf(answer, usage)));
+    this.#foot.hidden = false;
+    this.#times = timesOf(answer, usage);
+    this.#usage = usage;
+    if (this.#times.length > 0) this.#showStats(this.#times);
   }
 
   /** A line under the answer, with at most one thing to do about it. */
   addNote(/** @type {string} */ text, { isError = false, action = /** @type {Action | null} */ (null) } = {}) {
+    this.#section.append(this.#article);
     this.noteText = text;
     const note = make("p", isError ? "note is-error" : "note");
     note.append(make("span", "", text));
-    if (action) {
-      const button = /** @type {HTMLButtonElement} */ (make("button", "quiet", action.label));
-      button.type = "button";
-      button.dataset.asks = ""; // the page enables it only while a question can be sent
-      button.addEventListener("click", action.run);
-      note.append(button);
-    }
-    this.#foot.prepend(note);
+    if (action) note.append(button({ ...action, asks: true }));
+    this.#notes.append(note);
   }
 
-  /** Takes away the buttons: a later turn has made them meaningless. */
+  /** Takes away what can be done about it: a later turn has made that meaningless. */
   retire() {
-    for (const button of this.#foot.querySelectorAll("button")) button.remove();
+    for (const node of this.#notes.querySelectorAll("button")) node.remove();
   }
 
   remove() {
     cancelAnimationFrame(this.#frame);
-    this.elements.forEach((element) => element.remove());
+    this.#watching.abort();
+    this.#section.remove();
+  }
+
+  /** Where this turn stands among those with the same past. */
+  showBranches(/** @type {number} */ index, /** @type {number} */ count) {
+    this.#branches.hidden = count < 2;
+    if (count < 2) return;
+    const step = (/** @type {number} */ by, /** @type {string} */ label, /** @type {string} */ picture) => {
+      const node = button({ label, picture, asks: true, run: () => this.#wishes.switchBranch(this, by) });
+      if (index + by < 0 || index + by >= count) delete node.dataset.asks, node.disabled = true;
+      return node;
+    };
+    const place = make("span", "place", `${index + 1}/${count}`);
+    place.setAttribute("aria-label", `version ${index + 1} of ${count}`);
+    place.setAttribute("role", "img");
+    this.#branches.replaceChildren(step(-1, "Previous version", "left"), place, step(1, "Next version", "right"));
+  }
+
+  /** Lets the question be written anew in its place. */
+  startEditing() {
+    const bubble = this.#section.querySelector(".message.user:last-of-type .bubble") ?? this.#section.querySelector(".bubble");
+    if (!bubble || this.#section.querySelector(".editor")) return;
+    const editor = make("form", "editor");
+    const area = /** @type {HTMLTextAreaElement} */ (make("textarea"));
+    area.value = bubble.textContent ?? "";
+    area.rows = Math.min(8, area.value.split("\n").length + 1);
+    area.setAttribute("aria-label", "Edit your message");
+    const close = () => { editor.replaceWith(bubble); };
+    const save = button({ label: "Send", asks: true, run: () => editor.requestSubmit() });
+    save.classList.add("primary");
+    const buttons = make("div", "editor-buttons");
+    buttons.append(button({ label: "Cancel", run: close }), save);
+    editor.append(area, buttons);
+    editor.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const text = area.value.trim();
+      if (!text || save.disabled) return;
+      close();
+      this.#wishes.edit(this, text);
+    });
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); close(); }
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      editor.requestSubmit();
+    });
+    bubble.replaceWith(editor);
+    area.focus();
+    area.setSelectionRange(area.value.length, area.value.length);
+  }
+
+  copy() {
+    const node = this.#tools.querySelector("button");
+    void copyText(this.text).then(() => node && confirmOn(node));
+  }
+
+  #take(/** @type {string} */ text) {
+    this.text += text;
+    this.#pending += text;
+    // However many pieces come, the page changes once per animation frame.
+    this.#frame ||= requestAnimationFrame(() => this.#flush());
   }
 
   #flush() {
@@ -103,46 +193,51 @@ export class TurnView {
     this.#markdown.append(this.#pending);
     this.#pending = "";
   }
-}
 
-/** Tokens per second between the first and the last piece; null when there is nothing to measure. */
-function rateOf(/** @type {Answer} */ answer, /** @type {number} */ numTokens) {
-  const { firstDeltaAt, lastDeltaAt } = answer;
-  if (firstDeltaAt === null || lastDeltaAt === null || numTokens < 2) return null;
-  const seconds = (lastDeltaAt - firstDeltaAt) / 1000;
-  return seconds > 0.005 ? decimals((numTokens - 1) / seconds, 100) : null;
-}
+  // ---- around it -----------------------------------------------------------------------------
 
-/** The figures of a finished answer, each as [before, number, after]. */
-function statsOf(/** @type {Answer} */ answer, /** @type {Usage | null} */ usage) {
-  /** @type {[string, string, string][]} */ const stats = [];
-  if (answer.firstDeltaAt === null) return stats;
-  const numTokens = usage?.output_tokens ?? answer.numDeltas;
-  const rate = rateOf(answer, numTokens);
-  const seconds = (answer.firstDeltaAt - answer.sentAt) / 1000;
-  if (rate) stats.push(["", rate, " tokens/s"]);
-  stats.push(["first token after ", decimals(seconds, 10), " s"]);
-  stats.push(["", String(numTokens), numTokens === 1 ? " token" : " tokens"]);
-  return stats;
-}
+  #addTools() {
+    this.#branches.hidden = true;
+    this.#tools.append(
+      button({ label: "Copy answer", picture: "copy", run: () => this.copy() }),
+      button({ label: "Regenerate", picture: "again", asks: true, run: () => this.#wishes.regenerate(this) }),
+      button({ label: "Figures", picture: "figures", run: () => void this.#toggleStats() }),
+      this.#branches,
+    );
+  }
 
-/** A number with as many decimals as are of interest: fewer from `large` on. */
-function decimals(/** @type {number} */ value, /** @type {number} */ large) {
-  if (value >= large) return value.toFixed(large >= 100 ? 0 : 1);
-  return value.toFixed(large >= 100 ? 1 : 2);
-}
+  /** Everything that is known of the answer; a second time: nothing. */
+  async #toggleStats() {
+    if (this.#stats.querySelector(".counts")) {
+      this.#stats.hidden = true;
+      this.#stats.replaceChildren();
+      return;
+    }
+    this.#usage ??= await this.#wishes.usage(this);
+    this.#showStats([...this.#times, ...(this.#usage ? countsOf(this.#usage) : [])]);
+    this.#stats.append(make("span", "counts"));
+  }
 
-function figures(/** @type {[string, string, string][]} */ stats) {
-  return stats.map(([before, number, after]) => {
-    const figure = make("span", "figure", before);
-    figure.append(make("b", "", number), after);
-    return figure;
-  });
-}
+  #showStats(/** @type {import("./figures.js").Figure[]} */ figures) {
+    this.#stats.hidden = false;
+    this.#stats.replaceChildren(...figureElements(figures));
+  }
 
-function make(/** @type {string} */ name, className = "", text = "") {
-  const node = document.createElement(name);
-  if (className) node.className = className;
-  if (text) node.textContent = text;
-  return node;
+  #itemElement(/** @type {Pick<Item, "role" | "content">} */ item) {
+    const text = messageText(item);
+    const message = make("article", `message ${item.role === "developer" ? "system" : item.role}`);
+    message.append(make("h3", "visually-hidden", NAMES[item.role]));
+    if (item.role === "assistant") {
+      const prose = make("div", "prose");
+      new MarkdownStream(prose).append(text);
+      message.append(prose);
+    } else message.append(make("div", "bubble", text));
+    if (item.role === "user") {
+      const tools = make("div", "tools");
+      const copy = button({ label: "Copy message", picture: "copy", run: () => void copyText(text).then(() => confirmOn(copy)) });
+      tools.append(copy, button({ label: "Edit", picture: "edit", asks: true, run: () => this.startEditing() }));
+      message.append(tools);
+    }
+    return message;
+  }
 }

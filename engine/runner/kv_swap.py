@@ -10,8 +10,8 @@ CUDA, copies over the link run on two side streams, by way of staging slots on t
 A swap-out never makes a step wait: what it saves is gathered before the step may overwrite it, and
 leaves beside the compute. A step that swaps in waits for its own blocks; they are under way as soon
 as it is launched, beside the step before it, if that still runs, unless a swap-out has yet to fill
-their source. (A swap-out is behind the swap-ins that read its destination anyhow: compute waited for
-them, and it waits for compute.) A slot is used again when its last copy is done, so staging is
+their source. (A swap-out is behind the swap-ins that read its destination anyhow: compute waited
+for them, and it waits for compute.) A slot is used again when its last copy is done, so staging is
 bounded, and a move list beyond that bound waits for the link. On a CPU the same code runs with
 streams that do nothing.
 

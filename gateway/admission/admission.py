@@ -11,7 +11,7 @@ from penstock.engine.request import SamplingParams
 from penstock.gateway.admission.engine_queue import EngineQueue, Waiting
 from penstock.gateway.admission.expected_cost import ExpectedCost
 from penstock.gateway.admission.quotas import NO_HOLD, Hold, Quotas
-from penstock.gateway.admission.refusals import rate_limit_headers
+from penstock.gateway.admission.refusals import NotAdmittedError, rate_limit_headers
 from penstock.gateway.callers import ANYBODY, Caller
 
 
@@ -103,7 +103,11 @@ class Admission:
         tenant = caller.tenant
         output = self._cost.output_tokens(tenant, params.max_tokens) * params.num_branches
         cost = self._cost.prompt_tokens(tenant, num_prompt) + output
-        hold = await self._quotas.reserve(caller, cost)
+        try:
+            hold = await self._quotas.reserve(caller, cost)
+        except NotAdmittedError as error:
+            error.tell_queue(self._queue.num_requests)
+            raise
         try:
             self._queue.check(caller, num_prompt, deadline_s=deadline_s)
         except BaseException:
@@ -116,6 +120,11 @@ class Admission:
             queue=self._queue,
             waiting=self._queue.enter(caller, num_prompt),
         )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the engine's queue, as far as this gateway knows."""
+        return self._queue.num_requests
 
     def headers(self, caller: Caller) -> dict[str, str]:
         """What is left of a caller's limits, for any answer; empty without limits."""

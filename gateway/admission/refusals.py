@@ -35,7 +35,7 @@ class NotAdmittedError(RequestRefusedError):
         code: str,
         wait_s: float,
         headers: Mapping[str, str] | None = None,
-        num_queued: int | None = None,
+        num_queued: int = 0,
     ) -> None:
         super().__init__(message, code=code, status=status)
         retry_s = jittered(wait_s)
@@ -44,9 +44,12 @@ class NotAdmittedError(RequestRefusedError):
             "retry-after-ms": str(math.ceil(retry_s * 1e3)),
             **(headers or {}),
         }
-        self.details = {"estimated_wait_ms": math.ceil(wait_s * 1e3)}
-        if num_queued is not None:
-            self.details["queue_length"] = num_queued
+        self._wait_ms = math.ceil(wait_s * 1e3)
+        self.tell_queue(num_queued)
+
+    def tell_queue(self, length: int) -> None:
+        """How many wait for the engine."""
+        self.details = {"estimated_wait_ms": self._wait_ms, "queue_length": length}
 
 
 def jittered(wait_s: float) -> float:

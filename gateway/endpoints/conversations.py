@@ -31,6 +31,7 @@ from penstock.gateway.schemas.listing import (
     NewHead,
     NewItems,
     PageQuery,
+    TreeQuery,
 )
 
 
@@ -128,15 +129,19 @@ class Conversations(_Endpoints):
         )
 
     async def tree(self, request: Request) -> Response:
+        query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)
         turns = await self._store.tree(conversation.tenant, conversation.conversation_id)
+        end = conversation.running or conversation.head
+        path = await self._store.path(conversation.tenant, end) if query.items and end else ()
+        said = {turn.turn_id: turn for turn in path}
         return json_response(
             {
                 "object": "conversation.tree",
                 "conversation_id": conversation.conversation_id,
                 "head": conversation.head,
                 "running": conversation.running,
-                "data": [_turn_object(turn) for turn in turns],
+                "data": [_turn_object(turn, said.get(turn.turn_id)) for turn in turns],
             }
         )
 
@@ -228,12 +233,14 @@ def _conversation_object(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def _turn_object(turn: TurnSummary) -> dict[str, Any]:
+def _turn_object(turn: TurnSummary, said: StoredTurn | None) -> dict[str, Any]:
     is_response = turn.turn_id.startswith("resp_")
+    items = {} if said is None else {"items": said.items, "output": said.output}
     return {
         "turn": turn.turn_id,
         "parent": turn.parent_id,
         "status": turn.status,
         "response_id": turn.turn_id if is_response else None,
         "created_at": turn.created_at,
+        **items,
     }

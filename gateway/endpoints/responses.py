@@ -67,7 +67,7 @@ class Responses:
         response_id = request.path_params["response_id"]
         caller = caller_of(request.scope)
         if _flag(request, "stream"):
-            log = await self._responder.log(caller, response_id)
+            log = await self._responder.resume(caller, response_id)
             return self._stream(log, after=_starting_after(request))
         if "starting_after" in request.query_params:
             raise _invalid("starting_after", "needs stream=true")

@@ -33,4 +33,4 @@ class Status:
         return json_response({"status": "ready"})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await self._metrics.render(), headers={"content-type": CONTENT_TYPE})

@@ -18,7 +18,6 @@ from penstock.gateway.off_loop import off_loop
 from penstock.gateway.schemas import parse_fields
 from penstock.gateway.schemas.tokens import Detokenize, TokenizeChat, TokenizePrompt
 
-
 _MANY_TOKENS = 16 << 10  # from here on looking at each would stall the event loop for everybody
 
 

@@ -23,6 +23,7 @@ from penstock.gateway.responses.redis_stream import (
     Command,
     add_broken,
     add_entry,
+    lean_round_trip,
     parse_id,
     read_last,
     round_trip,
@@ -241,7 +242,7 @@ class LogWriter:
         if not commands:
             return []
         chores = self._chores[:]
-        replies = await round_trip(self._redis, [*commands, *chores])
+        replies = await lean_round_trip(self._redis, [*commands, *chores])
         del self._chores[: len(chores)]
         begin, again = 0, []
         for owned, end, num_entries in parts:

@@ -27,6 +27,7 @@ from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation import Generation
 from penstock.gateway.generator import Generator
+from penstock.gateway.metrics import Metrics
 from penstock.gateway.responses.echo import echo_of
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.log_store import LogStore
@@ -65,7 +66,9 @@ class Responder:
         conversations: ConversationStore,
         logs: LogStore,
         settings: ResponderSettings,
+        metrics: Metrics,
     ) -> None:
+        self._metrics = metrics
         self._generator = generator
         self._engine = engine
         self._conversations = conversations
@@ -116,7 +119,7 @@ class Responder:
             raise
         turn = None if log is None else turn_of(header)
         run = self._run(generation, log or ResponseLog(header), turn=turn, text=prompt.text)
-        self._keep(run.start())
+        self._keep(run.start(after=self._engine_is_there))  # it may have died meanwhile
         return run
 
     async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
@@ -134,6 +137,9 @@ class Responder:
                 )
             turn = turn_of(header)
             await self._conversations.begin_turn(turn, takes_head=place.takes_head)
+            self._metrics.count("turns")
+            if turn.parent_id is None:
+                self._metrics.count("sessions")
             return await self._logs.create(header)
         except StoreUnavailableError:
             if self._settings.needs_storage or place.takes_head:
@@ -179,6 +185,17 @@ class Responder:
     async def log(self, caller: Caller, response_id: str) -> ResponseLog:
         """The events of a response, running or ended; raises as `LogStore.find`."""
         return await self._logs.find(caller.tenant, response_id)
+
+    async def resume(self, caller: Caller, response_id: str) -> ResponseLog:
+        """The same, for a reader that wants to go on; raises as `log`."""
+        log = await self.log(caller, response_id)
+        self._metrics.count("resumes")
+        return log
+
+    @property
+    def num_running(self) -> int:
+        """Responses that are computed for this gateway."""
+        return len(self._tasks)
 
     async def turn(self, caller: Caller, response_id: str) -> StoredTurn:
         """What is stored of a response.

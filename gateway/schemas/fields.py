@@ -99,7 +99,24 @@ def _id_of(value: Any) -> Any:
     return value["id"]
 
 
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_of)]
+class TextPart(Model):
+    """How `_texts_of` takes a part: for the description of the API alone."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class ConversationName(Model):
+    """How `_id_of` takes a conversation; as `TextPart`."""
+
+    id: Annotated[str, Field(max_length=_MAX_ID_CHARS)]
+
+
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(_texts_of, json_schema_input_type=str | list[TextPart])
+]
 Role = Annotated[
     Literal["system", "developer", "user", "assistant"], BeforeValidator(_supported_role)
 ]
@@ -115,7 +132,11 @@ Metadata = Annotated[
     ],
     BeforeValidator(lambda value: bounded(value, _MAX_METADATA)),
 ]
-ConversationId = Annotated[str, Field(max_length=_MAX_ID_CHARS), BeforeValidator(_id_of)]
+ConversationId = Annotated[
+    str,
+    Field(max_length=_MAX_ID_CHARS),
+    BeforeValidator(_id_of, json_schema_input_type=str | ConversationName),
+]
 Includable = Literal[
     "message.output_text.logprobs",
     # Of tools, images and hidden reasoning, of which there are none here.

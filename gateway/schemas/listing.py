@@ -37,6 +37,12 @@ class IncludeQuery(_Query):
         return "message.output_text.logprobs" in self.include
 
 
+class TreeQuery(_Query):
+    """A tree, with what was said on the path to its head if `items` is set."""
+
+    items: bool = False
+
+
 class ItemsQuery(PageQuery, IncludeQuery):
     """A page of items."""
 

@@ -22,6 +22,8 @@ _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 1 << 31
 
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+_Stops = Annotated[list[_Stop], Field(max_length=_MAX_STOPS, fail_fast=True)]
 NumBranches = Annotated[int, Field(ge=1, le=MAX_BRANCHES)]
 
 
@@ -62,12 +64,10 @@ class SamplingRequest(Model):
         dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
         BeforeValidator(lambda value: bounded(value, _MAX_LOGIT_BIAS)),
     ] = Field(default_factory=dict)
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]],
-        Field(max_length=_MAX_STOPS, fail_fast=True),
-        BeforeValidator(listed),
-    ] = Field(default_factory=list)
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
+    stop: Annotated[_Stops, BeforeValidator(listed, json_schema_input_type=_Stop | _Stops)] = Field(
+        default_factory=list
+    )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LOGIT_BIAS, fail_fast=True)] = (
         Field(default_factory=list)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,30 @@ from openai.types.conversations import (
 )
 from pydantic import TypeAdapter
 
+from ..redis_server import RedisServer
 from .conftest import Serve, Served
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
 URL = "/v1/conversations"
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+async def served(serve: Serve, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """A gateway with each of the stores, empty."""
+    settings = {}
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        with server.client() as client:
+            client.flushall()
+        settings["redis_url"] = server.url
+    async with serve(**settings) as served:
+        yield served
 
 
 def says(text: str, role: str = "user") -> Any:

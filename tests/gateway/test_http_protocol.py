@@ -31,6 +31,10 @@ async def echo(request: Request) -> Response:
         return Response(status_code=499)
 
 
+async def answer_early(_: Request) -> Response:
+    return PlainTextResponse(b"enough")
+
+
 async def echo_socket(web: WebSocket) -> None:
     await web.accept()
     with contextlib.suppress(Exception):
@@ -53,7 +57,11 @@ async def served(
         max_header_bytes=4096,
     )
     app = Starlette(
-        routes=[Route("/", echo, methods=["GET", "POST"]), WebSocketRoute("/ws", echo_socket)]
+        routes=[
+            Route("/", echo, methods=["GET", "POST"]),
+            Route("/early", answer_early, methods=["POST"]),
+            WebSocketRoute("/ws", echo_socket),
+        ]
     )
     config = uvicorn.Config(
         RefuseConnections(app),
@@ -154,6 +162,15 @@ async def test_a_body_that_does_not_end_is_answered_408(framing: bytes) -> None:
         piece = b"1\r\na\r\n" if b"chunked" in framing else b"a"
         dribble = asyncio.create_task(client.dribble(piece * 100))
         assert await client.error() == (408, "request_timeout")
+        await dribble
+
+
+async def test_a_request_is_answered_once_though_its_body_never_ends() -> None:
+    async with served(body_timeout_s=_SHORT_S) as port, connected(port) as client:
+        await client.send(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        dribble = asyncio.create_task(client.dribble(b"a" * 1000))
+        assert (await client.response())[2] == b"enough"
+        assert await client.reader.read() == b""
         await dribble
 
 

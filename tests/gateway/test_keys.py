@@ -259,6 +259,7 @@ async def test_limits_are_told_and_kept(serve: Serve, file: Path) -> None:
             error = response.json()["error"]
             assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
             assert error["penstock"]["estimated_wait_ms"] > 0
+            assert error["penstock"]["queue_length"] == 0
             assert 0 < int(response.headers["retry-after-ms"]) <= 120_000
         other = {"Authorization": "Bearer sk-small-1"}
         response = await served.http.post("/v1/completions", json=ask, headers=other)

@@ -24,7 +24,7 @@ tenant = "small"
 [tenants.small]
 weight = 2
 """
-LONG = {"input": "Tell me a story.", "max_output_tokens": 700, "ignore_eos": True, "stream": True}
+LONG = {"input": "Tell me a story.", "max_output_tokens": 1900, "ignore_eos": True, "stream": True}
 QUEUE = {"penstock": {"events": ["queue"]}}
 
 
@@ -66,13 +66,16 @@ async def test_who_waits_is_told_and_who_comes_too_late_is_refused(tmp_path: Pat
             for number in (1, 2):
                 later.append(asyncio.create_task(events_of(client, short, flood)))
                 await waiting(client, number)
+            # The other tenant has a share of the queue, and the second turn in it.
+            first = asyncio.create_task(events_of(client, short, small))
+            await waiting(client, 3)
             refused = await client.post(
                 "/v1/responses", json=short, headers={"Authorization": f"Bearer {flood}"}
             )
             assert refused.status_code == 503
             error = refused.json()["error"]
             assert error["code"] == "server_overloaded"
-            assert error["penstock"]["queue_length"] == 2
+            assert error["penstock"]["queue_length"] == 3
             assert 0 < int(refused.headers["retry-after-ms"]) <= 120_000
             impatient = await client.post(
                 "/v1/completions",
@@ -80,8 +83,6 @@ async def test_who_waits_is_told_and_who_comes_too_late_is_refused(tmp_path: Pat
                 headers={"Authorization": f"Bearer {small}", "x-request-deadline-ms": "0.001"},
             )
             assert impatient.status_code == 503
-            # The other tenant has a share of the queue, and the second turn in it.
-            first = asyncio.create_task(events_of(client, short, small))
             await asyncio.gather(runs, first, *later)
         told = [
             [event for event in task.result() if event["type"] == "penstock.queue"]

@@ -25,7 +25,7 @@ def installed() -> Path:
     """The suite beside its package, which comes from the registry once and is kept."""
     CACHE.mkdir(parents=True, exist_ok=True)
     lock = (SUITE / "package-lock.json").read_bytes()
-    mark = CACHE / "installed"
+    mark = CACHE / "node_modules" / "installed"
     if not mark.is_file() or mark.read_bytes() != lock:
         shutil.copy(SUITE / "package.json", CACHE)
         shutil.copy(SUITE / "package-lock.json", CACHE)

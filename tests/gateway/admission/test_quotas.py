@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Iterator
@@ -267,29 +268,25 @@ async def test_what_a_dead_gateway_held_is_free_after_its_lease(redis_bed: Redis
 @pytest.mark.redis
 async def test_scripts_survive_a_restart_and_redis_its_absence(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
-        bed = RedisBed(server)
-        quotas, who = bed.quotas(timeout_s=0.5), caller(requests_per_minute=10)
-        for _ in range(10):
-            await quotas.reserve(who, 1)
-        server.kill()
-        for _ in range(5):  # this gateway's share is a half
-            await quotas.reserve(who, 1)
-        await refused(quotas, who)
-        server.start()
-        await asyncio.sleep(1.1)
-        # It knows no script, but still what was used.
-        await refused(quotas, who)
-        await quotas.reserve(caller("another", requests_per_minute=1), 1)
-        await bed.aclose()
+        async with contextlib.aclosing(RedisBed(server)) as bed:
+            quotas, who = bed.quotas(), caller(tokens_per_minute=100)
+            await quotas.reserve(who, 100)
+            server.kill()
+            await quotas.reserve(who, 50)  # this gateway's share is a half
+            await refused(quotas, who, 45)
+            server.start()
+            await asyncio.sleep(1.1)
+            # It knows no script, but still what was used.
+            await refused(quotas, who, 95)
+            await quotas.reserve(caller("another", requests_per_minute=1), 1)
 
 
 @pytest.mark.redis
 async def test_all_of_a_tenants_keys_lie_in_one_slot(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", is_cluster=True) as server:
-        bed = RedisBed(server)
-        quotas, who = bed.quotas(), caller(tokens_per_minute=10, max_concurrent_requests=1)
-        (await quotas.reserve(who, 10)).settle(5)
-        await bed.settled()
-        await quotas.reserve(who, 5)
-        await refused(quotas, who)
-        await bed.aclose()
+        async with contextlib.aclosing(RedisBed(server)) as bed:
+            quotas, who = bed.quotas(), caller(tokens_per_minute=10, max_concurrent_requests=1)
+            (await quotas.reserve(who, 10)).settle(5)
+            await bed.settled()
+            await quotas.reserve(who, 5)
+            await refused(quotas, who)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -29,6 +30,70 @@ from .records import (
 
 pytestmark = pytest.mark.redis
 SHORT = with_ack_timeout(0.05)
+
+
+class Wire:
+    """Between a gateway and Redis: passes bytes on, and now and then cuts the connection between
+    a command's execution and its reply."""
+
+    def __init__(self, redis_port: int) -> None:
+        self.port = 0
+        self.num_lost = 0
+        self._redis_port = redis_port
+        self._trigger: bytes | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def lose_replies_to(self, command: bytes) -> None:
+        """Of the next command of this kind."""
+        self._trigger = command
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._redis_port)
+        back = asyncio.create_task(self._copy(upstream_reader, writer))
+        try:
+            while data := await reader.read(1 << 16):
+                if self._trigger is not None and self._trigger in data:
+                    self._trigger = None
+                    self.num_lost += 1
+                    back.cancel()
+                    upstream.write(data)
+                    await upstream_reader.read(1)  # Redis has done it
+                    return
+                upstream.write(data)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            back.cancel()
+            for end in (writer, upstream):
+                end.close()
+                with contextlib.suppress(ConnectionError):
+                    await end.wait_closed()
+            self._tasks.discard(task)
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+
+
+@pytest.fixture
+async def wire(redis_server: RedisServer) -> AsyncIterator[Wire]:
+    async with Wire(redis_server.port) as made:
+        yield made
 
 
 async def begin(gateway: Gateway, num_deltas: int = 0) -> ResponseLog:
@@ -169,24 +234,22 @@ async def test_a_redis_that_lost_the_last_entries(
 
 
 async def test_an_entry_whose_acknowledgement_got_lost_is_there_once(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, wire: Wire, gateways: Gateways
 ) -> None:
-    async with Wire(redis_server.port) as wire:
-        here = await gateways.make(f"redis://127.0.0.1:{wire.port}/0")
-        there = await gateways.make(redis_server.url)
-        log = await begin(here, 2)
-        wire.lose_replies_to(b"XADD")
-        add_delta(log)
-        add_delta(log)
-        await seen(log, 4)
-        assert wire.num_lost >= 1
-        assert log.is_resumable
-        add_end(log)
-        whole = await read_to_end(log)
-        replayed = await there.store.find(TENANT, log.header.response_id)
-        assert await read_to_end(replayed) == whole
-        assert len(whole) == 5
-        await here.store.close()
+    here = await gateways.make(f"redis://127.0.0.1:{wire.port}/0")
+    there = await gateways.make(redis_server.url)
+    log = await begin(here, 2)
+    wire.lose_replies_to(b"XADD")
+    add_delta(log)
+    add_delta(log)
+    await seen(log, 4)
+    assert wire.num_lost == 1
+    assert log.is_resumable
+    add_end(log)
+    whole = await read_to_end(log)
+    assert len(whole) == 5
+    replayed = await there.store.find(TENANT, log.header.response_id)
+    assert await read_to_end(replayed) == whole
 
 
 async def test_a_refused_id_of_its_own_is_success_and_a_higher_epoch_is_loss(
@@ -223,61 +286,3 @@ async def test_a_full_redis_refuses_and_streams_go_on(
         client.config_set("maxmemory", 0)
     await until_expired(await gateways.make(redis_server.url), log)
     assert (await up_again(here)).is_resumable
-
-
-class Wire:
-    """Between a gateway and Redis: passes bytes on, and now and then cuts the connection between
-    a command's execution and its reply."""
-
-    def __init__(self, redis_port: int) -> None:
-        self.port = 0
-        self.num_lost = 0
-        self._redis_port = redis_port
-        self._trigger: bytes | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def lose_replies_to(self, command: bytes) -> None:
-        """Of the next command of this kind."""
-        self._trigger = command
-
-    async def __aenter__(self) -> Wire:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._redis_port)
-        back = asyncio.create_task(self._copy(upstream_reader, writer))
-        try:
-            while data := await reader.read(1 << 16):
-                if self._trigger is not None and self._trigger in data:
-                    self._trigger = None
-                    self.num_lost += 1
-                    back.cancel()
-                    upstream.write(data)
-                    await upstream_reader.read(1)  # Redis has done it
-                    return
-                upstream.write(data)
-        except (ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            back.cancel()
-            for end in (writer, upstream):
-                end.close()
-                with contextlib.suppress(ConnectionError):
-                    await end.wait_closed()
-            self._tasks.discard(task)
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)

@@ -174,5 +174,5 @@ def test_what_gains_nothing_is_not_kept(bench, tmp_path, monkeypatch):
 def test_it_tunes_the_kernels_themselves(bench, tmp_path: Path, capsys):
     tuner.tune(bench, tmp_path / "tuned.json", is_small=True)
     printed = capsys.readouterr().out
-    assert printed.count("takes") == 5
+    assert printed.count("takes") == 6
     assert "wrong" not in printed

@@ -1,0 +1,169 @@
+/**
+ * One answer on its way: its text as it grows, where a resumed stream takes up, how it ended.
+ * What it does not know: connections.
+ */
+
+/** @typedef {import("./http.js").Problem} Problem */
+/**
+ * @typedef {object} Usage
+ * @property {number} input_tokens
+ * @property {{ cached_tokens: number }} [input_tokens_details]
+ * @property {number} output_tokens
+ */
+/**
+ * How an answer ended. `refused`: an error before it started. `lost`: it broke off, and the server
+ * no longer has the rest (it was not stored, or a server without Redis was restarted).
+ * @typedef {object} Outcome
+ * @property {"completed" | "cancelled" | "incomplete" | "failed" | "refused" | "lost"} kind
+ * @property {string | null} responseId
+ * @property {Usage | null} usage
+ * @property {string | null} reason   why it is incomplete, e.g. `max_output_tokens`
+ * @property {Problem | null} problem
+ */
+/** @typedef {{ position: number, estimatedWaitMs: number }} QueuePlace */
+
+const TERMINAL = new Set(["response.completed", "response.incomplete", "response.failed"]);
+
+/** What a loop over an answer throws when it fails, is refused, or is lost. */
+export class AnswerError extends Error {
+  constructor(/** @type {Outcome} */ outcome) {
+    super(outcome.problem?.message ?? `the answer was ${outcome.kind}`);
+    this.name = "AnswerError";
+    this.outcome = outcome;
+  }
+}
+
+/**
+ * Events: `started`, `delta` (detail: the new text), `queue` (detail: QueuePlace), `pause` (detail:
+ * whether the server has parked it for lack of memory, or goes on), `end` (detail: Outcome).
+ *
+ *     for await (const text of answer) process.stdout.write(text);
+ *
+ * A loop begins at the first word whenever it is started, and ends with the answer.
+ */
+export class Answer extends EventTarget {
+  /** @type {string | null} */ responseId;
+  text = "";
+  /** The last event seen; a resumed stream goes on after it. */
+  lastSequenceNumber = -1;
+  numDeltas = 0;
+  sentAt = performance.now();
+  /** @type {number | null} */ firstDeltaAt = null;
+  /** @type {number | null} */ lastDeltaAt = null;
+  isCancelling = false;
+  /** Whether the request has left at least once, so that the server may know it. */
+  wasSent = false;
+  /** @type {Outcome | null} */ outcome = null;
+
+  /** @type {() => void} */ #onCancel;
+  /** @type {(outcome: Outcome) => void} */ #resolve = () => {};
+
+  /**
+   * @param {object} options
+   * @param {Record<string, any> | null} [options.request]  the body; null: one that already runs
+   * @param {string | null} [options.responseId]
+   * @param {() => void} [options.onCancel]
+   */
+  constructor({ request = null, responseId = null, onCancel = () => {} }) {
+    super();
+    this.request = request;
+    this.responseId = responseId;
+    this.#onCancel = onCancel;
+    /** @type {Promise<Outcome>} */
+    this.done = new Promise((resolve) => { this.#resolve = resolve; });
+  }
+
+  get isEnded() {
+    return this.outcome !== null;
+  }
+
+  /** Asks the server to stop. The answer ends when the server says so (`cancelled`). */
+  cancel() {
+    if (this.isCancelling || this.isEnded) return;
+    this.isCancelling = true;
+    if (this.wasSent || this.responseId) this.#onCancel();
+    else this.end({ kind: "cancelled" });
+  }
+
+  /** Takes one server event of this answer; one that it has had already is passed over. */
+  feed(/** @type {any} */ event) {
+    if (this.isEnded) return;
+    if (typeof event.sequence_number === "number") {
+      if (event.sequence_number <= this.lastSequenceNumber) return;
+      this.lastSequenceNumber = event.sequence_number;
+    }
+    if (event.type === "response.output_text.delta") this.#grow(event.delta);
+    else if (event.type === "response.created") this.#start(event.response.id);
+    else if (event.type === "penstock.queue") {
+      this.#tell("queue", { position: event.position, estimatedWaitMs: event.estimated_wait_ms });
+    } else if (event.type === "penstock.preempted" || event.type === "penstock.resumed") {
+      this.#tell("pause", event.type === "penstock.preempted");
+    } else if (TERMINAL.has(event.type)) this.settle(event.response);
+  }
+
+  /** Takes the whole, finished Response: what has not come yet comes now. */
+  settle(/** @type {any} */ response) {
+    const text = textOf(response);
+    if (text.length > this.text.length) this.#grow(text.slice(this.text.length));
+    /** @type {Record<string, Outcome["kind"]>} */
+    const kinds = { completed: "completed", cancelled: "cancelled", failed: "failed" };
+    this.end({
+      kind: kinds[response.status] ?? "incomplete",
+      usage: response.usage ?? null,
+      reason: response.incomplete_details?.reason ?? null,
+      problem: response.error ?? null,
+    });
+  }
+
+  end(/** @type {Partial<Outcome> & { kind: Outcome["kind"] }} */ how) {
+    if (this.isEnded) return;
+    this.outcome = { responseId: this.responseId, usage: null, reason: null, problem: null, ...how };
+    this.#tell("end", this.outcome);
+    this.#resolve(this.outcome);
+  }
+
+  async *[Symbol.asyncIterator]() {
+    for (let shown = 0; ; ) {
+      if (shown < this.text.length) {
+        const fresh = this.text.slice(shown);
+        shown = this.text.length;
+        yield fresh;
+      } else if (this.outcome) break;
+      else await this.#change();
+    }
+    if (["failed", "refused", "lost"].includes(this.outcome.kind)) throw new AnswerError(this.outcome);
+  }
+
+  /** Until there is more text, or the end. */
+  #change() {
+    return new Promise((resolve) => {
+      const done = new AbortController();
+      const settle = () => { done.abort(); resolve(undefined); };
+      for (const name of ["delta", "end"]) this.addEventListener(name, settle, { signal: done.signal });
+    });
+  }
+
+  #start(/** @type {string} */ responseId) {
+    this.responseId = responseId;
+    this.#tell("started");
+    if (this.isCancelling) this.#onCancel();
+  }
+
+  #grow(/** @type {string} */ delta) {
+    this.lastDeltaAt = performance.now();
+    this.firstDeltaAt ??= this.lastDeltaAt;
+    this.numDeltas += 1;
+    this.text += delta;
+    this.#tell("delta", delta);
+  }
+
+  #tell(/** @type {string} */ name, /** @type {unknown} */ detail = null) {
+    this.dispatchEvent(new CustomEvent(name, { detail }));
+  }
+}
+
+/** The text of a Response. */
+export function textOf(/** @type {any} */ response) {
+  /** @type {{ content: { text: string }[] }[]} */ const messages = response.output ?? [];
+  return messages.flatMap((message) => message.content.map((part) => part.text)).join("");
+}

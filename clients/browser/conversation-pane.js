@@ -1,0 +1,383 @@
+/**
+ * The conversation on the page: opening one, asking, stopping, going on, and its branches.
+ *
+ * All of it is the server's: the tree of turns, its head, what was said. The page shows it, and
+ * tells the other tabs of this browser when it has changed something. To answer an earlier message
+ * anew is to move the head to what was before it, and to ask there: head and lock keep two readers
+ * of one conversation from crossing each other.
+ */
+
+import { childrenOf, leafOf, PenstockError, pathTo } from "./penstock-client.js";
+import { TurnView, messageText } from "./transcript.js";
+
+/** @typedef {import("./penstock-client.js").Answer} Answer */
+/** @typedef {import("./answer.js").Outcome} Outcome */
+/** @typedef {import("./conversations.js").Tree} Tree */
+/** @typedef {import("./conversations.js").Turn} Turn */
+/**
+ * @typedef {object} Surroundings
+ * @property {import("./penstock-client.js").PenstockClient} client
+ * @property {HTMLElement} transcript
+ * @property {() => Record<string, any> & { model: string }} parameters  of the next request
+ * @property {(text: string) => void} announce
+ * @property {(text: string) => void} onLost  a message could not be sent: the writer has it back
+ */
+
+const MAX_ANNOUNCED_CHARACTERS = 1_000;
+const MAX_TITLE_CHARACTERS = 80;
+const CUT = ["cancelled", "incomplete"];
+
+/** Events: `change` (of anything), `created` and `moved` (of the server's state). */
+export class ConversationPane extends EventTarget {
+  /** @type {string | null} */ id = null;
+  /** The answer under way in this conversation. @type {Answer | null} */ answer = null;
+  /** @type {TurnView[]} */ views = [];
+  /** While something is being fetched or moved. */
+  isBusy = false;
+  /** @type {Tree | null} */ #tree = null;
+  /** Counts what was opened, so that a late answer finds out that it is late. */
+  #epoch = 0;
+  #around;
+  #wishes = {
+    regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
+    edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => void this.#branch(view, [userItem(text)]),
+    switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
+    usage: (/** @type {TurnView} */ view) => this.#usage(view),
+  };
+
+  constructor(/** @type {Surroundings} */ around) {
+    super();
+    this.#around = around;
+  }
+
+  get isEmpty() {
+    return this.views.length === 0;
+  }
+
+  // ---- opening -------------------------------------------------------------------------------
+
+  /** Shows a conversation; null: a new one. Throws PenstockError. */
+  async open(/** @type {string | null} */ id) {
+    this.#epoch += 1;
+    this.#show([]);
+    this.id = id;
+    this.answer = null;
+    this.#tree = null;
+    this.#changed();
+    if (id) await this.refresh();
+  }
+
+  /** Shows what has become of it, as by another tab. Throws PenstockError. */
+  async refresh() {
+    const { id } = this;
+    const epoch = this.#epoch;
+    if (!id || this.answer) return;
+    const tree = await this.#around.client.conversations.tree(id, { items: true });
+    if (epoch !== this.#epoch || this.answer) return;
+    this.#tree = tree;
+    const path = pathTo(tree, tree.running ?? tree.head);
+    this.#show(path);
+    this.#followRunning(path.at(-1));
+    this.#changed();
+  }
+
+  /** Makes the page show these turns, keeping what it shows of them already. */
+  #show(/** @type {Turn[]} */ path) {
+    const groups = grouped(path);
+    const isSame = (/** @type {TurnView} */ view, /** @type {number} */ index) =>
+      view.turnIds.length > 0 && view.turnIds.join() === groups[index]?.map((turn) => turn.turn).join();
+    let kept = this.views.findIndex((view, index) => !isSame(view, index));
+    if (kept < 0) kept = this.views.length;
+    this.views.splice(kept).forEach((view) => view.remove());
+    for (const group of groups.slice(kept)) this.views.push(this.#viewOf(group));
+  }
+
+  #viewOf(/** @type {Turn[]} */ group) {
+    const view = new TurnView(this.#around.transcript, group[0].items ?? [], this.#wishes);
+    view.turnIds = group.map((turn) => turn.turn);
+    for (const { output } of group) if (output) view.show(messageText(output));
+    this.#noteEnd(view, group[group.length - 1].status, null);
+    return view;
+  }
+
+  /** A turn that another tab, or this page before it was loaded anew, has begun. */
+  #followRunning(/** @type {Turn | undefined} */ last) {
+    const tree = /** @type {Tree} */ (this.#tree);
+    const onHead = tree.data.find((turn) => turn.parent === tree.head && turn.status === "in_progress");
+    const running = tree.running ?? onHead?.turn;
+    if (!running) return;
+    const answer = this.#around.client.follow(running);
+    if (last?.turn === running) this.#watch(/** @type {TurnView} */ (this.views.at(-1)), answer);
+    else {
+      const { id } = this;
+      void answer.done.then(() => { if (id === this.id) void this.#quietly(() => this.refresh()); });
+    }
+  }
+
+  // ---- asking --------------------------------------------------------------------------------
+
+  /** Sends a message. */
+  async ask(/** @type {string} */ text) {
+    await this.#send([userItem(text)]);
+  }
+
+  stop() {
+    this.answer?.cancel();
+    this.#changed();
+  }
+
+  /** Answers the last message anew. */
+  regenerateLast() {
+    const view = this.views.at(-1);
+    if (view?.isAnswered && view.turnIds.length > 0) this.#wishes.regenerate(view);
+  }
+
+  async #send(/** @type {TurnView["items"]} */ items, restore = async () => {}) {
+    const { client, transcript } = this.#around;
+    const epoch = this.#epoch;
+    this.views.at(-1)?.retire();
+    const view = new TurnView(transcript, items, this.#wishes);
+    this.views.push(view);
+    this.isBusy = true;
+    this.#changed();
+    try {
+      if (!this.id) await this.#create(messageText(items[0]), epoch);
+    } catch (error) {
+      this.isBusy = false;
+      if (epoch === this.#epoch) this.#giveBack(view, error);
+      return;
+    }
+    this.isBusy = false;
+    if (epoch !== this.#epoch) return;
+    const input = items.map(({ role, content }) => ({ role, content: messageText({ content }) }));
+    const answer = client.respond({ ...this.#around.parameters(), input, conversation: this.id });
+    this.#watch(view, answer, restore);
+  }
+
+  async #create(/** @type {string} */ text, /** @type {number} */ epoch) {
+    const title = text.replace(/\s+/g, " ").slice(0, MAX_TITLE_CHARACTERS);
+    const { id } = await this.#around.client.conversations.create({ metadata: { title } });
+    if (epoch !== this.#epoch) return;
+    this.id = id;
+    this.dispatchEvent(new Event("created"));
+  }
+
+  #watch(/** @type {TurnView} */ view, /** @type {Answer} */ answer, restore = async () => {}) {
+    const epoch = this.#epoch;
+    this.answer = answer;
+    view.attach(answer);
+    answer.addEventListener("started", () => this.#moved());
+    void answer.done.then((outcome) => {
+      if (epoch === this.#epoch && this.answer === answer) void this.#settle(view, answer, outcome, restore);
+      this.#moved();
+    });
+    this.#around.announce("Answering…");
+    this.#changed();
+  }
+
+  async #settle(
+    /** @type {TurnView} */ view,
+    /** @type {Answer} */ answer,
+    /** @type {Outcome} */ outcome,
+    /** @type {() => Promise<void>} */ restore,
+  ) {
+    view.finish(answer, outcome.usage);
+    const isKept = ["completed", "cancelled", "incomplete"].includes(outcome.kind);
+    if (isKept && outcome.responseId && !view.turnIds.includes(outcome.responseId)) view.turnIds.push(outcome.responseId);
+    if (!isKept) await this.#quietly(restore);
+    if (outcome.problem?.code === "conversation_locked") this.#giveBack(view, outcome.problem);
+    else if (isKept) this.#noteEnd(view, outcome.kind, outcome.reason);
+    else this.#noteProblem(view, outcome);
+    if (isKept && !answer.text) view.addNote("The model ended its answer without a word.");
+    this.answer = null;
+    this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
+    this.#changed();
+    await this.#quietly(() => this.#compare());
+  }
+
+  /** Fetches the tree; shows it anew where it is not what the page shows. */
+  async #compare() {
+    const { id } = this;
+    if (!id || this.answer) return;
+    const tree = await this.#around.client.conversations.tree(id);
+    if (id !== this.id || this.answer) return;
+    this.#tree = tree;
+    const shown = this.views.flatMap((view) => view.turnIds);
+    if (pathTo(tree, tree.head).map((turn) => turn.turn).join() !== shown.join()) await this.refresh();
+    else this.#changed();
+  }
+
+  // ---- how answers end -----------------------------------------------------------------------
+
+  #noteEnd(/** @type {TurnView} */ view, /** @type {string} */ kind, /** @type {string | null} */ reason) {
+    if (!CUT.includes(kind)) return;
+    const long = "Cut short: the answer reached its length limit.";
+    const text = kind === "cancelled" ? "Stopped." : !reason || reason === "max_output_tokens" ? long : `Cut short (${reason}).`;
+    view.addNote(text, { action: { label: "Continue", run: () => void this.#continue(view) } });
+  }
+
+  /** Says why there is no answer, and offers what can be done about it. */
+  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ { kind, problem }) {
+    const gone = ["conversation_not_found", "previous_response_not_found"].includes(problem?.code ?? "") || kind === "lost";
+    const full = problem?.code === "context_length_exceeded";
+    const lost = "The connection broke here, and the server no longer has the rest of this answer.";
+    const again = () => {
+      if (gone || full) this.#startAnew(view);
+      else {
+        this.#drop(view);
+        void this.#send(view.items);
+      }
+    };
+    const text = full ? "This conversation has filled the model's context and cannot go on."
+      : kind === "lost" ? lost
+      : gone ? "The server no longer has this conversation. Nothing above will be remembered."
+      : (problem?.message || "The server gave no reason.");
+    view.addNote(text, {
+      isError: true,
+      action: { label: gone || full ? "Start anew with this message" : "Try again", run: again },
+    });
+  }
+
+  #startAnew(/** @type {TurnView} */ view) {
+    this.dispatchEvent(new Event("left"));
+    void this.open(null).then(() => this.#send(view.items));
+  }
+
+  /** A message that the server did not take: it goes back to where it was written. */
+  #giveBack(/** @type {TurnView} */ view, /** @type {unknown} */ problem) {
+    const reason = problem instanceof PenstockError && problem.code !== "conversation_locked"
+      ? problem.message : "Somebody else is being answered in this conversation.";
+    this.#drop(view);
+    this.#around.onLost(messageText(view.items[view.items.length - 1]));
+    this.#around.announce(reason);
+    this.views.at(-1)?.addNote(reason, { isError: true });
+    this.#changed();
+  }
+
+  #drop(/** @type {TurnView} */ view) {
+    view.remove();
+    this.views = this.views.filter((other) => other !== view);
+  }
+
+  // ---- branches ------------------------------------------------------------------------------
+
+  /** Goes on with an answer that was cut, from its very next token. */
+  async #continue(/** @type {TurnView} */ view) {
+    const cut = view.turnIds[view.turnIds.length - 1];
+    const { id } = this;
+    const answer = this.#around.client.respond({
+      ...this.#around.parameters(),
+      previous_response_id: cut,
+      penstock: { continue: true },
+    });
+    // It takes no head while it runs; `done` of the pane comes after this one.
+    void answer.done.then(({ responseId, kind }) => {
+      if (id && responseId && kind !== "failed") return this.#moveHead(id, responseId, cut);
+    });
+    this.#watch(view, answer);
+  }
+
+  #moveHead(/** @type {string} */ id, /** @type {string | null} */ turn, /** @type {string | null} */ expected) {
+    return this.#quietly(async () => {
+      await this.#around.client.conversations.setHead(id, turn, expected);
+      this.#moved();
+    });
+  }
+
+  /** Answers `items` in place of what `view` shows, beside it. */
+  async #branch(/** @type {TurnView} */ view, /** @type {TurnView["items"]} */ items) {
+    const { id } = this;
+    if (!id || this.answer || this.isBusy) return;
+    await this.#whileBusy(async () => {
+      const { conversations } = this.#around.client;
+      const tree = await conversations.tree(id);
+      const parent = tree.data.find((turn) => turn.turn === view.turnIds[0])?.parent ?? null;
+      await conversations.setHead(id, parent, tree.head);
+      this.views.splice(this.views.indexOf(view)).forEach((later) => later.remove());
+      void this.#send(items, () => this.#moveHead(id, tree.head, parent));
+    });
+  }
+
+  /** Shows the branch beside the one that begins with `view`. */
+  async #switch(/** @type {TurnView} */ view, /** @type {number} */ step) {
+    const { id } = this;
+    if (!id || this.answer) return;
+    await this.#whileBusy(async () => {
+      const { conversations } = this.#around.client;
+      const tree = await conversations.tree(id);
+      const { siblings, index } = placeOf(tree, view);
+      const next = siblings[index + step];
+      if (next) await conversations.setHead(id, leafOf(tree, next.turn), tree.head);
+      await this.refresh();
+      this.#moved();
+    });
+  }
+
+  async #whileBusy(/** @type {() => Promise<void>} */ work) {
+    this.isBusy = true;
+    this.#changed();
+    try {
+      await work();
+    } catch (error) {
+      await this.#quietly(() => this.refresh());
+      const text = error instanceof PenstockError ? error.message : String(error);
+      this.views.at(-1)?.addNote(text, { isError: true });
+    } finally {
+      this.isBusy = false;
+      this.#changed();
+    }
+  }
+
+  async #usage(/** @type {TurnView} */ view) {
+    const last = view.turnIds.at(-1);
+    if (!last?.startsWith("resp_")) return null;
+    return this.#around.client.response(last).then((response) => response.usage, () => null);
+  }
+
+  /** What may fail without harm: the next refresh makes up for it. */
+  async #quietly(/** @type {() => Promise<void>} */ work) {
+    try {
+      await work();
+    } catch (error) {
+      if (!(error instanceof PenstockError)) throw error;
+    }
+  }
+
+  #moved() {
+    this.dispatchEvent(new Event("moved"));
+  }
+
+  #changed() {
+    const tree = this.#tree;
+    if (tree) {
+      for (const view of this.views) {
+        const { siblings, index } = placeOf(tree, view);
+        view.showBranches(index, siblings.length);
+      }
+    }
+    this.dispatchEvent(new Event("change"));
+  }
+}
+
+/** @returns {{ role: "user", content: { type: string, text: string }[] }} */
+function userItem(/** @type {string} */ text) {
+  return { role: "user", content: [{ type: "input_text", text }] };
+}
+
+/** The turns that begin where a view begins, and which of them it shows. */
+function placeOf(/** @type {Tree} */ tree, /** @type {TurnView} */ view) {
+  const own = tree.data.find((turn) => turn.turn === view.turnIds[0]);
+  const siblings = own ? childrenOf(tree, own.parent) : [];
+  return { siblings, index: siblings.findIndex((turn) => turn === own) };
+}
+
+/** Turns as they are shown: one without input goes on with the answer before it. */
+function grouped(/** @type {Turn[]} */ path) {
+  /** @type {Turn[][]} */ const groups = [];
+  for (const turn of path) {
+    const isContinuation = turn.response_id && turn.items?.length === 0 && groups.at(-1)?.at(-1)?.output;
+    if (isContinuation) groups[groups.length - 1].push(turn);
+    else groups.push([turn]);
+  }
+  return groups;
+}

@@ -1,0 +1,112 @@
+/**
+ * The Conversations API: conversations are kept by the server, each as a tree of turns of which one
+ * is the head. Every method throws PenstockError.
+ */
+
+/** @typedef {import("./http.js").Http} Http */
+/** @typedef {{ id: string, created_at: number, metadata: Record<string, string> }} Conversation */
+/**
+ * @typedef {object} Item  a message
+ * @property {string} id
+ * @property {"user" | "assistant" | "system" | "developer"} role
+ * @property {{ type: string, text: string }[]} content
+ */
+/**
+ * @typedef {object} Turn
+ * @property {string} turn
+ * @property {string | null} parent
+ * @property {"in_progress" | "completed" | "incomplete" | "cancelled" | "failed"} status
+ * @property {string | null} response_id
+ * @property {number} created_at
+ * @property {Item[]} [items]  what came in; of turns on the path to the head, where it was asked for
+ * @property {Item | null} [output]  what was answered
+ */
+/**
+ * @typedef {object} Tree
+ * @property {string | null} head
+ * @property {string | null} running  the turn that holds the head until it ends
+ * @property {Turn[]} data  parents before children
+ */
+
+const path = (/** @type {string} */ id, rest = "") => `v1/conversations/${encodeURIComponent(id)}${rest}`;
+
+export class Conversations {
+  #http;
+
+  constructor(/** @type {Http} */ http) {
+    this.#http = http;
+  }
+
+  /**
+   * A new one.
+   * @param {{ metadata?: Record<string, string>, items?: object[] }} [options]
+   * @returns {Promise<Conversation>}
+   */
+  create(options = {}) {
+    return this.#http.request("POST", "v1/conversations", { body: options });
+  }
+
+  /**
+   * A page of them, newest first.
+   * @param {{ limit?: number, after?: string }} [options]
+   * @returns {Promise<{ data: Conversation[], has_more: boolean }>}
+   */
+  list({ limit = 30, after } = {}) {
+    const query = new URLSearchParams({ limit: String(limit), ...(after && { after }) });
+    return this.#http.request("GET", `v1/conversations?${query}`);
+  }
+
+  /** @returns {Promise<Conversation>} */
+  get(/** @type {string} */ id) {
+    return this.#http.request("GET", path(id));
+  }
+
+  /** Replaces the metadata. @returns {Promise<Conversation>} */
+  update(/** @type {string} */ id, /** @type {Record<string, string>} */ metadata) {
+    return this.#http.request("POST", path(id), { body: { metadata } });
+  }
+
+  /** Forgets it with all its turns. */
+  delete(/** @type {string} */ id) {
+    return this.#http.request("DELETE", path(id));
+  }
+
+  /**
+   * Its turns; `items`: with what was said on the path to the head, or to the turn that runs on it.
+   * @returns {Promise<Tree>}
+   */
+  tree(/** @type {string} */ id, { items = false } = {}) {
+    return this.#http.request("GET", path(id, items ? "/tree?items=true" : "/tree"));
+  }
+
+  /**
+   * Makes `turn` the head, if `expected` is it now (null: no turn at all). Otherwise, or while a
+   * turn runs on the head: PenstockError `conversation_locked`.
+   * @param {string} id
+   * @param {string | null} turn
+   * @param {string | null} expected
+   */
+  setHead(id, turn, expected) {
+    return this.#http.request("POST", path(id, "/head"), { body: { turn, expected } });
+  }
+}
+
+/** The turns from the root to `turnId`. @returns {Turn[]} */
+export function pathTo(/** @type {Tree} */ tree, /** @type {string | null} */ turnId) {
+  const byId = new Map(tree.data.map((turn) => [turn.turn, turn]));
+  /** @type {Turn[]} */ const found = [];
+  for (let turn = byId.get(turnId ?? ""); turn; turn = byId.get(turn.parent ?? "")) found.unshift(turn);
+  return found;
+}
+
+/** The turns that continue `turnId` (null: that begin), oldest first; failed ones are left out. */
+export function childrenOf(/** @type {Tree} */ tree, /** @type {string | null} */ turnId) {
+  return tree.data.filter((turn) => turn.parent === turnId && turn.status !== "failed");
+}
+
+/** The end of the newest branch through `turnId`. */
+export function leafOf(/** @type {Tree} */ tree, /** @type {string} */ turnId) {
+  let leaf = turnId;
+  for (let last = childrenOf(tree, leaf).at(-1); last; last = childrenOf(tree, leaf).at(-1)) leaf = last.turn;
+  return leaf;
+}

@@ -1,0 +1,135 @@
+/**
+ * Answers over one WebSocket, each on a lane (`stream_id`) of its own, side by side.
+ *
+ * It never tries twice: what it cannot carry on it hands back (`Carrier`), and the client decides.
+ */
+
+/** @typedef {import("./answer.js").Answer} Answer */
+/** @typedef {import("./http.js").Problem} Problem */
+/**
+ * Who uses a transport.
+ * @typedef {object} Carrier
+ * @property {() => void} onOpen
+ * @property {() => void} onDown  the connection is gone, with every answer on it
+ * @property {(answer: Answer, problem: Problem | null) => void} onBroken  this one cannot be read any further here
+ */
+
+const MAX_IN_FLIGHT = 16; // the server's limit of one connection
+const LANES = Array.from({ length: MAX_IN_FLIGHT }, (_, number) => `lane-${number}`);
+// A browser tells nobody that a line is dead: silence is asked about, and then taken for death.
+const QUIET_MS = 8_000;
+
+export class SocketTransport {
+  name = /** @type {const} */ ("websocket");
+  #socket;
+  #carrier;
+  /** Answers under way by lane. @type {Map<string, Answer>} */ #answers = new Map();
+  /** What waits for a lane. @type {(() => void)[]} */ #waiting = [];
+  #isClosed = false;
+  #wasPinged = false;
+  #heardAt = performance.now();
+  #heart;
+
+  /**
+   * @param {URL} url
+   * @param {typeof WebSocket} WebSocketClass
+   * @param {Carrier} carrier
+   */
+  constructor(url, WebSocketClass, carrier) {
+    this.#carrier = carrier;
+    this.#socket = new WebSocketClass(url.href);
+    this.#socket.addEventListener("open", () => { if (!this.#isClosed) carrier.onOpen(); });
+    this.#socket.addEventListener("message", (message) => this.#receive(String(message.data)));
+    this.#socket.addEventListener("error", () => {}); // `close` follows, and says as much
+    this.#socket.addEventListener("close", () => this.#down());
+    this.#heart = setInterval(() => this.#listen(), QUIET_MS / 4);
+    /** @type {any} */ (this.#heart).unref?.(); // Node: it keeps no process alive
+  }
+
+  create(/** @type {Answer} */ answer) {
+    this.#onLane(answer, (lane) => {
+      answer.wasSent = true;
+      this.#send({ type: "response.create", ...answer.request, stream_id: lane });
+    });
+  }
+
+  /** Goes on with an answer behind the last event it has seen. */
+  resume(/** @type {Answer} */ answer) {
+    this.#onLane(answer, (lane) => this.#send({
+      type: "penstock.resume",
+      response_id: answer.responseId,
+      starting_after: answer.lastSequenceNumber,
+      stream_id: lane,
+    }));
+  }
+
+  cancel(/** @type {Answer} */ answer) {
+    if (answer.responseId) this.#send({ type: "penstock.cancel", response_id: answer.responseId });
+  }
+
+  close() {
+    this.#isClosed = true;
+    clearInterval(this.#heart);
+    this.#answers.clear();
+    this.#socket.close();
+  }
+
+  #onLane(/** @type {Answer} */ answer, /** @type {(lane: string) => void} */ begin) {
+    const start = () => {
+      const isHere = [...this.#answers.values()].includes(answer);
+      if (answer.isEnded || this.#isClosed || isHere) return;
+      const lane = /** @type {string} */ (LANES.find((name) => !this.#answers.has(name)));
+      this.#answers.set(lane, answer);
+      answer.addEventListener("end", () => this.#free(lane, answer), { once: true });
+      begin(lane);
+    };
+    if (this.#answers.size < MAX_IN_FLIGHT) start();
+    else this.#waiting.push(start);
+  }
+
+  #free(/** @type {string} */ lane, /** @type {Answer} */ answer) {
+    if (this.#answers.get(lane) !== answer) return;
+    this.#answers.delete(lane);
+    while (this.#waiting.length > 0 && this.#answers.size < MAX_IN_FLIGHT) this.#waiting.shift()?.();
+  }
+
+  #receive(/** @type {string} */ data) {
+    this.#heardAt = performance.now();
+    this.#wasPinged = false;
+    if (this.#isClosed) return;
+    const event = JSON.parse(data);
+    const answer = this.#answers.get(event.stream_id);
+    if (!answer) return;
+    if (event.type === "penstock.recovered") {
+      if (!event.recovered) this.#giveBack(event.stream_id, answer, event.error);
+    } else if (event.type !== "error") answer.feed(event);
+    else if (answer.responseId) this.#giveBack(event.stream_id, answer, event.error);
+    else answer.end({ kind: "refused", problem: event.error });
+  }
+
+  #giveBack(/** @type {string} */ lane, /** @type {Answer} */ answer, /** @type {Problem | null} */ problem) {
+    this.#free(lane, answer);
+    this.#carrier.onBroken(answer, problem);
+  }
+
+  /** Asks whether anybody is there when an answer has been silent for long. */
+  #listen() {
+    const quietMs = performance.now() - this.#heardAt;
+    if (this.#answers.size === 0) this.#heardAt = performance.now();
+    else if (quietMs > 2 * QUIET_MS && this.#wasPinged) this.#down();
+    else if (quietMs > QUIET_MS && !this.#wasPinged) {
+      this.#wasPinged = true;
+      this.#send({ type: "penstock.ping" });
+    }
+  }
+
+  #down() {
+    if (this.#isClosed) return;
+    this.close();
+    this.#carrier.onDown();
+  }
+
+  #send(/** @type {object} */ message) {
+    if (this.#socket.readyState === 1) this.#socket.send(JSON.stringify(message));
+  }
+}

@@ -1,0 +1,162 @@
+"""One response as its events come: an iterator, sync or async, that outlives its connections.
+
+    asked ──► open ──► event … event ──► terminal event
+                ▲            │ connection lost, or the server turned it away for now
+                └── wait ◄───┘ then goes on behind the last event, by its id and number
+
+Not known here: which wire it is (`sources`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Generic, Self, cast
+
+from .errors import ConnectionLostError, PenstockError, ResponseFailedError
+from .events import ResponseEvent
+from .objects import Response
+from .operation import AsyncRunner, R, Resource, SyncRunner, operation
+from .retries import RetryPolicy
+from .sources import Event, Source
+from .steps import Sleep, Steps
+from .track import TERMINAL
+
+
+class EventStream(Resource[R], Generic[R]):
+    """The events of one response, each once and in order; the last is the terminal one.
+
+    Iterating raises `PenstockError` where there is no going on. Leaving it (`close`, the end of a
+    `with`) is not stopping: a stored response runs on for the server's `--disconnect-grace-s`.
+
+    Attributes:
+        text: all text that was read.
+        response: as its terminal event has it; None before.
+        num_resumes: connections that were needed beside the first.
+    """
+
+    def __init__(self, runner: R, source: Source, retries: RetryPolicy) -> None:
+        super().__init__(runner)
+        self.text = ""
+        self.response: Response | None = None
+        self.num_resumes = 0
+        self._source = source
+        self._retries = retries
+        self._unread: deque[Event] = deque()  # come while `cancel` waited for the id
+        self._is_closed = False
+
+    @property
+    def response_id(self) -> str | None:
+        """None until the first event came."""
+        return self._source.track.response_id
+
+    @property
+    def last_number(self) -> int:
+        """`sequence_number` of the newest event; -1 before the first."""
+        return self._source.track.last_number
+
+    @operation
+    def final(self) -> Steps[Response]:
+        """Read to the end; the response then.
+
+        Raises:
+            ResponseFailedError: it failed.
+            ValueError: the stream was closed before its end.
+        """
+        while (yield from self._next()) is not None:
+            pass
+        response = self.response
+        if response is None:
+            raise ValueError("the stream was closed before its end")
+        if response["status"] == "failed":
+            error = response["error"] or {"message": "the answer failed", "code": "failed"}
+            raise ResponseFailedError(
+                error["message"], code=error["code"], response_id=response["id"]
+            )
+        return response
+
+    @operation
+    def cancel(self) -> Steps[None]:
+        """Stop the answer; the events up to its terminal one still come. After the end: nothing."""
+        track = self._source.track
+        while track.response_id is None:
+            self._unread.append((yield from self._read()))
+        if not track.is_ended:
+            yield from self._source.cancel()
+
+    @operation
+    def close(self) -> Steps[None]:
+        """Leave."""
+        self._is_closed = True
+        yield from self._source.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self: EventStream[SyncRunner]) -> ResponseEvent:
+        event = self._runner.run(self._next())
+        if event is None:
+            raise StopIteration
+        return event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self: EventStream[SyncRunner], *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self: EventStream[AsyncRunner]) -> ResponseEvent:
+        event = await self._runner.run(self._next())
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self: EventStream[AsyncRunner], *_: object) -> None:
+        await self.close()
+
+    def _next(self) -> Steps[ResponseEvent | None]:
+        if self.response is not None or self._is_closed:
+            return None
+        event: Any = self._unread.popleft() if self._unread else (yield from self._read())
+        if event["type"] == "response.output_text.delta":
+            self.text += event["delta"]
+        elif event["type"] in TERMINAL:
+            self.response = event["response"]
+            yield from self._source.close()
+        return cast(ResponseEvent, event)
+
+    def _read(self) -> Steps[Event]:
+        """The next event, over as many connections as it takes."""
+        source, attempt = self._source, 0
+        while True:
+            try:
+                if not source.is_open:
+                    self.num_resumes += source.track.response_id is not None
+                    yield from source.open()
+                return (yield from source.next())
+            except PenstockError as error:
+                yield from source.give_up()
+                attempt += 1
+                wait_s = self._wait_s(error, attempt)
+                if wait_s is None:
+                    raise
+                yield Sleep(wait_s)
+            except GeneratorExit:
+                raise
+            except BaseException:  # a cancelled task, Ctrl-C: what was half read is asked for again
+                yield from source.give_up()
+                raise
+
+    def _wait_s(self, error: PenstockError, attempt: int) -> float | None:
+        source = self._source
+        has_begun = source.track.response_id is not None
+        if has_begun and not source.is_kept and isinstance(error, ConnectionLostError):
+            return None  # it ended with its connection
+        return self._retries.wait_s(
+            error, attempt, is_repeatable=source.is_repeatable, is_resuming=has_begun
+        )

@@ -1,0 +1,88 @@
+"""The events of a response, one class each: `event["type"]` tells a type checker which it is.
+
+A newer server may send others; they come through as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from .objects import Item, Response, TextPart
+
+
+class ResponseBegan(TypedDict):
+    type: Literal["response.created", "response.queued", "response.in_progress"]
+    sequence_number: int
+    response: Response
+
+
+class ItemChanged(TypedDict):
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    sequence_number: int
+    output_index: int
+    item: Item
+
+
+class PartChanged(TypedDict):
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    part: TextPart
+
+
+class TextDelta(TypedDict):
+    type: Literal["response.output_text.delta"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[dict[str, Any]]
+
+
+class TextDone(TypedDict):
+    type: Literal["response.output_text.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[dict[str, Any]]
+
+
+class ResponseEnded(TypedDict):
+    """The terminal event; there is exactly one."""
+
+    type: Literal["response.completed", "response.incomplete", "response.failed"]
+    sequence_number: int
+    response: Response
+
+
+class Queued(TypedDict):
+    """Only for those who asked: `penstock={"events": ["queue"]}`."""
+
+    type: Literal["penstock.queue"]
+    response_id: str
+    position: int
+    estimated_wait_ms: int
+
+
+class Parked(TypedDict):
+    """Only for those who asked: `penstock={"events": ["preempted", "resumed"]}`."""
+
+    type: Literal["penstock.preempted", "penstock.resumed"]
+    response_id: str
+
+
+ResponseEvent: TypeAlias = (
+    ResponseBegan
+    | ItemChanged
+    | PartChanged
+    | TextDelta
+    | TextDone
+    | ResponseEnded
+    | Queued
+    | Parked
+)

@@ -1,0 +1,205 @@
+"""Many responses on one WebSocket: whose event is it, and what becomes of all when it breaks.
+
+Any reader that has no event of its own receives one message for everybody, under the socket's lock,
+and files it under its lane. After a break the first reader that notices dials again, and has every
+response that is still under way resumed behind the last event that came of it. Nothing is lost of
+those that nobody reads just now; their events wait here, at most one response's worth each.
+
+Not known here: I/O.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ConnectionLostError, RefusedError, refused
+from .server import Server, error_of
+from .sources import Event, leaves_a_turn, parse_event
+from .steps import Close, Locked, Send, Steps, read_text
+from .track import Track
+
+
+class Link:
+    """The connection, whichever it is just now.
+
+    Args:
+        lock: of the runner's; whoever reads the socket or makes another has it.
+    """
+
+    def __init__(self, server: Server, lock: object) -> None:
+        self.lock = lock
+        self.generation = 0  # how many connections there were
+        self.is_closed = False
+        self._server = server
+        self._socket: Any = None
+        self._lanes: dict[str, LaneSource] = {}
+
+    @property
+    def is_up(self) -> bool:
+        return self._socket is not None
+
+    def lane(self, body: Mapping[str, Any] | None, track: Track) -> LaneSource:
+        """A lane for a response; see `LaneSource`."""
+        name = next(name for n in itertools.count() if (name := f"r{n}") not in self._lanes)
+        self._lanes[name] = LaneSource(self, name, body, track)
+        return self._lanes[name]
+
+    def free(self, name: str) -> None:
+        self._lanes.pop(name, None)
+
+    def join(self, lane: LaneSource) -> Steps[None]:
+        """Under the lock: have the lane's response asked for, or resumed, on a connection that
+        is up."""
+        if self.is_closed:
+            raise ConnectionLostError("the socket was closed")
+        if self._socket is None:
+            self._socket = yield from self._server.dial()
+            self.generation += 1
+            for other in list(self._lanes.values()):
+                if other is not lane and other.is_under_way:
+                    yield from self._begin(other)
+        if lane.generation != self.generation:
+            yield from self._begin(lane)
+
+    def pump(self, lane: LaneSource) -> Steps[None]:
+        """Under the lock: receive one message, unless another reader has brought the lane's or
+        lost the connection meanwhile."""
+        if lane.has_some or self._socket is None or lane.generation != self.generation:
+            return
+        try:
+            text = yield from read_text(self._socket)
+        except ConnectionLostError:
+            yield from self._drop()
+            raise
+        self._file(parse_event(text))
+
+    def send(self, message: Mapping[str, Any]) -> Steps[None]:
+        if self._socket is None:
+            raise ConnectionLostError("the socket is not connected")
+        yield Send(self._socket, json.dumps(message))
+
+    def close(self) -> Steps[None]:
+        self.is_closed = True
+        yield from self._drop()
+
+    def _begin(self, lane: LaneSource) -> Steps[None]:
+        lane.generation = self.generation
+        try:
+            yield from self.send(lane.opening())
+        except ConnectionLostError:
+            yield from self._drop()
+            raise
+
+    def _drop(self) -> Steps[None]:
+        socket, self._socket = self._socket, None
+        for name, lane in list(self._lanes.items()):
+            if lane.is_abandoned:
+                self.free(name)
+        if socket is not None:
+            yield Close(socket)
+
+    def _file(self, event: Event) -> None:
+        lane = self._lanes.get(event.get("stream_id", ""))
+        if lane is not None:
+            lane.take(event)
+        # Anything else is about the connection, which is about to be closed then.
+
+
+class LaneSource:
+    """Events of one response, on a lane of a link: a `Source`.
+
+    Args:
+        body: of the question; None: the response is there already, and `track` says which.
+    """
+
+    def __init__(
+        self, link: Link, name: str, body: Mapping[str, Any] | None, track: Track
+    ) -> None:
+        self.track = track
+        self.is_repeatable = body is None or not leaves_a_turn(body)
+        self.is_kept = body is None or body.get("store", True)
+        self.generation = 0  # of the connection on which it was begun; 0: none
+        self.is_abandoned = False
+        self._link = link
+        self._name = name
+        self._body = body
+        self._ready: deque[Event | RefusedError] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        """Also when its connection has gone, but what came over it was not read yet."""
+        is_current = self.generation == self._link.generation and self._link.is_up
+        return self.has_some or (self.generation > 0 and is_current)
+
+    @property
+    def has_some(self) -> bool:
+        return bool(self._ready)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a new connection should bring the rest, unasked."""
+        has_begun = self.track.response_id is not None and self.is_kept
+        is_refused = any(isinstance(item, RefusedError) for item in self._ready)
+        return has_begun and not (self.track.is_ended or self.is_abandoned or is_refused)
+
+    def opening(self) -> dict[str, Any]:
+        """The message that begins it, or goes on."""
+        if self.track.response_id is None:
+            return {"type": "response.create", **(self._body or {}), "stream_id": self._name}
+        return {
+            "type": "penstock.resume",
+            "response_id": self.track.response_id,
+            "starting_after": self.track.last_number,
+            "stream_id": self._name,
+        }
+
+    def take(self, event: Event) -> None:
+        """An event of this lane has come."""
+        if event["type"] == "error":
+            self._refuse(error_of(event))
+        elif event["type"] == "penstock.recovered":
+            if not event["recovered"]:
+                self._refuse(refused(404, event.get("error")))
+        elif self.track.take(event) and not self.is_abandoned:
+            self._ready.append(event)
+        if self.is_abandoned and self.track.is_ended:
+            self._link.free(self._name)
+
+    def open(self) -> Steps[None]:
+        yield Locked(self._link.lock, self._link.join(self))
+
+    def next(self) -> Steps[Event]:
+        while not self._ready:
+            if not self.is_open:
+                raise ConnectionLostError("the connection to the server broke")
+            yield Locked(self._link.lock, self._link.pump(self))
+        item = self._ready.popleft()
+        if isinstance(item, RefusedError):
+            self.generation = 0
+            raise item
+        return item
+
+    def give_up(self) -> Steps[None]:
+        """The link sees to its connection; others read from it."""
+        yield from ()
+
+    def close(self) -> Steps[None]:
+        self._ready.clear()
+        self.is_abandoned = True
+        if self.track.is_ended or self.generation == 0 or not self._link.is_up:
+            self._link.free(self._name)
+        yield from ()
+
+    def cancel(self) -> Steps[None]:
+        message = {"type": "penstock.cancel", "response_id": self.track.response_id}
+        yield from self._link.send(message)
+
+    def _refuse(self, error: RefusedError) -> None:
+        if self.is_abandoned:
+            self._link.free(self._name)
+        else:
+            self._ready.append(error)

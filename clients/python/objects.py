@@ -1,0 +1,186 @@
+"""The objects of the API, as the server's JSON has them. Fields that a server adds are kept."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+Role = Literal["user", "assistant", "system", "developer"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+
+
+class Model(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(TypedDict):
+    object: str
+    data: list[Model]
+
+
+class TextPart(TypedDict):
+    type: str
+    text: str
+    annotations: list[Any]
+    logprobs: list[dict[str, Any]]
+
+
+class Item(TypedDict):
+    """A message that was said, or that is the answer."""
+
+    id: str
+    type: str
+    role: Role
+    status: str
+    content: list[TextPart]
+
+
+class ItemPage(TypedDict):
+    object: str
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    total_tokens: int
+
+
+class ErrorInfo(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: str
+
+
+class ConversationRef(TypedDict):
+    id: str
+
+
+class Response(TypedDict):
+    """The main fields; the request's parameters are echoed beside them."""
+
+    id: str
+    object: str
+    created_at: int
+    completed_at: int | None
+    status: Status
+    model: str
+    output: list[Item]
+    usage: ResponseUsage | None
+    error: ErrorInfo | None
+    incomplete_details: IncompleteDetails | None
+    previous_response_id: str | None
+    conversation: ConversationRef | None
+    metadata: dict[str, str]
+
+
+class Deleted(TypedDict):
+    id: str
+    object: str
+    deleted: bool
+
+
+class Conversation(TypedDict):
+    id: str
+    object: str
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationPage(TypedDict):
+    object: str
+    data: list[Conversation]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Turn(TypedDict):
+    turn: str
+    parent: str | None
+    status: Status
+    response_id: str | None
+    created_at: int
+
+
+class ConversationTree(TypedDict):
+    object: str
+    conversation_id: str
+    head: str | None
+    running: str | None
+    data: list[Turn]
+
+
+class ConversationHead(TypedDict):
+    object: str
+    conversation_id: str
+    turn: str | None
+
+
+class ChatMessage(TypedDict):
+    role: Role
+    content: str
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None
+
+
+class ChatUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: ChatUsage
+
+
+class ChatDelta(TypedDict, total=False):
+    role: Role
+    content: str | None
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None
+
+
+class ChatChunk(TypedDict):
+    """`choices` is empty in the one that carries the usage."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: ChatUsage | None
+
+
+def output_text(response: Response) -> str:
+    """All text of a response."""
+    return "".join(part["text"] for item in response["output"] for part in item["content"])

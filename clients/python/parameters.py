@@ -1,0 +1,76 @@
+"""What may be asked of a model beside the question. The server has the list in full, and refuses
+by name what it does not know; `extra_body` takes what is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from .objects import Role
+
+
+class _Message(TypedDict):
+    role: Role
+    content: str | Sequence[Mapping[str, Any]]
+
+
+class Message(_Message, total=False):
+    """One message of a question."""
+
+    type: Literal["message"]
+
+
+Messages: TypeAlias = Sequence[Message]
+
+
+Extensions = TypedDict(
+    "Extensions",
+    {"continue": bool, "events": Sequence[Literal["queue", "preempted", "resumed"]]},
+    total=False,
+)
+
+
+class SamplingParams(TypedDict, total=False):
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: str | Sequence[str]
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    ignore_eos: bool
+    min_tokens: int
+    priority: int
+    cache_salt: str
+    extra_body: Mapping[str, Any]
+
+
+class ResponseParams(SamplingParams, total=False):
+    instructions: str
+    max_output_tokens: int
+    metadata: Mapping[str, str]
+    previous_response_id: str | None
+    conversation: str
+    store: bool
+    background: bool
+    include: Sequence[str]
+    top_logprobs: int
+    penstock: Extensions
+
+
+class ChatParams(SamplingParams, total=False):
+    max_tokens: int
+    max_completion_tokens: int
+    n: int
+    logprobs: bool
+    top_logprobs: int
+    stream_options: Mapping[str, bool]
+
+
+def body_of(params: Mapping[str, Any], **more: object) -> dict[str, Any]:
+    """The body of a request; what is None is left out."""
+    everything = {**params, **(params.get("extra_body") or {}), **more}
+    everything.pop("extra_body", None)
+    return {name: value for name, value in everything.items() if value is not None}

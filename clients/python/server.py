@@ -1,0 +1,142 @@
+"""Where the server is, what a request to it looks like, and how one is carried through.
+
+Not known here: what is asked, and I/O.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+from .errors import PenstockError, ProtocolError, RefusedError, UnreachableError, refused
+from .retries import RetryPolicy
+from .steps import Answer, Close, Dial, Request, Sleep, Steps, ask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server: `http://host:port`, perhaps below a path, and the key it wants."""
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+    retries: RetryPolicy = RetryPolicy()
+
+    @classmethod
+    def parse(
+        cls, base_url: str, *, api_key: str | None = None, retries: RetryPolicy | None = None
+    ) -> Self:
+        """Accepts the address with or without `/v1`, and without `http://`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        url = base_url if "://" in base_url else f"http://{base_url}"
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            raise ValueError(f"{base_url!r} is not the address of a server (http://host:port)")
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        address = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+        return cls(base_url=address, api_key=api_key, retries=retries or RetryPolicy())
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is on this machine, where no proxy belongs in between."""
+        host = urlsplit(self.base_url).hostname or ""
+        return host in ("localhost", "::1") or host.startswith("127.")
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str | int | None] | None = None,
+        is_repeatable: bool = True,
+    ) -> Request:
+        """A request to a path below `/v1`; what is None in the query is left out."""
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        headers = self._headers()
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        return Request(
+            method=method,
+            url=f"{self.base_url}/v1{path}{'?' + urlencode(given) if given else ''}",
+            headers=headers,
+            body=None if body is None else json.dumps(body).encode(),
+            is_repeatable=is_repeatable,
+        )
+
+    def call(self, request: Request) -> Steps[Any]:
+        """The JSON object that answers, tried again where that may help.
+
+        Raises:
+            PenstockError: there is none.
+        """
+        answer = yield from self.carry_through(request)
+        try:
+            return json.loads(answer.body)
+        except ValueError:
+            raise ProtocolError(
+                f"{self.base_url} does not answer like a penstock server"
+            ) from None
+
+    def carry_through(self, request: Request) -> Steps[Answer]:
+        """A good answer, tried again where that may help."""
+        attempt = 0
+        while True:
+            try:
+                return (yield from self.once(request))
+            except PenstockError as error:
+                attempt += 1
+                wait_s = self.retries.wait_s(error, attempt, is_repeatable=request.is_repeatable)
+                if wait_s is None:
+                    raise
+                yield Sleep(wait_s)
+
+    def once(self, request: Request) -> Steps[Answer]:
+        """A good answer, asked for once. Raises: PenstockError."""
+        try:
+            answer = yield from ask(request)
+        except UnreachableError as error:
+            raise self._unreachable(error) from None
+        if 200 <= answer.status < 300:
+            return answer
+        if answer.stream is not None:
+            yield Close(answer.stream)
+        raise refused(answer.status, error_in(answer.body), headers=answer.headers)
+
+    def dial(self) -> Steps[Any]:
+        """An open WebSocket in the Responses mode. Raises: UnreachableError, RefusedError."""
+        url = f"ws{self.base_url.removeprefix('http')}/v1/responses"
+        try:
+            socket = yield Dial(url, self._headers())
+        except UnreachableError as error:
+            raise self._unreachable(error) from None
+        return socket
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def _unreachable(self, error: UnreachableError) -> UnreachableError:
+        return UnreachableError(f"cannot reach {self.base_url}: {error}")
+
+
+def error_in(body: bytes) -> object:
+    """The object under `error` in the body of a refusal; None where there is none."""
+    try:
+        told = json.loads(body)
+    except ValueError:
+        return None
+    return told.get("error") if isinstance(told, dict) else None
+
+
+def error_of(event: Mapping[str, Any]) -> RefusedError:
+    """The refusal that an `error` event tells, in the form of a WebSocket or of an event stream."""
+    return refused(event.get("status", 503), event.get("error", event))

@@ -1,0 +1,139 @@
+"""Where the events of one response come from, for the state machine in `event_stream`.
+
+`SseSource` is over HTTP: the first connection is the POST that asks, each later one a GET that goes
+on behind the last number. `socket.LaneSource` is one lane of a WebSocket.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from .errors import ConnectionLostError, ProtocolError
+from .server import Server, error_of
+from .sse import ServerSentEvent, SseParser
+from .steps import Close, Steps, read_bytes
+from .track import Track
+
+Event = Mapping[str, Any]
+
+
+class Source(Protocol):
+    """Events of one response.
+
+    Attributes:
+        track: of what came from here.
+        is_open: there is a connection to read from.
+        is_repeatable: the question may be asked again if it is unclear whether it arrived.
+        is_kept: the server keeps the events, so that a lost connection can be made up for.
+    """
+
+    track: Track
+    is_repeatable: bool
+    is_kept: bool
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def open(self) -> Steps[None]:
+        """Ask, or go on. Raises: PenstockError."""
+        ...
+
+    def next(self) -> Steps[Event]:
+        """The next event that is new. Raises: PenstockError."""
+        ...
+
+    def give_up(self) -> Steps[None]:
+        """Nothing more is to be had from this connection: `is_open` is false then, unless another
+        reader shares it."""
+        ...
+
+    def close(self) -> Steps[None]:
+        """Nobody reads any more."""
+        ...
+
+    def cancel(self) -> Steps[None]:
+        """Have the response stopped; its id is known."""
+        ...
+
+
+class SseSource:
+    """Over HTTP.
+
+    Args:
+        body: of the question; None: the response is there already, and `track` says which.
+    """
+
+    def __init__(self, server: Server, body: Mapping[str, Any] | None, track: Track) -> None:
+        self.track = track
+        self.is_repeatable = body is None or not leaves_a_turn(body)
+        self.is_kept = body is None or body.get("store", True)
+        self._server = server
+        self._body = body
+        self._stream: Any = None
+        self._parser = SseParser()
+        self._ready: deque[ServerSentEvent] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        return self._stream is not None
+
+    def open(self) -> Steps[None]:
+        self._parser = SseParser()
+        self._ready.clear()
+        if self.track.response_id is None:
+            body = {**(self._body or {}), "stream": True}
+            request = self._server.request("POST", "/responses", body=body)
+        else:
+            query = {"stream": "true", "starting_after": self.track.last_number}
+            path = f"/responses/{self.track.response_id}"
+            request = self._server.request("GET", path, query=query)
+        answer = yield from self._server.once(replace(request, is_stream=True))
+        self._stream = answer.stream
+
+    def next(self) -> Steps[Event]:
+        while True:
+            while not self._ready:
+                data = yield from read_bytes(self._stream)
+                if not data:
+                    raise ConnectionLostError("the stream ended without a terminal event")
+                self._ready += self._parser.feed(data)
+            event = parse_event(self._ready.popleft().data)
+            if event["type"] == "error":
+                raise error_of(event)
+            if self.track.take(event):
+                return event
+
+    def give_up(self) -> Steps[None]:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            yield Close(stream)
+
+    def close(self) -> Steps[None]:
+        yield from self.give_up()
+
+    def cancel(self) -> Steps[None]:
+        if not self.is_kept:  # it ends when its reader leaves
+            yield from self.close()
+            return
+        path = f"/responses/{self.track.response_id}/cancel"
+        yield from self._server.call(self._server.request("POST", path))
+
+
+def parse_event(text: str) -> Event:
+    """Raises: ProtocolError."""
+    try:
+        event = json.loads(text)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+        raise ProtocolError(f"no event: {text[:100]!r}")
+    return event
+
+
+def leaves_a_turn(body: Mapping[str, Any]) -> bool:
+    """Whether asking twice would be seen: a conversation would have the turn twice."""
+    return body.get("conversation") is not None

@@ -1,0 +1,124 @@
+"""What the core asks of the outside: a computation is a generator that yields these, one at a time,
+and is given what came of each. Whoever drives it (`sync_io`, `async_io`) does the I/O.
+
+    def steps() -> Steps[Answer]:
+        answer = yield from ask(request)      # raises what went wrong
+        yield Sleep(1.0)
+        return answer
+
+So every rule is written once, and tests drive it without a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request over HTTP.
+
+    Attributes:
+        is_repeatable: whether sending it twice leaves nothing behind that sending it once would
+            not; else it is not sent again once it may have arrived.
+        is_stream: the body of a good answer is to be read piece by piece.
+    """
+
+    method: str
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    is_repeatable: bool = True
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        headers: names in lower case.
+        body: all of it, or nothing where it is a stream.
+        stream: to be read and closed, where one was asked for and the status is 200.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+    stream: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """→ `Answer`. Raises UnreachableError, ConnectionLostError."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """→ an open WebSocket. Raises UnreachableError, RefusedError."""
+
+    url: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """→ bytes of a stream (none at its end), or a message of a WebSocket. Raises
+    ConnectionLostError."""
+
+    source: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """→ None. Raises ConnectionLostError."""
+
+    socket: Any
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """→ None, whatever happens."""
+
+    source: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """→ None."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """→ what `steps` returns; meanwhile nobody else has the lock."""
+
+    lock: Any
+    steps: Steps[Any]
+
+
+Action: TypeAlias = Ask | Dial | Read | Send | Close | Sleep | Locked
+Steps: TypeAlias = Generator[Action, Any, T]
+
+
+def ask(request: Request) -> Steps[Answer]:
+    answer: Answer = yield Ask(request)
+    return answer
+
+
+def read_bytes(stream: object) -> Steps[bytes]:
+    data: bytes = yield Read(stream)
+    return data
+
+
+def read_text(socket: object) -> Steps[str]:
+    text: str = yield Read(socket)
+    return text

@@ -1,0 +1,46 @@
+"""What is known of a response from its events: who it is, where it is, whether it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ProtocolError
+
+TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
+
+
+class Track:
+    """The place in one response's events.
+
+    Attributes:
+        response_id: None until its first event came.
+        last_number: of the newest event; -1 before the first.
+        is_ended: the terminal event came.
+    """
+
+    def __init__(self, response_id: str | None = None, *, starting_after: int = -1) -> None:
+        self.response_id = response_id
+        self.last_number = starting_after
+        self.is_ended = False
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Whether the event is new. Those without a number (`penstock.*`) always are.
+
+        Raises:
+            ProtocolError: some are missing before it, or it comes after the end.
+        """
+        number = event.get("sequence_number")
+        if number is None:
+            return True
+        if number <= self.last_number:
+            return False
+        if number != self.last_number + 1:
+            raise ProtocolError(f"event {number} came after event {self.last_number}")
+        if self.is_ended:
+            raise ProtocolError(f"event {number} came after the terminal event")
+        self.last_number = number
+        self.is_ended = event["type"] in TERMINAL
+        if self.response_id is None and "response" in event:
+            self.response_id = event["response"]["id"]
+        return True

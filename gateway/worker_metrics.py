@@ -1,0 +1,115 @@
+"""The metrics of all gateway processes on one socket, on whichever of them is asked.
+
+Each answers on a Unix socket beside the engine's, in the server's own folder: whoever connects is
+sent all it has, as JSON, at once. The one that is asked for `/metrics` asks the others, and gives
+every series the label `worker`. So nothing is written anywhere while nobody asks, and a worker that
+is started again resets its own series alone, as Prometheus expects of a counter. One that does not
+answer in time is left out, and `penstock:gateway_workers` tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+_TIMEOUT_S = 1.0
+_IPC = "ipc://"
+Collect = Callable[[], Awaitable[Sequence[Metric]]]
+
+
+class Workers:
+    """One of several workers.
+
+    Args:
+        engine_address: whose folder is the server's.
+        index: this worker's, from 0.
+        num: how many they are.
+    """
+
+    def __init__(self, engine_address: str, *, index: int, num: int) -> None:
+        self._directory = Path(engine_address.removeprefix(_IPC)).parent
+        self._index = index
+        self._num = num
+        self._server: asyncio.Server | None = None
+
+    async def start(self, collect: Collect) -> None:
+        """Answer the others with what `collect` gives."""
+
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                writer.write(_dumped(await collect()))
+                await writer.drain()
+            writer.close()
+
+        self._server = await asyncio.start_unix_server(answer, self._path(self._index))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def join(self, own: Sequence[Metric]) -> list[Metric]:
+        """This worker's metrics and those of the others, family by family."""
+        others = [index for index in range(self._num) if index != self._index]
+        answers = await asyncio.gather(*map(self._ask, others))
+        found = {self._index: own} | {
+            index: families
+            for index, families in zip(others, answers, strict=True)
+            if families is not None
+        }
+        joined: dict[str, Metric] = {}
+        for index, families in sorted(found.items()):
+            for family in families:
+                into = joined.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, "worker": str(index)}
+                    into.add_sample(sample.name, labels, sample.value)
+        num = GaugeMetricFamily("penstock:gateway_workers", "Gateway processes that answer.")
+        num.add_metric([], len(found))
+        return [*joined.values(), num]
+
+    async def _ask(self, index: int) -> list[Metric] | None:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                reader, writer = await asyncio.open_unix_connection(self._path(index))
+                try:
+                    return _loaded(await reader.read(-1))
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, orjson.JSONDecodeError):
+            return None
+
+    def _path(self, index: int) -> Path:
+        return self._directory / f"gateway-{index}.sock"
+
+
+def _dumped(families: Sequence[Metric]) -> bytes:
+    return orjson.dumps(
+        [
+            (
+                family.name,
+                family.documentation,
+                family.type,
+                [(sample.name, sample.labels, sample.value) for sample in family.samples],
+            )
+            for family in families
+        ]
+    )
+
+
+def _loaded(data: bytes) -> list[Metric]:
+    families = []
+    content: list[tuple[str, str, str, list[Any]]] = orjson.loads(data)
+    for name, text, kind, samples in content:
+        family = Metric(name, text, kind)
+        for sample in samples:
+            family.add_sample(*sample)
+        families.append(family)
+    return families

@@ -1,0 +1,1 @@
+"""`penstock bench gateway`: what the gateway costs, in front of an engine that costs nothing."""

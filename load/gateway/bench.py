@@ -1,0 +1,223 @@
+"""What the gateway costs: CPU per streamed token, and how much later a token is for it.
+
+A stub engine process sends one token id per stream per frame over the real wire; the gateway is the
+real process, with admission, detokenising, the response log and JSON; readers run in a process of
+their own. Lateness is from a frame's send to the receipt of the event that holds its token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from penstock.engine.config import DEMO_MODEL, ModelConfig
+from penstock.engine.errors import ConfigError
+from penstock.engine.model_files import resolve_model
+from penstock.engine.text import Tokenizer
+from penstock.gateway.child import Child
+from penstock.load.arguments import add_out, counts
+from penstock.load.gateway.clock_file import MAX_FRAMES, ClockFile
+from penstock.load.gateway.readers import LETTER
+from penstock.load.report.options import settings_of
+from penstock.load.tables import table, write_report
+
+WIRES = ("chat", "responses", "websocket")
+_START_S = 30.0
+_WARM_UP_S = 2.0
+_NOTES = (
+    "CPU is the gateway process', per token that readers received in the window. Late: from the "
+    "frame's send by the engine to the receipt of the event that holds the token. Readers and the "
+    "engine share the machine with the gateway; their CPU is not counted."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wires", nargs="+", choices=WIRES, default=WIRES, help="how streams travel"
+    )
+    parser.add_argument("--streams", type=counts, default=(100, 1000), help="at once, as 100,1000")
+    parser.add_argument("--intervals-ms", type=float, nargs="+", default=(0.0, 200.0),
+                        help="--stream-interval-ms of the gateway: the least time between two "
+                        "events of a response (/v1/responses)")  # fmt: skip
+    parser.add_argument("--frames-per-s", type=float, default=100.0, help="of the engine")
+    parser.add_argument("--window-s", type=float, default=5.0, help="measured, each")
+    parser.add_argument("--redis-url", help="keep response logs there")
+    add_out(parser)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement."""
+
+    wire: str
+    num_streams: int
+    interval_ms: float
+    tokens_per_s: float
+    tokens_per_event: float
+    cpu_us_per_token: float
+    cpu_share: float
+    p50_ms: float
+    p99_ms: float
+    reader_cpu_us_per_token: float
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure; print and write the table; 1 if a stream broke."""
+    num_frames = parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)
+    if num_frames > MAX_FRAMES:
+        raise ConfigError("--frames-per-s times --window-s is more than the clock file holds")
+    rows, is_clean = [], True
+    for interval_ms in parsed.intervals_ms:
+        for wire in parsed.wires:
+            if wire == "chat" and interval_ms:
+                continue  # it merges only what its reader leaves behind
+            for num_streams in parsed.streams:
+                seen, row = _measure(parsed, wire, num_streams, interval_ms=interval_ms)
+                is_clean &= seen["num_lost"] == 0
+                rows.append(row)
+                print(_line(row), flush=True)
+    report = f"{markdown(rows)}\n\n{_NOTES}"
+    print("\n" + report)
+    data = {"settings": settings_of(parsed), "rows": [dataclasses.asdict(row) for row in rows]}
+    paths = write_report(parsed.out, "gateway", markdown=f"# The gateway\n\n{report}", data=data)
+    print("\nwrote", ", ".join(map(str, paths)))
+    return 0 if is_clean else 1
+
+
+def markdown(rows: list[Row]) -> str:
+    header = ("", "streams", "interval ms", "tokens/s", "tokens per event", "CPU µs per token",
+              "CPU", "late p50 ms", "p99 ms", "reader µs")  # fmt: skip
+    return table(header, [_cells(row) for row in rows])
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.wire,
+        f"{row.num_streams:,}",
+        f"{row.interval_ms:g}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.tokens_per_event:.2f}",
+        f"{row.cpu_us_per_token:.1f}",
+        f"{row.cpu_share:.0%}",
+        f"{row.p50_ms:.1f}",
+        f"{row.p99_ms:.1f}",
+        f"{row.reader_cpu_us_per_token:.1f}",
+    ]
+
+
+def _line(row: Row) -> str:
+    return " · ".join(_cells(row))
+
+
+def _measure(
+    parsed: argparse.Namespace, wire: str, num_streams: int, *, interval_ms: float
+) -> tuple[dict[str, Any], Row]:
+    with _servers(parsed, interval_ms) as (port, gateway, clock_file):
+        process = psutil.Process(gateway)
+        settings = {
+            "wire": wire,
+            "port": port,
+            "model": "stub",
+            "num_streams": num_streams,
+            "num_tokens": int(parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)),
+            "warm_up_s": _WARM_UP_S,
+            "window_s": parsed.window_s,
+            "clock_file": str(clock_file),
+        }
+        command = [sys.executable, "-m", "penstock.load.gateway.readers", json.dumps(settings)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as readers:  # noqa: S603
+            assert readers.stdout is not None
+            if not readers.stdout.readline():
+                raise ConfigError("the readers could not connect")
+            before = process.cpu_times()
+            time.sleep(parsed.window_s - 0.05)
+            after = process.cpu_times()
+            seen: dict[str, Any] = json.loads(readers.stdout.readline())
+    cpu_s = after.user + after.system - before.user - before.system
+    num_tokens = max(seen["num_tokens"], 1)
+    return seen, Row(
+        wire=wire,
+        num_streams=num_streams,
+        interval_ms=interval_ms,
+        tokens_per_s=seen["num_tokens"] / parsed.window_s,
+        tokens_per_event=seen["num_tokens"] / max(seen["num_events"], 1),
+        cpu_us_per_token=1e6 * cpu_s / num_tokens,
+        cpu_share=cpu_s / parsed.window_s,
+        p50_ms=seen["p50_ms"],
+        p99_ms=seen["p99_ms"],
+        reader_cpu_us_per_token=1e6 * seen["reader_cpu_s"] / num_tokens,
+    )
+
+
+@contextlib.contextmanager
+def _servers(parsed: argparse.Namespace, interval_ms: float) -> Iterator[tuple[int, int, Path]]:
+    """A stub engine and a gateway: the port, the gateway's process id, the clock file."""
+    path = resolve_model(ModelConfig(model=DEMO_MODEL), weights=False)
+    [token_id] = Tokenizer.from_directory(path).encode(LETTER, add_special_tokens=False)
+    with tempfile.TemporaryDirectory() as directory, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        clock_file = Path(directory) / "clock"
+        ClockFile(clock_file, create=True)
+        address = f"ipc://{directory}/engine.sock"
+        engine = Child(
+            "the stub engine",
+            "penstock.load.gateway.stub_engine",
+            {
+                "address": address,
+                "clock_file": str(clock_file),
+                "token_id": token_id,
+                "frames_per_s": parsed.frames_per_s,
+                "vocab_size": 1 << 20,
+            },
+        )
+        gateway = Child(
+            "the gateway",
+            "penstock.gateway.process",
+            {
+                "engine_address": address,
+                "served_model_name": ["stub"],
+                "stream_interval_ms": interval_ms,
+                "redis_url": parsed.redis_url,
+                "log_level": "warning",
+                "model": dataclasses.asdict(ModelConfig(model=DEMO_MODEL)),
+            },
+            listener,
+        )
+        try:
+            for child in (engine, gateway):
+                _start(child)
+            assert gateway.process is not None
+            yield listener.getsockname()[1], gateway.process.pid, clock_file
+        finally:
+            for child in (gateway, engine):
+                child.kill()
+                if child.process is not None:
+                    child.process.wait()
+
+
+def _start(child: Child) -> None:
+    child.start()
+    assert child.status_fd is not None
+    deadline_s = time.monotonic() + _START_S
+    while not child.read_status():
+        if not select.select([child.status_fd], [], [], deadline_s - time.monotonic())[0]:
+            raise ConfigError(f"{child.label} did not start")
+    os.close(child.status_fd)
+    if child.ready is None:
+        raise ConfigError(f"{child.label} could not start: {child.failure}")

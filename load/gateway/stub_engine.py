@@ -1,0 +1,104 @@
+"""An engine process without a model: the real wire, and one token per stream per frame.
+
+Every request gets the same token again and again until its `max_tokens`; its seed says which
+stream of the bench it is. Run as `python -m penstock.load.gateway.stub_engine`, as a child.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.messages import Abort, EngineInfo, Submit
+from penstock.engine.process import Status, run_child
+from penstock.engine.request import FinishReason, RequestOutput
+from penstock.engine.wire import GatewayGone, Inbound, Wire
+from penstock.load.gateway.clock_file import ClockFile
+
+_CONTEXT = 1 << 20
+
+
+class StubEngine:
+    """Sends `frames_per_s` frames a second, late ones at once.
+
+    Args:
+        token_id: what every stream says.
+    """
+
+    def __init__(self, wire: Wire, clock: ClockFile, *, token_id: int, frames_per_s: float) -> None:
+        self._wire = wire
+        self._clock = clock
+        self._token_ids = (token_id,)
+        self._period_s = 1.0 / frames_per_s
+        self._left: dict[tuple[bytes, str], int] = {}  # tokens, by gateway and request
+        self._num_frames = 0
+
+    def run(self) -> None:
+        next_s = time.monotonic()
+        while True:
+            next_s = max(next_s + self._period_s, time.monotonic() - 1.0)
+            while (rest_s := next_s - time.monotonic()) > 0:
+                for inbound in self._wire.receive(timeout_s=rest_s):
+                    self._handle(inbound)
+            self._send_frame()
+
+    def _handle(self, inbound: Inbound) -> None:
+        identity, message = inbound
+        if isinstance(message, Submit):
+            request = message.request
+            self._left[identity, request.request_id] = request.sampling_params.max_tokens
+            self._clock.starts[request.sampling_params.seed] = self._num_frames
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                self._left.pop((identity, request_id), None)
+        elif isinstance(message, GatewayGone):
+            self._left = {key: left for key, left in self._left.items() if key[0] != identity}
+
+    def _send_frame(self) -> None:
+        outputs: dict[bytes, list[RequestOutput]] = {}
+        for key, left in list(self._left.items()):
+            identity, request_id = key
+            is_last = left <= 1
+            outputs.setdefault(identity, []).append(
+                RequestOutput(
+                    request_id=request_id,
+                    token_ids=self._token_ids,
+                    finish_reason=FinishReason.LENGTH if is_last else None,
+                    is_last=is_last,
+                )
+            )
+            if is_last:
+                del self._left[key]
+            else:
+                self._left[key] = left - 1
+        self._clock.times[self._num_frames] = time.monotonic()
+        self._num_frames += 1
+        for identity, frame in outputs.items():
+            self._wire.send(identity, tuple(frame))
+        self._wire.flush()
+
+
+def serve(settings: Mapping[str, Any], status: Status) -> None:
+    """The process, until it is killed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    info = EngineInfo(
+        model="stub", model_path="", max_model_len=_CONTEXT, vocab_size=settings["vocab_size"],
+        num_blocks=_CONTEXT, block_size=16, num_host_blocks=0, max_num_seqs=1 << 14,
+        scheduling_policy="fcfs", dtype="float32", device="cpu", eos_token_ids=(), pid=0,
+    )  # fmt: skip
+    wire = Wire(settings["address"], info)
+    clock = ClockFile(Path(settings["clock_file"]))
+    engine = StubEngine(
+        wire, clock, token_id=settings["token_id"], frames_per_s=settings["frames_per_s"]
+    )
+    wire.start()
+    status.ready()
+    engine.run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_child("penstock-stub-engine", serve))

@@ -1,0 +1,181 @@
+"""kill -9 of the engine, of a gateway, of Redis, while a dozen streams are each somewhere else.
+
+Two servers share one Redis. Streams begin at the first; over SSE and over WebSockets, resumed on
+the same server and on the other, some by clients that lost nothing and left. What each client has
+at the end is checked by `stream_checker`, and against a run that nobody disturbed: greedy, fp32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.redis_server import RedisServer
+
+from .processes import Served, serve, wait_until
+from .stream_checker import CheckedStream, replay
+
+pytestmark = pytest.mark.redis
+
+_NUM_CUTS = 4  # per transport and place of return
+_APART = 5  # events between the begins of two streams: each is somewhere else when it is cut
+_LENGTHS = (700, 25)  # tokens of the first stream, and how many less of each that follows
+_CASES = list(product(("sse", "websocket"), ("same", "other"), range(_NUM_CUTS)))
+_BACK_S = 90.0
+# What is promised, and by how much a loaded machine may miss it here.
+_GATEWAY_PAUSE_S = 5.0
+_ENGINE_EXTRA_S = 2.0
+_PATIENCE = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two servers of one Redis."""
+
+    redis: RedisServer
+    first: Served
+    second: Served
+
+    def gateway(self) -> psutil.Process:
+        return _child(self.first, "penstock-gateway")
+
+    def engine(self) -> psutil.Process:
+        return _child(self.first, "penstock-engine")
+
+    def wait_ready(self) -> None:
+        for served in (self.first, self.second):
+            wait_until(lambda served=served: _is_ready(served.base_url), timeout_s=_BACK_S)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    path = tmp_path_factory.mktemp("pair")
+    with contextlib.ExitStack() as stack:
+        redis = stack.enter_context(RedisServer(path / "redis"))
+        flags = ("--dtype", "float32", "--redis-url", redis.url)
+        first = stack.enter_context(serve(*flags, log=path / "first"))
+        second = stack.enter_context(serve(*flags, log=path / "second"))
+        yield Pair(redis=redis, first=first, second=second)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: Pair) -> list[dict[str, Any]]:
+    """What comes of each case when nothing happens."""
+
+    async def run() -> list[dict[str, Any]]:
+        streams = await asyncio.gather(*(stream.read() for stream in _streams(pair)))
+        return [stream.outcome for stream in streams]
+
+    return asyncio.run(run())
+
+
+def _streams(pair: Pair) -> list[CheckedStream]:
+    return [
+        CheckedStream(
+            body={
+                "model": "demo",
+                "input": f"My name is Zorin{number}. Tell me a story about a fox.",
+                "max_output_tokens": _LENGTHS[0] - _LENGTHS[1] * number,
+                "ignore_eos": True,
+                "temperature": 0,
+            },
+            begins_at=pair.first.base_url,
+            resumes_at=(pair.first if place == "same" else pair.second).base_url,
+            transport=transport,
+            leaves_after=40 if place == "other" else 0,
+        )
+        for number, (transport, place, _) in enumerate(_CASES)
+    ]
+
+
+async def _begin(streams: list[CheckedStream]) -> list[asyncio.Task[CheckedStream]]:
+    """Begin one after the other; each is somewhere else when the last has begun."""
+    reading = []
+    for stream in streams:
+        if reading:
+            num_events = len(streams[0].events) + _APART
+            while len(streams[0].events) < num_events and not streams[0].is_ended:
+                await asyncio.sleep(0.001)
+        reading.append(asyncio.create_task(stream.read()))
+    return reading
+
+
+async def _move_on(streams: list[CheckedStream], num_events: int) -> None:
+    """Return when each has got so many more, or ended."""
+    goals = [len(stream.events) + num_events for stream in streams]
+    async with asyncio.timeout(_BACK_S):
+        while not all(  # noqa: ASYNC110
+            stream.is_ended or len(stream.events) >= goal
+            for stream, goal in zip(streams, goals, strict=True)
+        ):
+            await asyncio.sleep(0.01)
+
+
+def _tell(what: str, streams: list[CheckedStream]) -> list[int]:
+    """Print where the streams are; the numbers of those that still run."""
+    print(f"\n{what} after", *(len(stream.events) for stream in streams), "events")
+    return [number for number, stream in enumerate(streams) if not stream.is_ended]
+
+
+async def _check(
+    pair: Pair, streams: list[CheckedStream], undisturbed: list[dict[str, Any]]
+) -> float:
+    """Each is what it was to be, whoever is asked; the longest pause of any."""
+    for stream, expected in zip(streams, undisturbed, strict=True):
+        assert stream.outcome == expected
+        assert stream.response_id is not None
+        for served in (pair.first, pair.second):
+            assert await replay(served.base_url, stream.response_id) == stream.events
+    pause_s = max(stream.longest_pause_s for stream in streams)
+    print("longest pauses", *(f"{stream.longest_pause_s:.2f}" for stream in streams))
+    print("connections", *(stream.num_connections for stream in streams))
+    return pause_s
+
+
+async def test_an_engine_killed_twice(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
+    streams = _streams(pair)
+    reading = await _begin(streams)
+    for _ in range(2):
+        assert _tell("engine killed", streams)
+        pair.engine().kill()
+        await _move_on(streams, 10)
+    await asyncio.gather(*reading)
+    pause_s = await _check(pair, streams, undisturbed)
+    starts = re.findall(r"the engine is back after ([0-9.]+) s", pair.first.log.read_text())
+    assert len(starts) == 2
+    print(f"the engine took {starts} s to start")
+    assert pause_s < _PATIENCE * (max(map(float, starts)) + _ENGINE_EXTRA_S)
+
+
+async def test_gateways_killed_in_turn(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
+    streams = _streams(pair)
+    reading = await _begin(streams)
+    for served in (pair.first, pair.second):
+        assert _tell("gateway killed", streams)
+        _child(served, "penstock-gateway").kill()
+        await _move_on(streams, 10)
+    await asyncio.gather(*reading)
+    assert await _check(pair, streams, undisturbed) < _PATIENCE * _GATEWAY_PAUSE_S
+    pair.wait_ready()
+
+
+def _child(served: Served, name: str) -> psutil.Process:
+    return next(child for child in served.renew_family() if child.name() == name)
+
+
+def _is_ready(base_url: str) -> bool:
+    try:
+        return httpx.get(f"{base_url}/ready", timeout=_BACK_S).status_code == 200
+    except httpx.TransportError:
+        return False
