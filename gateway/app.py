@@ -23,6 +23,7 @@ from penstock.gateway.endpoints.conversations import conversation_routes
 from penstock.gateway.endpoints.description import Description
 from penstock.gateway.endpoints.models import Models
 from penstock.gateway.endpoints.responses import Responses
+from penstock.gateway.endpoints.stats_socket import StatsSocket
 from penstock.gateway.endpoints.status import Status
 from penstock.gateway.endpoints.tickets import TicketDesk
 from penstock.gateway.endpoints.tokens import Tokens
@@ -115,6 +116,7 @@ def create_app(config: GatewayConfig) -> Starlette:
             "/v1",
             routes=[
                 *_api_routes(config, generator, responder=responder, engine=engine),
+                WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
                 *TicketDesk(gate.tickets).routes(),
                 *conversation_routes(stores.conversations, max_body_bytes=config.max_body_bytes),
             ],

@@ -12,6 +12,8 @@ Not known here: who raises, and what an endpoint does with a stream that failed.
 from __future__ import annotations
 
 import logging
+import math
+import random
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +30,7 @@ from penstock.engine.errors import EngineDeadError, InvalidRequestError, PromptT
 from penstock.gateway.request_record import CURRENT_REQUEST
 
 _LOG = logging.getLogger(__name__)
+_UNAVAILABLE_S = (1.0, 5.0)  # what is away may be back then; spread, lest all return at once
 
 
 class RequestRefusedError(InvalidRequestError):
@@ -81,11 +84,15 @@ class Failure:
         return {"error": error}
 
     def response(self) -> Response:
-        challenge = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        usual: dict[str, str] = {}
+        if self.status == 401:
+            usual = {"WWW-Authenticate": "Bearer"}
+        elif self.status == 503:
+            usual = retry_headers(random.uniform(*_UNAVAILABLE_S))  # noqa: S311
         return Response(
             orjson.dumps(self.body()),
             status_code=self.status,
-            headers={**challenge, **self.headers},
+            headers={**usual, **self.headers},
             media_type="application/json",
         )
 
@@ -141,6 +148,14 @@ def refusal(status: int, *, code: str, message: str, param: str | None = None) -
     """A failure that is no exception, or carries its own status and code."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return Failure(status=status, type=kind, code=code, message=message, param=param)
+
+
+def retry_headers(wait_s: float) -> dict[str, str]:
+    """When to come back: in HTTP's whole seconds, and more exactly, as OpenAI's clients take it."""
+    return {
+        "Retry-After": str(math.ceil(wait_s)),
+        "retry-after-ms": str(math.ceil(wait_s * 1e3)),
+    }
 
 
 def handle_exception(_: Request, error: Exception) -> Response:

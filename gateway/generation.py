@@ -24,6 +24,7 @@ from penstock.engine.request import (
 from penstock.engine.text import OutputText
 from penstock.gateway.admission.admission import Reservation
 from penstock.gateway.branch import Branch, Delta
+from penstock.gateway.delta_source import DeltaSource, Usage
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError
@@ -37,13 +38,6 @@ class Output:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
 
 
 class Generation:
@@ -161,6 +155,10 @@ class Generation:
         ranked = sorted(indices, key=lambda index: -self.branches[index].mean_logprob)
         return ranked[: self.num_wanted]
 
+    def output_token_ids(self, rank: int) -> Sequence[int]:
+        """Of a branch wanted, so far."""
+        return self.branches[self.best()[rank]].token_ids
+
     async def next(self) -> list[Delta] | None:
         """All that came since the last call, in order; None at the end.
 
@@ -268,7 +266,7 @@ class Generation:
 
 
 async def merged(
-    generations: Sequence[Generation],
+    generations: Sequence[DeltaSource],
 ) -> AsyncGenerator[tuple[int, list[Delta]], None]:
     """Enters several generations, and gives their deltas as they come, each with its number."""
     with contextlib.ExitStack() as stack:
@@ -296,7 +294,7 @@ async def merged(
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def collected(generations: Sequence[Generation]) -> list[list[Output]]:
+async def collected(generations: Sequence[DeltaSource]) -> list[list[Output]]:
     """The outputs wanted of each generation, whole."""
     deltas: dict[tuple[int, int], list[Delta]] = {}  # by generation and branch
     async with contextlib.aclosing(merged(generations)) as batches:

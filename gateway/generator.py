@@ -171,15 +171,22 @@ class Generator:
         )
 
     def resume(
-        self, request: Request, *, output_token_ids: Sequence[int], shown_text: str
+        self,
+        request: Request,
+        *,
+        output_token_ids: Sequence[int],
+        shown_text: str,
+        continues_prompt: bool = False,
     ) -> Generation:
         """A generation that goes on from the middle, wherever it was begun; it was admitted then.
 
-        Args: see `Generation`.
+        Args:
+            output_token_ids, shown_text: see `Generation`.
+            continues_prompt: its text is the prompt's next words.
         """
         return self._generation(
             dataclasses.replace(request, output_token_ids=tuple(output_token_ids)),
-            continues_prompt=False,
+            continues_prompt=continues_prompt,
             shown_text=shown_text,
         )
 

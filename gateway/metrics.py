@@ -136,13 +136,17 @@ class Metrics:
             await self._workers.close()
 
     async def render(self) -> bytes:
-        """The exposition text: of this gateway, of the others, and of the engine, once."""
+        """The exposition text."""
+        registry = CollectorRegistry()
+        registry.register(_Families(await self.families()))
+        return generate_latest(registry)
+
+    async def families(self) -> list[Metric]:
+        """Everything: of this gateway, of the others, and of the engine, once."""
         families = await self._own()
         if self._workers is not None:
             families = await self._workers.join(families)
-        registry = CollectorRegistry()
-        registry.register(_Families([*families, *self._engine.collect()]))
-        return generate_latest(registry)
+        return [*families, *self._engine.collect()]
 
     async def _own(self) -> list[Metric]:
         probed = [

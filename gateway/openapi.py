@@ -8,6 +8,7 @@ events of streams.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ _STATUSES = {
     429: "The tenant's limits are used up; Retry-After says for how long.",
     431: "The header is too large.",
     500: "The engine gave up on this request, or a mistake of ours.",
-    503: "Too much is queued, or engine or store do not answer; Retry-After where it is known.",
+    503: "Too much is queued, or engine or store do not answer; Retry-After says for how long.",
 }
 _ALWAYS = (400, 403, 405, 408, 431, 503)
 _KEYED = (401, 500)  # below /v1
@@ -144,6 +145,15 @@ _OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("get", "/metrics"): _Operation(summary="Metrics for Prometheus."),
     ("get", "/openapi.json"): _Operation(summary="This document.", answer="Document"),
 }
+# What an answer tells others' paths: by operation, the values of their parameters.
+_LINKS = {
+    ("post", "/v1/responses"): {"response_id": "$response.body#/id"},
+    ("post", "/v1/conversations"): {"conversation_id": "$response.body#/id"},
+    ("post", _ITEMS): {
+        "conversation_id": "$request.path.conversation_id",
+        "item_id": "$response.body#/first_id",
+    },
+}
 _EVENT: Schema = {
     "type": "object",
     "description": "One of many; chat completions and completions end with `[DONE]` as data.",
@@ -198,7 +208,11 @@ def _operation(method: str, path: str, operation: _Operation) -> dict[str, Any]:
         "operationId": f"{method} {path}",
         "parameters": [*_path_parameters(path), *_query_parameters(method, operation)],
         "responses": {
-            "200": {"description": "As asked.", "content": _content(operation)},
+            "200": {
+                "description": "As asked.",
+                "content": _content(operation),
+                "links": _links(method, path),
+            },
             **{str(status): _failure(status) for status in sorted(statuses)},
         },
     }
@@ -220,6 +234,18 @@ def _operation(method: str, path: str, operation: _Operation) -> dict[str, Any]:
     return described
 
 
+def _links(method: str, path: str) -> dict[str, Any]:
+    known = _LINKS.get((method, path), {})
+    return {
+        f"{method}{re.sub('[^a-z]+', '.', other)}".rstrip("."): {
+            "operationId": f"{method} {other}",
+            "parameters": known,
+        }
+        for method, other in _OPERATIONS
+        if known and set(_path_names(other)) == known.keys()
+    }
+
+
 def _content(operation: _Operation) -> dict[str, Any]:
     if not operation.answer:
         return {"text/plain": {"schema": STRING}}
@@ -237,8 +263,14 @@ def _failure(status: int) -> dict[str, Any]:
 
 
 def _path_parameters(path: str) -> list[dict[str, Any]]:
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    return [{"name": name, "in": "path", "required": True, "schema": STRING} for name in names]
+    return [
+        {"name": name, "in": "path", "required": True, "schema": STRING}
+        for name in _path_names(path)
+    ]
+
+
+def _path_names(path: str) -> list[str]:
+    return [part[1:-1] for part in path.split("/") if part.startswith("{")]
 
 
 def _query_parameters(method: str, operation: _Operation) -> list[dict[str, Any]]:

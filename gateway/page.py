@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+from pathlib import Path, PurePosixPath
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
 PAGE_DIRECTORY = Path(__file__).parents[1] / "clients" / "browser"
+_SERVED = frozenset({"", ".html", ".css", ".js", ".svg"})  # no notes, no pictures of it
+_HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]+")
 _POLICY = (
-    "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'{sockets}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 
 
@@ -25,14 +30,24 @@ class ChatPage:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})  # before accepting: 403
             return
+        policy = _policy(Headers(scope=scope).get("host", ""))
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers["Content-Security-Policy"] = _POLICY
+                headers["Content-Security-Policy"] = policy
                 headers["X-Content-Type-Options"] = "nosniff"
                 headers["Referrer-Policy"] = "no-referrer"
                 headers["Cache-Control"] = "no-cache"  # asks again, so an upgrade shows at once
             await send(message)
 
+        if PurePosixPath(scope["path"]).suffix not in _SERVED:
+            await PlainTextResponse("Not Found", status_code=404)(scope, receive, send_guarded)
+            return
         await self._files(scope, receive, send_guarded)
+
+
+def _policy(host: str) -> str:
+    # Of 'self', not every browser knows that it means this server's WebSockets, too.
+    sockets = f" ws://{host} wss://{host}" if _HOST.fullmatch(host) else ""
+    return _POLICY.format(sockets=sockets)

@@ -48,7 +48,7 @@ class ResponsesSocket:
         self._max_age_s = max_age_s
 
     async def serve(self, websocket: WebSocket) -> None:
-        await websocket.accept(subprotocol=_subprotocol(websocket.scope["subprotocols"]))
+        await websocket.accept(subprotocol=accepted_subprotocol(websocket.scope["subprotocols"]))
         connection = Connection(websocket, self._responder)
         try:
             async with asyncio.timeout(self._max_age_s):
@@ -61,8 +61,9 @@ class ResponsesSocket:
             await connection.close()
 
 
-def _subprotocol(offered: list[str]) -> str | None:
-    # A browser drops the connection unless one it offered comes back: a real one if there is any.
+def accepted_subprotocol(offered: list[str]) -> str | None:
+    """A browser drops the connection unless one it offered comes back: a real one if there is
+    any."""
     return next((name for name in offered if not name.startswith(KEY_SUBPROTOCOL)), None) or next(
         iter(offered), None
     )

@@ -1,27 +1,18 @@
 /**
- * The chat page: what the reader does, and what follows from it.
- *
- * One conversation at a time. Its memory is the server's: each turn names the response before it
- * (`previous_response_id`), and the page keeps only that id. Nothing but an API key is stored, and
- * that in this tab's session storage.
+ * The chat page: its parts, what the reader does, and what follows from it.
  */
 
-import { PenstockClient, isSendableKey } from "./penstock-client.js";
+import { ConversationList } from "./conversation-list.js";
+import { ConversationPane } from "./conversation-pane.js";
+import { byId, confirmOn, copyText, make } from "./dom.js";
+import { liveText, queueText } from "./figures.js";
+import { askForKey, closeKeyDialog, listenForKey, storedKey } from "./key-dialog.js";
+import { PenstockClient, PenstockError } from "./penstock-client.js";
+import { Settings } from "./settings.js";
+import { listenForShortcuts } from "./shortcuts.js";
+import { Sidebar } from "./sidebar.js";
 import { StickyScroll } from "./sticky-scroll.js";
-import { TurnView } from "./transcript.js";
 
-/** @typedef {import("./penstock-client.js").Answer} Answer */
-/** @typedef {import("./penstock-client.js").Outcome} Outcome */
-
-const KEY_ITEM = "penstock.apiKey";
-const MAX_ANNOUNCED_CHARACTERS = 1_000;
-/** Refusals after which this conversation cannot go on, by their code. @type {Record<string, string>} */
-const ENDS_OF_CONVERSATIONS = {
-  previous_response_not_found:
-    "The server no longer has this conversation; it may have been restarted. Nothing above will be remembered.",
-  context_length_exceeded:
-    "This conversation has filled the model's context and cannot go on.",
-};
 const SUGGESTIONS = [
   ["Say hello", "Hello! Who are you?"],
   ["Look behind the page", "What is penstock?"],
@@ -30,176 +21,169 @@ const SUGGESTIONS = [
   ["Let it count", "Count from 1 to 20."],
   ["Watch a long stream", "Tell me a long story."],
 ];
+const LIVE_INTERVAL_MS = 250;
 
-const byId = (/** @type {string} */ id) => /** @type {HTMLElement} */ (document.getElementById(id));
 const page = {
   connection: byId("connection"),
   connectionText: byId("connection-text"),
   model: byId("model"),
-  newChat: byId("new-chat"),
   banner: byId("banner"),
   bannerText: byId("banner-text"),
   bannerAction: byId("banner-action"),
   welcome: byId("welcome"),
-  suggestions: byId("suggestions"),
   transcript: byId("transcript"),
   toLatest: byId("to-latest"),
   composer: /** @type {HTMLFormElement} */ (byId("composer")),
   text: /** @type {HTMLTextAreaElement} */ (byId("composer-text")),
   send: /** @type {HTMLButtonElement} */ (byId("send")),
+  hint: byId("hint"),
+  live: byId("live"),
   announcer: byId("announcer"),
-  keyDialog: /** @type {HTMLDialogElement} */ (byId("key-dialog")),
-  keyForm: byId("key-form"),
-  keyInput: /** @type {HTMLInputElement} */ (byId("key-input")),
-  keyError: byId("key-error"),
-  keyCancel: byId("key-cancel"),
 };
 
-const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: sessionStorage.getItem(KEY_ITEM) });
+const client = new PenstockClient({ baseUrl: document.baseURI, apiKey: storedKey() });
+const settings = new Settings(refresh);
+const list = new ConversationList(client.conversations);
+const sidebar = new Sidebar();
 const scroll = new StickyScroll(byId("scroller"), byId("content"), (isFollowing) => {
   page.toLatest.hidden = isFollowing;
 });
+const pane = new ConversationPane({
+  client,
+  transcript: page.transcript,
+  parameters: () => settings.parameters(),
+  announce,
+  onLost: (text) => {
+    page.text.value ||= text;
+    fitComposer();
+  },
+});
+/** The other tabs of this browser: told when something has changed, with the conversation's id. */
+const tabs = new BroadcastChannel("penstock");
 
-/** The conversation on the page. A new chat is a new object, so late events find the old one. */
-let chat = newConversation();
+// ---- conversations -------------------------------------------------------------------------
 
-function newConversation() {
-  return {
-    /** @type {string | null} */ lastResponseId: null,
-    /** The answer under way. @type {Answer | null} */ answer: null,
-    /** @type {TurnView | null} */ lastTurn: null,
-  };
+/** Opens what the address names. */
+async function openAddressed() {
+  const id = location.hash.slice(1) || null;
+  if (id === pane.id && (id || pane.isEmpty)) return;
+  try {
+    await pane.open(id);
+  } catch (error) {
+    if (!(error instanceof PenstockError)) throw error;
+    if (error.status === 404) showNewChat("This conversation is not on the server any more.");
+  }
+  list.mark(pane.id);
+  scroll.follow();
 }
 
-// ---- turns ---------------------------------------------------------------------------------
+function showNewChat(said = "New chat.") {
+  history.pushState(null, "", location.pathname + location.search);
+  void pane.open(null);
+  list.mark(null);
+  announce(said);
+  sidebar.closeOverlay();
+  scroll.follow();
+  page.text.focus();
+}
 
 function submit() {
   const text = page.text.value.trim();
-  if (!text || chat.answer || client.state !== "open") return;
+  if (!text || !canAsk()) return;
   page.text.value = "";
   fitComposer();
   ask(text);
 }
 
 function ask(/** @type {string} */ text) {
-  const conversation = chat;
-  conversation.lastTurn?.retire();
-  const turn = new TurnView(page.transcript, text);
-  const answer = client.respond({
-    model: client.models[0],
-    input: text,
-    previousResponseId: conversation.lastResponseId,
-  });
-  conversation.answer = answer;
-  conversation.lastTurn = turn;
-  answer.addEventListener("delta", (event) => {
-    turn.append(/** @type {CustomEvent<string>} */ (event).detail);
-    turn.showLiveRate(answer);
-  });
-  answer.addEventListener("pause", (event) => {
-    turn.showPause(/** @type {CustomEvent<boolean>} */ (event).detail);
-  });
-  void answer.done.then((outcome) => {
-    if (conversation === chat) settle({ turn, answer, outcome, question: text });
-  });
-  page.welcome.hidden = true;
-  announce("Answering…");
+  void pane.ask(text);
   scroll.follow();
-  refresh();
 }
 
-/** @param {{ turn: TurnView, answer: Answer, outcome: Outcome, question: string }} ended */
-function settle({ turn, answer, outcome, question }) {
-  chat.answer = null;
-  turn.finish(answer, outcome.usage);
-  const again = () => {
-    turn.remove();
-    ask(question);
-  };
-  switch (outcome.kind) {
-    case "completed":
-      if (!answer.text) turn.addNote("The model ended its answer without a word.");
-      break;
-    case "cancelled":
-      turn.addNote("Stopped.");
-      break;
-    case "incomplete":
-      turn.addNote(incompleteText(outcome.reason));
-      break;
-    case "disconnected":
-      turn.addNote("The connection broke here. The rest of this answer is lost, and the model will not remember it.", {
-        isError: true,
-        action: { label: "Ask again", run: whenOpen(again) },
-      });
-      break;
-    default:
-      noteProblem(turn, outcome, { question, again });
+function canAsk() {
+  return client.state === "open" && !pane.answer && !pane.isBusy;
+}
+
+function listenToPane() {
+  pane.addEventListener("change", () => {
+    follow(pane.answer);
+    refresh();
+  });
+  pane.addEventListener("created", () => {
+    history.pushState(null, "", `#${pane.id}`);
+    void list.refresh();
+    list.mark(pane.id);
+  });
+  pane.addEventListener("left", () => history.pushState(null, "", location.pathname));
+  pane.addEventListener("moved", () => tabs.postMessage({ conversation: pane.id }));
+  tabs.addEventListener("message", ({ data }) => {
+    void list.refresh();
+    if (data.conversation === pane.id) void catchUp();
+  });
+  list.addEventListener("deleted", (event) => {
+    const id = /** @type {CustomEvent<string>} */ (event).detail;
+    tabs.postMessage({ conversation: id });
+    if (id === pane.id) showNewChat("Deleted.");
+  });
+}
+
+/** Shows what others have done meanwhile. */
+async function catchUp() {
+  if (client.state !== "open") return;
+  try {
+    await pane.refresh();
+  } catch (error) {
+    if (!(error instanceof PenstockError)) throw error;
+    if (error.status === 404) showNewChat("This conversation is not on the server any more.");
   }
-  const isRemembered = ["completed", "cancelled", "incomplete"].includes(outcome.kind);
-  if (isRemembered && outcome.responseId) chat.lastResponseId = outcome.responseId;
-  announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), turn.noteText].filter(Boolean).join("\n"));
-  refresh();
 }
 
-/** Says why there is no answer, and offers what can be done about it. */
-function noteProblem(
-  /** @type {TurnView} */ turn,
-  /** @type {Outcome} */ { problem },
-  /** @type {{ question: string, again: () => void }} */ { question, again },
-) {
-  const lasting = chat.lastResponseId ? ENDS_OF_CONVERSATIONS[problem?.code ?? ""] : undefined;
-  const startAnew = () => {
-    startNewChat();
-    ask(question);
-  };
-  turn.addNote(lasting ?? (problem?.message || "The server gave no reason."), {
-    isError: true,
-    action: lasting
-      ? { label: "Start anew with this message", run: whenOpen(startAnew) }
-      : { label: "Try again", run: whenOpen(again) },
+// ---- the answer under way ------------------------------------------------------------------
+
+/** @type {import("./answer.js").Answer | null} */ let followed = null;
+
+/** Says how it goes, in a place of its own: under the answer it would move with every line. */
+function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
+  if (answer === followed) return;
+  followed = answer;
+  page.live.textContent = answer ? "Answering…" : "";
+  if (!answer) return;
+  let nextAt = 0;
+  let isPaused = false;
+  const say = (/** @type {string} */ text) => { if (followed === answer) page.live.textContent = text; };
+  answer.addEventListener("delta", () => {
+    const now = performance.now();
+    if (now < nextAt || isPaused) return;
+    nextAt = now + LIVE_INTERVAL_MS;
+    say(liveText(answer));
   });
-}
-
-function incompleteText(/** @type {string | null} */ reason) {
-  if (reason === "max_output_tokens") return "Cut short: the answer reached its length limit.";
-  return reason ? `Cut short (${reason}).` : "Cut short.";
-}
-
-function whenOpen(/** @type {() => void} */ run) {
-  return () => {
-    if (client.state === "open" && !chat.answer) run();
-  };
-}
-
-function startNewChat() {
-  chat.answer?.cancel();
-  chat = newConversation();
-  page.transcript.replaceChildren();
-  page.welcome.hidden = false;
-  announce("New chat.");
-  scroll.follow();
-  refresh();
-  page.text.focus();
+  answer.addEventListener("queue", (event) => say(queueText(/** @type {CustomEvent} */ (event).detail)));
+  answer.addEventListener("pause", (event) => {
+    isPaused = /** @type {CustomEvent<boolean>} */ (event).detail;
+    say(isPaused ? "Paused: the server is short of memory and will go on." : liveText(answer));
+  });
 }
 
 // ---- connection ----------------------------------------------------------------------------
 
 function refresh() {
-  const isOpen = client.state === "open";
   const label = { connecting: "Connecting…", open: "Connected", waiting: "Reconnecting…", unauthorized: "Needs a key", closed: "Offline" };
   // Tries follow each other quickly; between them the page stays calm and says one thing.
   const shown = client.state === "connecting" && client.numFailures > 0 ? "waiting" : client.state;
   page.connection.dataset.state = shown;
-  page.connectionText.textContent = label[shown];
-  page.model.textContent = client.models[0] ?? "";
+  page.connectionText.textContent = client.transport === "sse" ? "Connected (without WebSocket)" : label[shown];
+  page.model.textContent = settings.model;
   showBanner(shown);
-  const isAnswering = chat.answer !== null;
+  page.welcome.hidden = !pane.isEmpty || (location.hash !== "" && pane.id !== null);
+  const isAnswering = pane.answer !== null;
   page.composer.classList.toggle("is-answering", isAnswering);
-  page.send.disabled = isAnswering ? chat.answer?.isCancelling === true : !isOpen || !page.text.value.trim();
+  page.hint.hidden = isAnswering;
+  page.live.hidden = !isAnswering;
+  page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || !page.text.value.trim();
   page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");
   page.send.title = isAnswering ? "Stop (Esc)" : "Send (Enter)";
   for (const button of document.querySelectorAll("button[data-asks]")) {
-    /** @type {HTMLButtonElement} */ (button).disabled = !isOpen || isAnswering;
+    /** @type {HTMLButtonElement} */ (button).disabled = !canAsk();
   }
 }
 
@@ -218,32 +202,13 @@ function showBanner(/** @type {string} */ shown) {
 }
 
 function onStateChange() {
-  refresh();
   if (client.state === "open") {
-    if (page.keyDialog.open) page.keyDialog.close();
-  } else if (client.state === "unauthorized") {
-    askForKey();
-  }
-}
-
-function askForKey() {
-  const rejected = sessionStorage.getItem(KEY_ITEM);
-  sessionStorage.removeItem(KEY_ITEM);
-  page.keyError.textContent = rejected ? "The server did not accept this key." : "";
-  if (!page.keyDialog.open) page.keyDialog.showModal();
-  page.keyInput.select();
-}
-
-function submitKey() {
-  const key = page.keyInput.value.trim();
-  if (!key) return;
-  if (!isSendableKey(key)) {
-    page.keyError.textContent = "A browser cannot send this key: it may hold letters, digits and !#$%&'*+.^_`|~- only.";
-    return;
-  }
-  page.keyError.textContent = "";
-  sessionStorage.setItem(KEY_ITEM, key);
-  client.setApiKey(key);
+    settings.offer(client.models);
+    closeKeyDialog();
+    void list.refresh();
+    void (pane.id || !location.hash ? catchUp() : openAddressed());
+  } else if (client.state === "unauthorized") askForKey();
+  refresh();
 }
 
 // ---- page ----------------------------------------------------------------------------------
@@ -258,55 +223,70 @@ function fitComposer() {
   page.text.style.height = `${page.text.scrollHeight}px`;
 }
 
-function stop() {
-  chat.answer?.cancel();
-  refresh();
-}
-
 function listenToPage() {
   page.composer.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (chat.answer) stop();
+    if (pane.answer) pane.stop();
     else submit();
   });
   page.text.addEventListener("input", () => { fitComposer(); refresh(); });
   page.text.addEventListener("keydown", (event) => {
+    if (event.key === "ArrowUp" && !page.text.value && canAsk()) {
+      event.preventDefault();
+      pane.views.at(-1)?.startEditing();
+    }
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     submit();
   });
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !page.keyDialog.open) stop();
+  page.transcript.addEventListener("click", (event) => {
+    const button = /** @type {Element} */ (event.target).closest("button[data-copies]");
+    const code = button?.parentElement?.parentElement?.querySelector("pre");
+    if (button && code) void copyText(code.textContent ?? "").then(() => confirmOn(button));
   });
-  page.newChat.addEventListener("click", startNewChat);
+  byId("new-chat").addEventListener("click", () => showNewChat());
+  byId("open-settings").addEventListener("click", () => settings.open());
   page.toLatest.addEventListener("click", () => { scroll.follow(); page.text.focus(); });
   page.bannerAction.addEventListener("click", () => {
     if (client.state === "unauthorized") askForKey();
     else client.connect();
   });
-  page.keyForm.addEventListener("submit", (event) => { event.preventDefault(); submitKey(); });
-  page.keyCancel.addEventListener("click", () => page.keyDialog.close());
+  window.addEventListener("hashchange", () => void openAddressed());
+  window.addEventListener("popstate", () => void openAddressed());
   window.addEventListener("online", () => client.connect());
+  window.addEventListener("offline", () => client.suspect());
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) void catchUp(); });
 }
 
 function addSuggestions() {
   for (const [label, prompt] of SUGGESTIONS) {
-    const item = document.createElement("li");
-    const button = document.createElement("button");
-    const [title, detail] = [document.createElement("b"), document.createElement("span")];
-    title.textContent = label;
-    detail.textContent = prompt;
+    const item = make("li");
+    const button = /** @type {HTMLButtonElement} */ (make("button"));
     button.type = "button";
     button.dataset.asks = "";
-    button.append(title, detail);
-    button.addEventListener("click", whenOpen(() => { ask(prompt); page.text.focus(); }));
+    button.append(make("b", "", label), make("span", "", prompt));
+    button.addEventListener("click", () => {
+      if (canAsk()) ask(prompt);
+      page.text.focus();
+    });
     item.append(button);
-    page.suggestions.append(item);
+    byId("suggestions").append(item);
   }
 }
 
 addSuggestions();
+listenToPane();
 listenToPage();
+listenForKey((key) => client.setApiKey(key));
+listenForShortcuts({
+  stop: () => pane.stop(),
+  newChat: () => showNewChat(),
+  regenerate: () => { if (canAsk()) pane.regenerateLast(); },
+  copy: () => pane.views.at(-1)?.copy(),
+  toggleList: () => sidebar.toggle(),
+  settings: () => settings.open(),
+  write: () => page.text.focus(),
+});
 client.addEventListener("state", onStateChange);
 client.connect();
 refresh();

@@ -7,8 +7,10 @@
  * of one conversation from crossing each other.
  */
 
-import { childrenOf, leafOf, PenstockError, pathTo } from "./penstock-client.js";
+import { cutText, problemText, wasKept } from "./endings.js";
+import { leafOf, PenstockError, pathTo } from "./penstock-client.js";
 import { TurnView, messageText } from "./transcript.js";
+import { grouped, placeOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -25,7 +27,6 @@ import { TurnView, messageText } from "./transcript.js";
 
 const MAX_ANNOUNCED_CHARACTERS = 1_000;
 const MAX_TITLE_CHARACTERS = 80;
-const CUT = ["cancelled", "incomplete"];
 
 /** Events: `change` (of anything), `created` and `moved` (of the server's state). */
 export class ConversationPane extends EventTarget {
@@ -132,7 +133,10 @@ export class ConversationPane extends EventTarget {
     if (view?.isAnswered && view.turnIds.length > 0) this.#wishes.regenerate(view);
   }
 
-  async #send(/** @type {TurnView["items"]} */ items, restore = async () => {}) {
+  async #send(
+    /** @type {TurnView["items"]} */ items,
+    /** @type {(outcome: Outcome) => Promise<void> | undefined} */ after = () => undefined,
+  ) {
     const { client, transcript } = this.#around;
     const epoch = this.#epoch;
     this.views.at(-1)?.retire();
@@ -151,7 +155,7 @@ export class ConversationPane extends EventTarget {
     if (epoch !== this.#epoch) return;
     const input = items.map(({ role, content }) => ({ role, content: messageText({ content }) }));
     const answer = client.respond({ ...this.#around.parameters(), input, conversation: this.id });
-    this.#watch(view, answer, restore);
+    this.#watch(view, answer, after);
   }
 
   async #create(/** @type {string} */ text, /** @type {number} */ epoch) {
@@ -162,29 +166,32 @@ export class ConversationPane extends EventTarget {
     this.dispatchEvent(new Event("created"));
   }
 
-  #watch(/** @type {TurnView} */ view, /** @type {Answer} */ answer, restore = async () => {}) {
+  /**
+   * Shows an answer until it ends. `after` is done at its end, also if another conversation is on
+   * the page by then.
+   * @param {TurnView} view
+   * @param {Answer} answer
+   * @param {(outcome: Outcome) => Promise<void> | undefined} [after]
+   */
+  #watch(view, answer, after = () => undefined) {
     const epoch = this.#epoch;
     this.answer = answer;
     view.attach(answer);
     answer.addEventListener("started", () => this.#moved());
-    void answer.done.then((outcome) => {
-      if (epoch === this.#epoch && this.answer === answer) void this.#settle(view, answer, outcome, restore);
+    void answer.done.then(async (outcome) => {
+      await after(outcome);
+      if (epoch === this.#epoch && this.answer === answer) await this.#settle(view, answer, outcome);
       this.#moved();
     });
     this.#around.announce("Answering…");
     this.#changed();
   }
 
-  async #settle(
-    /** @type {TurnView} */ view,
-    /** @type {Answer} */ answer,
-    /** @type {Outcome} */ outcome,
-    /** @type {() => Promise<void>} */ restore,
-  ) {
+  async #settle(/** @type {TurnView} */ view, /** @type {Answer} */ answer, /** @type {Outcome} */ outcome) {
     view.finish(answer, outcome.usage);
-    const isKept = ["completed", "cancelled", "incomplete"].includes(outcome.kind);
-    if (isKept && outcome.responseId && !view.turnIds.includes(outcome.responseId)) view.turnIds.push(outcome.responseId);
-    if (!isKept) await this.#quietly(restore);
+    const { responseId } = outcome;
+    const isKept = wasKept(outcome);
+    if (isKept && responseId && !view.turnIds.includes(responseId)) view.turnIds.push(responseId);
     if (outcome.problem?.code === "conversation_locked") this.#giveBack(view, outcome.problem);
     else if (isKept) this.#noteEnd(view, outcome.kind, outcome.reason);
     else this.#noteProblem(view, outcome);
@@ -210,31 +217,22 @@ export class ConversationPane extends EventTarget {
   // ---- how answers end -----------------------------------------------------------------------
 
   #noteEnd(/** @type {TurnView} */ view, /** @type {string} */ kind, /** @type {string | null} */ reason) {
-    if (!CUT.includes(kind)) return;
-    const long = "Cut short: the answer reached its length limit.";
-    const text = kind === "cancelled" ? "Stopped." : !reason || reason === "max_output_tokens" ? long : `Cut short (${reason}).`;
-    view.addNote(text, { action: { label: "Continue", run: () => void this.#continue(view) } });
+    const text = cutText(kind, reason);
+    if (text) view.addNote(text, { action: { label: "Continue", run: () => void this.#continue(view) } });
   }
 
   /** Says why there is no answer, and offers what can be done about it. */
-  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ { kind, problem }) {
-    const gone = ["conversation_not_found", "previous_response_not_found"].includes(problem?.code ?? "") || kind === "lost";
-    const full = problem?.code === "context_length_exceeded";
-    const lost = "The connection broke here, and the server no longer has the rest of this answer.";
+  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome) {
+    const { text, endsConversation } = problemText(outcome);
     const again = () => {
-      if (gone || full) this.#startAnew(view);
-      else {
-        this.#drop(view);
-        void this.#send(view.items);
-      }
+      this.#drop(view);
+      void this.#send(view.items);
     };
-    const text = full ? "This conversation has filled the model's context and cannot go on."
-      : kind === "lost" ? lost
-      : gone ? "The server no longer has this conversation. Nothing above will be remembered."
-      : (problem?.message || "The server gave no reason.");
     view.addNote(text, {
       isError: true,
-      action: { label: gone || full ? "Start anew with this message" : "Try again", run: again },
+      action: endsConversation
+        ? { label: "Start anew with this message", run: () => this.#startAnew(view) }
+        : { label: "Try again", run: again },
     });
   }
 
@@ -270,11 +268,10 @@ export class ConversationPane extends EventTarget {
       previous_response_id: cut,
       penstock: { continue: true },
     });
-    // It takes no head while it runs; `done` of the pane comes after this one.
-    void answer.done.then(({ responseId, kind }) => {
-      if (id && responseId && kind !== "failed") return this.#moveHead(id, responseId, cut);
+    // It takes no head while it runs.
+    this.#watch(view, answer, (outcome) => {
+      if (id && outcome.responseId && wasKept(outcome)) return this.#moveHead(id, outcome.responseId, cut);
     });
-    this.#watch(view, answer);
   }
 
   #moveHead(/** @type {string} */ id, /** @type {string | null} */ turn, /** @type {string | null} */ expected) {
@@ -294,7 +291,9 @@ export class ConversationPane extends EventTarget {
       const parent = tree.data.find((turn) => turn.turn === view.turnIds[0])?.parent ?? null;
       await conversations.setHead(id, parent, tree.head);
       this.views.splice(this.views.indexOf(view)).forEach((later) => later.remove());
-      void this.#send(items, () => this.#moveHead(id, tree.head, parent));
+      void this.#send(items, (outcome) => {
+        if (!wasKept(outcome)) return this.#moveHead(id, tree.head, parent);
+      });
     });
   }
 
@@ -357,27 +356,4 @@ export class ConversationPane extends EventTarget {
     }
     this.dispatchEvent(new Event("change"));
   }
-}
-
-/** @returns {{ role: "user", content: { type: string, text: string }[] }} */
-function userItem(/** @type {string} */ text) {
-  return { role: "user", content: [{ type: "input_text", text }] };
-}
-
-/** The turns that begin where a view begins, and which of them it shows. */
-function placeOf(/** @type {Tree} */ tree, /** @type {TurnView} */ view) {
-  const own = tree.data.find((turn) => turn.turn === view.turnIds[0]);
-  const siblings = own ? childrenOf(tree, own.parent) : [];
-  return { siblings, index: siblings.findIndex((turn) => turn === own) };
-}
-
-/** Turns as they are shown: one without input goes on with the answer before it. */
-function grouped(/** @type {Turn[]} */ path) {
-  /** @type {Turn[][]} */ const groups = [];
-  for (const turn of path) {
-    const isContinuation = turn.response_id && turn.items?.length === 0 && groups.at(-1)?.at(-1)?.output;
-    if (isContinuation) groups[groups.length - 1].push(turn);
-    else groups.push([turn]);
-  }
-  return groups;
 }

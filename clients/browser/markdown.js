@@ -100,13 +100,8 @@ function continuesList(/** @type {ListItem[]} */ items, /** @type {ListItem} */ 
 /** @returns {HTMLElement} */
 function renderBlock(/** @type {Block} */ block) {
   switch (block.type) {
-    case "code": {
-      const pre = element("pre");
-      pre.tabIndex = 0; // a wide block scrolls; the keyboard must be able to
-      if (block.language) pre.dataset.language = block.language;
-      pre.append(element("code", block.text));
-      return pre;
-    }
+    case "code":
+      return renderCode(block);
     case "heading":
       return withInline(element(`h${Math.min(6, block.level + 2)}`), block.text);
     case "list":
@@ -114,6 +109,22 @@ function renderBlock(/** @type {Block} */ block) {
     default:
       return withInline(element("p"), block.text);
   }
+}
+
+/** A block of code under its language's name and a button, of which the page makes one that copies. */
+function renderCode(/** @type {{ language: string, text: string }} */ { language, text }) {
+  const [block, head, pre] = [element("div"), element("div"), element("pre")];
+  const copy = /** @type {HTMLButtonElement} */ (element("button", "Copy"));
+  block.className = "code";
+  head.className = "code-head";
+  copy.type = "button";
+  copy.dataset.copies = "";
+  copy.setAttribute("aria-label", "Copy code");
+  head.append(element("span", language), copy);
+  pre.tabIndex = 0; // a wide block scrolls; the keyboard must be able to
+  pre.append(element("code", text));
+  block.append(head, pre);
+  return block;
 }
 
 /** Nests items by their indentation. */
@@ -173,9 +184,6 @@ function morph(/** @type {Node} */ old, /** @type {Node} */ fresh) {
     if (fresh.data.startsWith(old.data)) old.appendData(fresh.data.slice(old.data.length));
     else old.data = fresh.data;
   } else {
-    if (fresh instanceof HTMLElement && fresh.dataset.language) {
-      /** @type {HTMLElement} */ (old).dataset.language = fresh.dataset.language;
-    }
     const [before, after] = [[...old.childNodes], [...fresh.childNodes]];
     before.slice(after.length).forEach((node) => node.remove());
     after.forEach((node, index) => (index < before.length ? morph(before[index], node) : old.appendChild(node)));

@@ -1,1 +1,52 @@
-"""Python clients. What they do not know: the server's code; they speak its public protocol."""
+"""The Python client. What it does not know: the server's code; it speaks its public protocol."""
+
+from .client import AsyncClient, Client
+from .errors import (
+    AuthenticationError,
+    ConflictError,
+    ConnectionLostError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    PenstockError,
+    PermissionDeniedError,
+    ProtocolError,
+    RateLimitError,
+    RefusedError,
+    ResponseExpiredError,
+    ResponseFailedError,
+    ServerError,
+    TransportError,
+    UnreachableError,
+)
+from .event_stream import EventStream
+from .events import ResponseEvent
+from .objects import output_text
+from .responses_socket import ResponsesSocket
+from .retries import RetryPolicy
+
+__all__ = [
+    "AsyncClient",
+    "AuthenticationError",
+    "Client",
+    "ConflictError",
+    "ConnectionLostError",
+    "EventStream",
+    "InvalidRequestError",
+    "NotFoundError",
+    "OverloadedError",
+    "PenstockError",
+    "PermissionDeniedError",
+    "ProtocolError",
+    "RateLimitError",
+    "RefusedError",
+    "ResponseEvent",
+    "ResponseExpiredError",
+    "ResponseFailedError",
+    "ResponsesSocket",
+    "RetryPolicy",
+    "ServerError",
+    "TransportError",
+    "UnreachableError",
+    "output_text",
+]

@@ -10,6 +10,7 @@ Not known here: which wire it is (`sources`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, Self, cast
 
 from .errors import ConnectionLostError, PenstockError, ResponseFailedError
@@ -18,7 +19,7 @@ from .objects import Response
 from .operation import AsyncRunner, R, Resource, SyncRunner, operation
 from .retries import RetryPolicy
 from .sources import Event, Source
-from .steps import Sleep, Steps
+from .steps import Locked, Sleep, Steps, T
 from .track import TERMINAL
 
 
@@ -31,18 +32,17 @@ class EventStream(Resource[R], Generic[R]):
     Attributes:
         text: all text that was read.
         response: as its terminal event has it; None before.
-        num_resumes: connections that were needed beside the first.
     """
 
     def __init__(self, runner: R, source: Source, retries: RetryPolicy) -> None:
         super().__init__(runner)
         self.text = ""
         self.response: Response | None = None
-        self.num_resumes = 0
         self._source = source
         self._retries = retries
         self._unread: deque[Event] = deque()  # come while `cancel` waited for the id
         self._is_closed = False
+        self._reading = runner.new_lock()  # `cancel` may come from another thread or task
 
     @property
     def response_id(self) -> str | None:
@@ -62,7 +62,7 @@ class EventStream(Resource[R], Generic[R]):
             ResponseFailedError: it failed.
             ValueError: the stream was closed before its end.
         """
-        while (yield from self._next()) is not None:
+        while (yield from self._next_locked()) is not None:
             pass
         response = self.response
         if response is None:
@@ -78,14 +78,19 @@ class EventStream(Resource[R], Generic[R]):
     def cancel(self) -> Steps[None]:
         """Stop the answer; the events up to its terminal one still come. After the end: nothing."""
         track = self._source.track
-        while track.response_id is None:
-            self._unread.append((yield from self._read()))
-        if not track.is_ended:
-            yield from self._source.cancel()
+        if track.response_id is None:
+            yield Locked(self._reading, self._learn_id())
+        if not track.is_ended and not (yield from self._source.cancel()):
+            self._is_closed = True
+
+    def begin(self) -> Steps[Self]:
+        """Ask now, not with the first read."""
+        yield from self._patiently(self._open)
+        return self
 
     @operation
     def close(self) -> Steps[None]:
-        """Leave."""
+        """Leave. There is nothing more to read then."""
         self._is_closed = True
         yield from self._source.close()
 
@@ -93,7 +98,7 @@ class EventStream(Resource[R], Generic[R]):
         return self
 
     def __next__(self: EventStream[SyncRunner]) -> ResponseEvent:
-        event = self._runner.run(self._next())
+        event = self._runner.run(self._next_locked())
         if event is None:
             raise StopIteration
         return event
@@ -108,7 +113,7 @@ class EventStream(Resource[R], Generic[R]):
         return self
 
     async def __anext__(self: EventStream[AsyncRunner]) -> ResponseEvent:
-        event = await self._runner.run(self._next())
+        event = await self._runner.run(self._next_locked())
         if event is None:
             raise StopAsyncIteration
         return event
@@ -119,32 +124,51 @@ class EventStream(Resource[R], Generic[R]):
     async def __aexit__(self: EventStream[AsyncRunner], *_: object) -> None:
         await self.close()
 
+    def _next_locked(self) -> Steps[ResponseEvent | None]:
+        event: ResponseEvent | None = yield Locked(self._reading, self._next())
+        return event
+
+    def _learn_id(self) -> Steps[None]:
+        while self._source.track.response_id is None:
+            self._unread.append((yield from self._patiently(self._read)))
+
     def _next(self) -> Steps[ResponseEvent | None]:
         if self.response is not None or self._is_closed:
             return None
-        event: Any = self._unread.popleft() if self._unread else (yield from self._read())
+        if self._unread:
+            event: Any = self._unread.popleft()
+        else:
+            event = yield from self._patiently(self._read)
         if event["type"] == "response.output_text.delta":
             self.text += event["delta"]
         elif event["type"] in TERMINAL:
             self.response = event["response"]
             yield from self._source.close()
-        return cast(ResponseEvent, event)
+        return cast("ResponseEvent", event)
+
+    def _open(self) -> Steps[None]:
+        if not self._source.is_open:
+            yield from self._source.open()
 
     def _read(self) -> Steps[Event]:
-        """The next event, over as many connections as it takes."""
-        source, attempt = self._source, 0
+        yield from self._open()
+        return (yield from self._source.next())
+
+    def _patiently(self, attempted: Callable[[], Steps[T]]) -> Steps[T]:
+        """Its result, over as many connections as it takes."""
+        source, retries, num_attempts = self._source, self._retries, 0
         while True:
             try:
-                if not source.is_open:
-                    self.num_resumes += source.track.response_id is not None
-                    yield from source.open()
-                return (yield from source.next())
+                return (yield from attempted())
             except PenstockError as error:
                 yield from source.give_up()
-                attempt += 1
-                wait_s = self._wait_s(error, attempt)
-                if wait_s is None:
+                num_attempts += 1
+                wait_s = self._wait_s(error, num_attempts)
+                if wait_s is None or self._is_closed:
+                    self._is_closed = True
+                    yield from source.close()
                     raise
+                retries.on_wait(error, wait_s)
                 yield Sleep(wait_s)
             except GeneratorExit:
                 raise

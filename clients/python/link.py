@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import ConnectionLostError, RefusedError, refused
+from .errors import ConnectionLostError, PenstockError, ProtocolError, refused
 from .server import Server, error_of
 from .sources import Event, leaves_a_turn, parse_event
 from .steps import Close, Locked, Send, Steps, read_text
@@ -48,8 +48,10 @@ class Link:
         self._lanes[name] = LaneSource(self, name, body, track)
         return self._lanes[name]
 
-    def free(self, name: str) -> None:
-        self._lanes.pop(name, None)
+    def free(self, lane: LaneSource) -> None:
+        """Its name may be used again: the server is done with it."""
+        if self._lanes.get(lane.name) is lane:
+            del self._lanes[lane.name]
 
     def join(self, lane: LaneSource) -> Steps[None]:
         """Under the lock: have the lane's response asked for, or resumed, on a connection that
@@ -96,9 +98,9 @@ class Link:
 
     def _drop(self) -> Steps[None]:
         socket, self._socket = self._socket, None
-        for name, lane in list(self._lanes.items()):
+        for lane in list(self._lanes.values()):
             if lane.is_abandoned:
-                self.free(name)
+                self.free(lane)
         if socket is not None:
             yield Close(socket)
 
@@ -116,18 +118,16 @@ class LaneSource:
         body: of the question; None: the response is there already, and `track` says which.
     """
 
-    def __init__(
-        self, link: Link, name: str, body: Mapping[str, Any] | None, track: Track
-    ) -> None:
+    def __init__(self, link: Link, name: str, body: Mapping[str, Any] | None, track: Track) -> None:
         self.track = track
         self.is_repeatable = body is None or not leaves_a_turn(body)
         self.is_kept = body is None or body.get("store", True)
         self.generation = 0  # of the connection on which it was begun; 0: none
         self.is_abandoned = False
         self._link = link
-        self._name = name
+        self.name = name
         self._body = body
-        self._ready: deque[Event | RefusedError] = deque()
+        self._ready: deque[Event | PenstockError] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -143,18 +143,18 @@ class LaneSource:
     def is_under_way(self) -> bool:
         """Whether a new connection should bring the rest, unasked."""
         has_begun = self.track.response_id is not None and self.is_kept
-        is_refused = any(isinstance(item, RefusedError) for item in self._ready)
+        is_refused = any(isinstance(item, PenstockError) for item in self._ready)
         return has_begun and not (self.track.is_ended or self.is_abandoned or is_refused)
 
     def opening(self) -> dict[str, Any]:
         """The message that begins it, or goes on."""
         if self.track.response_id is None:
-            return {"type": "response.create", **(self._body or {}), "stream_id": self._name}
+            return {"type": "response.create", **(self._body or {}), "stream_id": self.name}
         return {
             "type": "penstock.resume",
             "response_id": self.track.response_id,
             "starting_after": self.track.last_number,
-            "stream_id": self._name,
+            "stream_id": self.name,
         }
 
     def take(self, event: Event) -> None:
@@ -164,10 +164,19 @@ class LaneSource:
         elif event["type"] == "penstock.recovered":
             if not event["recovered"]:
                 self._refuse(refused(404, event.get("error")))
-        elif self.track.take(event) and not self.is_abandoned:
+        else:
+            self._take_own(event)
+
+    def _take_own(self, event: Event) -> None:
+        try:
+            is_new = self.track.take(event)
+        except ProtocolError as error:  # its own reader is to know, not the one that received it
+            self._refuse(error)
+            return
+        if is_new and not self.is_abandoned:
             self._ready.append(event)
-        if self.is_abandoned and self.track.is_ended:
-            self._link.free(self._name)
+        if self.track.is_ended:
+            self._link.free(self)
 
     def open(self) -> Steps[None]:
         yield Locked(self._link.lock, self._link.join(self))
@@ -178,7 +187,7 @@ class LaneSource:
                 raise ConnectionLostError("the connection to the server broke")
             yield Locked(self._link.lock, self._link.pump(self))
         item = self._ready.popleft()
-        if isinstance(item, RefusedError):
+        if isinstance(item, PenstockError):
             self.generation = 0
             raise item
         return item
@@ -191,15 +200,24 @@ class LaneSource:
         self._ready.clear()
         self.is_abandoned = True
         if self.track.is_ended or self.generation == 0 or not self._link.is_up:
-            self._link.free(self._name)
+            self._link.free(self)
         yield from ()
 
-    def cancel(self) -> Steps[None]:
+    def cancel(self) -> Steps[bool]:
         message = {"type": "penstock.cancel", "response_id": self.track.response_id}
-        yield from self._link.send(message)
+        for is_last in (False, True):
+            try:
+                yield from self.open()
+                yield from self._link.send(message)
+            except ConnectionLostError:
+                if is_last:
+                    raise
+            else:
+                break
+        return True
 
-    def _refuse(self, error: RefusedError) -> None:
+    def _refuse(self, error: PenstockError) -> None:
         if self.is_abandoned:
-            self._link.free(self._name)
+            self._link.free(self)
         else:
             self._ready.append(error)

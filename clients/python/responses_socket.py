@@ -1,9 +1,9 @@
 """Many responses side by side on one WebSocket, for both clients.
 
-    with client.connect() as socket:
-        first = socket.stream(model="demo", input="One.")
-        second = socket.stream(model="demo", input="Two.")
-        print(first.final(), second.final())
+with client.connect() as socket:
+    first = socket.create(model="demo", input="One.")
+    second = socket.create(model="demo", input="Two.")
+    print(first.final(), second.final())
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ class ResponsesSocket(Resource[R], Generic[R]):
         self._server = server
         self._link = Link(server, runner.new_lock())
 
-    def stream(
+    @operation
+    def create(
         self,
         *,
         model: str,
         input: str | Messages | None = None,  # noqa: A002 (OpenAI's name)
         generate: bool | None = None,
         **params: Unpack[ResponseParams],
-    ) -> EventStream[R]:
-        """A response; it is asked for with the first read.
+    ) -> Steps[EventStream[R]]:
+        """Ask for a response. Its events come as the result is read.
 
         Args:
             generate: false prepares the prompt and answers nothing.
         """
         body = body_of(params, model=model, input=input, generate=generate)
-        return self._stream(body, Track())
+        return (yield from self._stream(body, Track()).begin())
 
-    def follow(self, response_id: str, *, starting_after: int = -1) -> EventStream[R]:
+    @operation
+    def follow(self, response_id: str, *, starting_after: int = -1) -> Steps[EventStream[R]]:
         """The events of a response that is there already, from behind a number."""
-        return self._stream(None, Track(response_id, starting_after=starting_after))
+        track = Track(response_id, starting_after=starting_after)
+        return (yield from self._stream(None, track).begin())
 
     @operation
     def close(self) -> Steps[None]:

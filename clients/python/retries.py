@@ -12,6 +12,10 @@ _REFUSED_FOR_NOW = (408, 425, 429, 503)  # nothing was begun
 _UNCLEAR = (500, 502, 504)  # something may have been
 
 
+def _say_nothing(_: PenstockError, __: float) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """How patient a client is.
@@ -21,12 +25,14 @@ class RetryPolicy:
         max_resumes: attempts in a row to go on with a stream that brought nothing new; with the
             default waits the last is some 40 s after the first.
         max_retry_after_s: a server that wants more patience than this gets none.
+        on_wait: is told of every failure that is made up for, and the seconds until then.
         first_wait_s: doubled with each attempt, up to `max_wait_s`.
     """
 
     max_retries: int = 2
     max_resumes: int = 9
     max_retry_after_s: float = 60.0
+    on_wait: Callable[[PenstockError, float], None] = _say_nothing
     first_wait_s: float = 0.25
     max_wait_s: float = 8.0
     draw: Callable[[], float] = random.random

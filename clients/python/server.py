@@ -22,7 +22,7 @@ class Server:
 
     base_url: str
     api_key: str | None = field(default=None, repr=False)
-    retries: RetryPolicy = RetryPolicy()
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
 
     @classmethod
     def parse(
@@ -83,9 +83,7 @@ class Server:
         try:
             return json.loads(answer.body)
         except ValueError:
-            raise ProtocolError(
-                f"{self.base_url} does not answer like a penstock server"
-            ) from None
+            raise ProtocolError(f"{self.base_url} does not answer like a penstock server") from None
 
     def carry_through(self, request: Request) -> Steps[Answer]:
         """A good answer, tried again where that may help."""
@@ -98,6 +96,7 @@ class Server:
                 wait_s = self.retries.wait_s(error, attempt, is_repeatable=request.is_repeatable)
                 if wait_s is None:
                     raise
+                self.retries.on_wait(error, wait_s)
                 yield Sleep(wait_s)
 
     def once(self, request: Request) -> Steps[Answer]:

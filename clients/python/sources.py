@@ -55,8 +55,8 @@ class Source(Protocol):
         """Nobody reads any more."""
         ...
 
-    def cancel(self) -> Steps[None]:
-        """Have the response stopped; its id is known."""
+    def cancel(self) -> Steps[bool]:
+        """Have the response stopped; its id is known. False: no more events of it will come."""
         ...
 
 
@@ -88,6 +88,7 @@ class SseSource:
             body = {**(self._body or {}), "stream": True}
             request = self._server.request("POST", "/responses", body=body)
         else:
+            query: dict[str, str | int | None]
             query = {"stream": "true", "starting_after": self.track.last_number}
             path = f"/responses/{self.track.response_id}"
             request = self._server.request("GET", path, query=query)
@@ -115,23 +116,32 @@ class SseSource:
     def close(self) -> Steps[None]:
         yield from self.give_up()
 
-    def cancel(self) -> Steps[None]:
+    def cancel(self) -> Steps[bool]:
         if not self.is_kept:  # it ends when its reader leaves
             yield from self.close()
-            return
+            return False
         path = f"/responses/{self.track.response_id}/cancel"
-        yield from self._server.call(self._server.request("POST", path))
+        yield from self._server.carry_through(self._server.request("POST", path))
+        return True
 
 
 def parse_event(text: str) -> Event:
     """Raises: ProtocolError."""
-    try:
-        event = json.loads(text)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict) or not isinstance(event.get("type"), str):
-        raise ProtocolError(f"no event: {text[:100]!r}")
+    event = parse_json(text)
+    if not isinstance(event.get("type"), str):
+        raise ProtocolError(f"this is no event: {text[:100]!r}")
     return event
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """An object. Raises: ProtocolError."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        told = None
+    if not isinstance(told, dict):
+        raise ProtocolError(f"this is no JSON object: {text[:100]!r}")
+    return told
 
 
 def leaves_a_turn(body: Mapping[str, Any]) -> bool:

@@ -139,22 +139,9 @@ class InputBatch:
         if self._staging is not None:
             arrays |= _awaited(arrays["input_ids"], rows.repeat(query_lens), rows[sampled])
         tensors = self._upload(arrays)
-        layout = PagedLayout(
-            query_start_loc=tensors["query_start_loc"],
-            seq_lens=tensors["seq_lens"],
-            block_tables=tensors["block_tables"],
-            slot_mapping=tensors["slots"],
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-        )
         inputs = StepInputs(
             input_ids=tensors["input_ids"],
-            context=ForwardContext(
-                kv_pool=kv_pool,
-                layout=layout,
-                positions=tensors["positions"],
-                prompt_lens=tensors.get("prompt_lens"),
-            ),
+            context=_context(tensors, kv_pool, int(query_lens.max()), int(seq_lens.max())),
             sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
             sampled_tokens=tensors.get("sampled_tokens"),
             sampling=self._sampling.select(rows[sampled], seq_lens[sampled]),
@@ -305,6 +292,25 @@ def _awaited(
         "awaited_rows": rows_of_tokens[places],
         "sampled_rows": sampled_rows,
     }
+
+
+def _context(
+    tensors: dict[str, Tensor], kv_pool: Tensor, max_query_len: int, max_seq_len: int
+) -> ForwardContext:
+    layout = PagedLayout(
+        query_start_loc=tensors["query_start_loc"],
+        seq_lens=tensors["seq_lens"],
+        block_tables=tensors["block_tables"],
+        slot_mapping=tensors["slots"],
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    return ForwardContext(
+        kv_pool=kv_pool,
+        layout=layout,
+        positions=tensors["positions"],
+        prompt_lens=tensors.get("prompt_lens"),
+    )
 
 
 def _token_rows(tensors: dict[str, Tensor]) -> TokenRows:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.gateway.callers import Limits
-from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.errors import RequestRefusedError, retry_headers
 
 if TYPE_CHECKING:
     from penstock.gateway.admission.quotas import Levels
@@ -38,12 +38,7 @@ class NotAdmittedError(RequestRefusedError):
         num_queued: int = 0,
     ) -> None:
         super().__init__(message, code=code, status=status)
-        retry_s = jittered(wait_s)
-        self.headers = {
-            "Retry-After": str(math.ceil(retry_s)),
-            "retry-after-ms": str(math.ceil(retry_s * 1e3)),
-            **(headers or {}),
-        }
+        self.headers = {**retry_headers(jittered(wait_s)), **(headers or {})}
         self._wait_ms = math.ceil(wait_s * 1e3)
         self.tell_queue(num_queued)
 

@@ -116,7 +116,7 @@ async def _chunks(writer: EventWriter, after: int) -> AsyncGenerator[bytes, None
 def _broken(error: Exception) -> bytes:
     """The log cannot be followed any further here: no terminal event, so that the client comes
     back for the rest."""
-    return named("error", orjson.dumps({"type": "error", **failure_of(error).body()["error"]}))
+    return named("error", orjson.dumps({**failure_of(error).body()["error"], "type": "error"}))
 
 
 async def _whole(log: ResponseLog) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.gateway.generation import Generation, Usage
+from penstock.gateway.delta_source import DeltaSource, Usage
 from penstock.gateway.schemas import StreamOptions
 
 
@@ -29,7 +29,7 @@ class StreamUsage:
         self.is_shown = options.include_usage
         self._is_continuous = options.include_usage and options.continuous_usage_stats
 
-    def of_chunk(self, generations: Sequence[Generation]) -> dict[str, Any] | None:
+    def of_chunk(self, generations: Sequence[DeltaSource]) -> dict[str, Any] | None:
         """A chunk before the last says null, unless a running count was asked for."""
         if not self._is_continuous:
             return None

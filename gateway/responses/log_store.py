@@ -22,6 +22,10 @@ _TOKEN_BYTES = 40
 CarryOn = Callable[[ResponseLog], None]
 
 
+class LogExistsError(Exception):
+    """Two gateways, or one twice, began the same: the first runs it."""
+
+
 class LogStore(Protocol):
     """Response logs by id."""
 
@@ -38,6 +42,7 @@ class LogStore(Protocol):
         """The log of a new response that this gateway owns.
 
         Raises:
+            LogExistsError: there is one of that id.
             StoreUnavailableError: nothing can be stored now.
         """
         ...
@@ -94,6 +99,9 @@ class MemoryLogStore:
         """Nobody else's responses can come here."""
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
+        self._drop_old()
+        if header.response_id in self._logs:
+            raise LogExistsError(header.response_id)
         log = self._logs[header.response_id] = ResponseLog(header, storage=self)
         return log
 

@@ -32,6 +32,9 @@ class ResponseHeader:
         input_items: of this turn, as the API shows them.
         takes_head: it holds the head of its conversation until its end.
         continues: its text goes on where its parent's broke off (`penstock.continue`).
+        is_turn: False of an answer that is no response of a conversation: one to a request with an
+            `Idempotency-Key`, whose deltas have logprobs as `responses.replay` packs them.
+        continues_prompt: its text is the prompt's next words, not one of its own.
         rendering: length and digest of what the prompt was tokenised from, where that is known.
     """
 
@@ -47,6 +50,8 @@ class ResponseHeader:
     generates: bool = True
     is_background: bool = False
     continues: bool = False
+    is_turn: bool = True
+    continues_prompt: bool = False
     input_items: tuple[Mapping[str, Any], ...] = ()
     rendering: tuple[int, bytes] | None = None
 

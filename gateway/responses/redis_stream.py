@@ -132,10 +132,11 @@ async def lean_round_trip(redis: Redis, commands: Sequence[Command]) -> list[Any
     Raises:
         RedisError: Redis does not answer.
     """
-    if isinstance(redis, RedisCluster):
+    client: object = redis  # to its type, a cluster's client is none
+    if isinstance(client, RedisCluster):
         return await round_trip(redis, commands)
-    pool = redis.connection_pool
-    connection = await pool.get_connection()
+    pool: Any = redis.connection_pool
+    connection: AbstractConnection = await pool.get_connection()
     try:
         await connection.send_packed_command(connection.pack_commands(commands))
         return [await _reply(connection) for _ in commands]

@@ -30,7 +30,7 @@ from penstock.gateway.generator import Generator
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.responses.echo import echo_of
 from penstock.gateway.responses.log import ResponseLog
-from penstock.gateway.responses.log_store import LogStore
+from penstock.gateway.responses.log_store import LogStore, response_expired
 from penstock.gateway.responses.prompt import Prompt, PromptBuilder
 from penstock.gateway.responses.record import ResponseHeader
 from penstock.gateway.responses.run import ResponseRun, RunSettings
@@ -122,6 +122,22 @@ class Responder:
         self._keep(run.start(after=self._engine_is_there))  # it may have died meanwhile
         return run
 
+    async def answer(self, generation: Generation, header: ResponseHeader) -> ResponseLog:
+        """The log of an answer that is no turn; it runs from now on, on its own.
+
+        Raises:
+            LogExistsError: it runs or ran already.
+            StoreUnavailableError: it cannot be logged now.
+        """
+        try:
+            log = await self._logs.create(header)
+        except BaseException:
+            generation.discard()
+            raise
+        run = self._run(generation, log, turn=None, text=None)
+        self._keep(run.start(after=self._engine_is_there))
+        return log
+
     async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
         """The log of a response whose turn is begun; None if it is to run without storage."""
         place = prompt.place
@@ -164,9 +180,13 @@ class Responder:
     def _carry_on(self, log: ResponseLog) -> None:
         """Go on with a response whose gateway is gone, from the last entry it stored."""
         generation = self._generator.resume(
-            log.header.request, output_token_ids=log.token_ids, shown_text=log.text
+            log.header.request,
+            output_token_ids=log.token_ids,
+            shown_text=log.text,
+            continues_prompt=log.header.continues_prompt,
         )
-        run = self._run(generation, log, turn=turn_of(log.header), text=None)
+        turn = turn_of(log.header) if log.header.is_turn else None
+        run = self._run(generation, log, turn=turn, text=None)
         self._keep(run.start(after=self._engine_is_there))
 
     async def _engine_is_there(self) -> None:
@@ -184,6 +204,13 @@ class Responder:
 
     async def log(self, caller: Caller, response_id: str) -> ResponseLog:
         """The events of a response, running or ended; raises as `LogStore.find`."""
+        log = await self._logs.find(caller.tenant, response_id)
+        if not log.header.is_turn:
+            raise response_expired(response_id)
+        return log
+
+    async def answer_log(self, caller: Caller, response_id: str) -> ResponseLog:
+        """The log of what `answer` began; raises as `LogStore.find`."""
         return await self._logs.find(caller.tenant, response_id)
 
     async def resume(self, caller: Caller, response_id: str) -> ResponseLog:

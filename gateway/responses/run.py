@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.request import FinishReason
+from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.branch import Delta
 from penstock.gateway.conversations.prompt_ids import rendering_of
@@ -34,6 +34,7 @@ from penstock.gateway.logprobs import token_objects
 from penstock.gateway.responses.events import num_closing_events, response_object
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.record import DeltaEntry, EndEntry
+from penstock.gateway.responses.replay import packed
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
@@ -85,6 +86,8 @@ class ResponseRun:
         self._generation = generation
         self._tokenizer = tokenizer
         self._turn = turn
+        # Who reads it may come back. (The turn of a response without storage is None, too.)
+        self._is_logged = turn is not None or not log.header.is_turn
         self._prompt_text = prompt_text
         self._conversations = conversations
         self._settings = settings
@@ -135,8 +138,11 @@ class ResponseRun:
                 raise GenerationFailedError(
                     f"nobody read this response for {self._settings.grace_s:.0f} s"
                 )
-            reason = generation.branches[0].finish_reason
+            branch = generation.branches[0]
+            reason = branch.finish_reason
             assert reason is not None
+            if not self.log.header.is_turn and self._num_logged < len(branch.token_ids):
+                self._log("", ())  # an answer may name all of its tokens
             return self._end(reason)
         except Exception as error:  # whatever it was, the response ends with a terminal event
             self.failure = failure_of(error)
@@ -154,8 +160,13 @@ class ResponseRun:
                 self._notify(delta)
             text += delta.text
             if delta.logprobs:
-                logprobs += tuple(token_objects(self._tokenizer, delta.logprobs))
+                logprobs += self._written(delta.logprobs)
         self._append(text, logprobs)
+
+    def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
+        if self.log.header.is_turn:
+            return tuple(token_objects(self._tokenizer, entries))
+        return packed(entries)
 
     def _notify(self, delta: Delta) -> None:
         if delta.notice is not None:
@@ -166,10 +177,13 @@ class ResponseRun:
 
     def _append(self, text: str, logprobs: tuple[dict[str, Any], ...]) -> None:
         if text or logprobs:
-            token_ids = self._generation.branches[0].token_ids
-            new = tuple(token_ids[self._num_logged :])
-            self._num_logged += len(new)
-            self.log.append(DeltaEntry(self.log.next_number, text, new, logprobs))
+            self._log(text, logprobs)
+
+    def _log(self, text: str, logprobs: tuple[dict[str, Any], ...]) -> None:
+        token_ids = self._generation.branches[0].token_ids
+        new = tuple(token_ids[self._num_logged :])
+        self._num_logged += len(new)
+        self.log.append(DeltaEntry(self.log.next_number, text, new, logprobs))
 
     def _end(
         self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
@@ -241,8 +255,8 @@ class ResponseRun:
         if self.log.readers:
             self._has_been_read = True
             self._stop_grace()
-        elif self._turn is None and self._has_been_read:
-            self._abandon()  # nobody can come back to what is not stored
+        elif not self._is_logged and self._has_been_read:
+            self._abandon()  # nobody can come back to it
         elif self._grace is None:
             loop = asyncio.get_running_loop()
             self._grace = loop.call_later(self._settings.grace_s, self._abandon)

@@ -32,7 +32,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.child import Child
 from penstock.load.arguments import add_out, counts
 from penstock.load.gateway.clock_file import MAX_FRAMES, ClockFile
-from penstock.load.gateway.readers import LETTER
+from penstock.load.gateway.readers import IDLE, LETTER
 from penstock.load.report.options import settings_of
 from penstock.load.tables import table, write_report
 
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "events of a response (/v1/responses)")  # fmt: skip
     parser.add_argument("--frames-per-s", type=float, default=100.0, help="of the engine")
     parser.add_argument("--window-s", type=float, default=5.0, help="measured, each")
+    parser.add_argument("--idle-sockets", type=int, default=1000, help="of which memory is told")
     parser.add_argument("--redis-url", help="keep response logs there")
     add_out(parser)
 
@@ -91,9 +92,17 @@ def run(parsed: argparse.Namespace) -> int:
                 is_clean &= seen["num_lost"] == 0
                 rows.append(row)
                 print(_line(row), flush=True)
-    report = f"{markdown(rows)}\n\n{_NOTES}"
+    num_bytes = _idle_socket_bytes(parsed)
+    report = (
+        f"{markdown(rows)}\n\n{_NOTES}\n\nAn idle WebSocket takes {num_bytes / 1024:.1f} KiB of "
+        f"the gateway's memory (of {parsed.idle_sockets:,})."
+    )
     print("\n" + report)
-    data = {"settings": settings_of(parsed), "rows": [dataclasses.asdict(row) for row in rows]}
+    data = {
+        "settings": settings_of(parsed),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "idle_socket_bytes": num_bytes,
+    }
     paths = write_report(parsed.out, "gateway", markdown=f"# The gateway\n\n{report}", data=data)
     print("\nwrote", ", ".join(map(str, paths)))
     return 0 if is_clean else 1
@@ -162,6 +171,30 @@ def _measure(
         p99_ms=seen["p99_ms"],
         reader_cpu_us_per_token=1e6 * seen["reader_cpu_s"] / num_tokens,
     )
+
+
+def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
+    """Growth of the gateway's memory per WebSocket that is open and silent."""
+    with _servers(parsed, 0.0) as (port, gateway, clock_file):
+        process = psutil.Process(gateway)
+        before = process.memory_info().rss
+        settings = {
+            "wire": IDLE,
+            "port": port,
+            "model": "stub",
+            "num_streams": parsed.idle_sockets,
+            "num_tokens": 1,
+            "warm_up_s": _WARM_UP_S,
+            "window_s": 1.0,
+            "clock_file": str(clock_file),
+        }
+        command = [sys.executable, "-m", "penstock.load.gateway.readers", json.dumps(settings)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as readers:  # noqa: S603
+            assert readers.stdout is not None
+            if not readers.stdout.readline():
+                raise ConfigError("the readers could not connect")
+            grown: int = process.memory_info().rss - before
+    return grown / parsed.idle_sockets
 
 
 @contextlib.contextmanager

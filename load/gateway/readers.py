@@ -27,6 +27,7 @@ import uvloop
 from penstock.load.gateway.clock_file import ClockFile
 
 LETTER = "a"
+IDLE = "idle"  # a WebSocket on which nothing is asked
 _DELTA = re.compile(rb'"(?:delta|content)":"(a+)"')
 _MAX_EVENT_BYTES = 2048
 _CONNECTS_AT_ONCE = 64
@@ -88,7 +89,7 @@ class Reader(asyncio.Protocol):
 
 
 def requests_of(wire: str, number: int, settings: dict[str, Any]) -> list[bytes]:
-    """What opens a stream, one after the other; `wire` is chat, responses or websocket."""
+    """What opens a stream, one after the other; `wire` is chat, responses, websocket or idle."""
     model, num_tokens = settings["model"], settings["num_tokens"]
     shared = {"model": model, "seed": number, "ignore_eos": True, "stream": True}
     host = f"Host: 127.0.0.1:{settings['port']}\r\n"
@@ -104,6 +105,8 @@ def requests_of(wire: str, number: int, settings: dict[str, Any]) -> list[bytes]
         f"GET /v1/responses HTTP/1.1\r\n{host}Upgrade: websocket\r\nConnection: Upgrade\r\n"
         f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n"
     )
+    if wire == IDLE:
+        return [upgrade.encode()]
     create = {"type": "response.create", **asked}
     return [upgrade.encode(), _text_frame(json.dumps(create).encode())]
 

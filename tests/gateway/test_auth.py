@@ -105,7 +105,7 @@ async def test_the_page_and_its_policy(served: Served) -> None:
     response = await served.http.get("/")
     assert response.status_code == 200
     assert "<title>penstock" in response.text
-    assert response.headers["content-security-policy"].startswith("default-src 'self';")
+    assert response.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
     assert response.headers["x-content-type-options"] == "nosniff"
     with pytest.raises(websockets.InvalidStatus):
         await websockets.connect(f"ws://127.0.0.1:{served.port}/elsewhere")

@@ -20,8 +20,6 @@ _CHECKS = (
     "content_type_conformance",
     "response_headers_conformance",
     "response_schema_conformance",
-    "unsupported_method",
-    "allow_header_conformance",
     "use_after_free",
     "ensure_resource_availability",
 )
@@ -29,14 +27,14 @@ _CHECKS = (
 
 @pytest.mark.slow
 async def test_the_server_does_what_it_says(serve: Serve, tmp_path: Path) -> None:
-    async with serve(info={"max_model_len": 64}) as served:
+    async with serve(info={"max_model_len": 256}) as served:
         process = await asyncio.create_subprocess_exec(
             str(Path(sys.executable).with_name("schemathesis")),
             "run",
             f"http://127.0.0.1:{served.port}/openapi.json",
             f"--checks={','.join(_CHECKS)}",
-            "--phases=examples,coverage,fuzzing,stateful",
-            "--max-examples=6",
+            "--phases=examples,fuzzing,stateful",
+            "--max-examples=15",
             "--seed=1",
             "--continue-on-failure",
             "--request-timeout=20",

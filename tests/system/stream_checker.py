@@ -184,10 +184,15 @@ def _refused(status: int, error: Event) -> Exception:
 
 
 async def replay(server: str, response_id: str) -> list[Event]:
-    """All events of a response, as a server tells them now."""
+    """All events of a response, as a server tells them now.
+
+    Raises:
+        ExpiredError: it keeps no log of it.
+    """
     query = {"stream": "true"}
     async with httpx.AsyncClient(base_url=server, timeout=60) as client:
         response = await client.get(f"/v1/responses/{response_id}", params=query)
-    assert response.status_code == 200, response.text
+    if response.status_code != 200:
+        raise _refused(response.status_code, response.json()["error"])
     lines = response.text.splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ import pytest
 from tests.redis_server import RedisServer
 
 from .processes import Served, serve, wait_until
-from .stream_checker import CheckedStream, replay
+from .stream_checker import CheckedStream, ExpiredError, replay
 
 pytestmark = pytest.mark.redis
 
@@ -33,6 +32,7 @@ _APART = 5  # events between the begins of two streams: each is somewhere else w
 _LENGTHS = (700, 25)  # tokens of the first stream, and how many less of each that follows
 _CASES = list(product(("sse", "websocket"), ("same", "other"), range(_NUM_CUTS)))
 _BACK_S = 90.0
+_HELLO = {"model": "demo", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
 # What is promised, and by how much a loaded machine may miss it here.
 _GATEWAY_PAUSE_S = 5.0
 _ENGINE_EXTRA_S = 2.0
@@ -41,7 +41,7 @@ _PATIENCE = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two servers of one Redis."""
+    """Two servers of one Redis; the second serves new sessions without it, too."""
 
     redis: RedisServer
     first: Served
@@ -65,7 +65,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         redis = stack.enter_context(RedisServer(path / "redis"))
         flags = ("--dtype", "float32", "--redis-url", redis.url)
         first = stack.enter_context(serve(*flags, log=path / "first"))
-        second = stack.enter_context(serve(*flags, log=path / "second"))
+        optional = ("--session-storage", "optional")
+        second = stack.enter_context(serve(*flags, *optional, log=path / "second"))
         yield Pair(redis=redis, first=first, second=second)
 
 
@@ -168,6 +169,64 @@ async def test_gateways_killed_in_turn(pair: Pair, undisturbed: list[dict[str, A
     await asyncio.gather(*reading)
     assert await _check(pair, streams, undisturbed) < _PATIENCE * _GATEWAY_PAUSE_S
     pair.wait_ready()
+
+
+async def test_redis_killed_and_back(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
+    """Live streams go on where they are, and cannot be resumed; what is new is refused, or runs
+    without storage. When Redis is back, everything works as before."""
+    streams = _streams(pair)
+    reading = await _begin(streams)
+    assert len(_tell("Redis killed", streams)) == len(streams)
+    pair.redis.kill()
+    stayed = [stream for stream in streams if not stream.leaves_after]
+    await _move_on(stayed, 10)
+    await _check_new_sessions_without_redis(pair)
+    pair.redis.start()
+    ends = await asyncio.gather(*reading, return_exceptions=True)
+    for stream, end, expected in zip(streams, ends, undisturbed, strict=True):
+        assert stream.response_id is not None
+        if stream.leaves_after:
+            assert isinstance(end, ExpiredError), end
+            assert expected["text"].startswith(stream.text)
+        else:
+            assert end is stream
+            assert (stream.num_connections, stream.outcome) == (1, expected)
+        for served in (pair.first, pair.second):
+            with pytest.raises(ExpiredError):
+                await replay(served.base_url, stream.response_id)
+    print("longest pauses", *(f"{stream.longest_pause_s:.2f}" for stream in stayed))
+    await _check_sessions_work(pair)
+
+
+async def _check_new_sessions_without_redis(pair: Pair) -> None:
+    async with (
+        httpx.AsyncClient(base_url=pair.first.base_url, timeout=_BACK_S) as first,
+        httpx.AsyncClient(base_url=pair.second.base_url, timeout=_BACK_S) as second,
+    ):
+        refused = await first.post("/v1/responses", json=_HELLO)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "session_store_unavailable"
+        refused = await first.post("/v1/conversations", json={})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "session_store_unavailable"
+        unstored = await first.post("/v1/responses", json={**_HELLO, "store": False})
+        assert unstored.status_code == 200
+        run = await second.post("/v1/responses", json=_HELLO)
+        assert run.status_code == 200
+        assert run.json()["output"][0]["content"][0]["text"]
+
+
+async def _check_sessions_work(pair: Pair) -> None:
+    """A first turn on one server, the next on the other."""
+    async with (
+        httpx.AsyncClient(base_url=pair.first.base_url, timeout=_BACK_S) as first,
+        httpx.AsyncClient(base_url=pair.second.base_url, timeout=_BACK_S) as second,
+    ):
+        turn = await first.post("/v1/responses", json=_HELLO)
+        assert turn.status_code == 200, turn.text
+        again = {**_HELLO, "previous_response_id": turn.json()["id"]}
+        turn = await second.post("/v1/responses", json=again)
+        assert turn.status_code == 200, turn.text
 
 
 def _child(served: Served, name: str) -> psutil.Process:

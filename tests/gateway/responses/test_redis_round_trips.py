@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
-from penstock.gateway.responses.redis_stream import log_key
+from penstock.gateway.responses import redis_log_writer
+from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.redis_stream import Command, lean_round_trip, log_key
 
 from ...redis_server import RedisServer
 from .conftest import PATIENT, Gateways
@@ -18,31 +23,22 @@ pytestmark = pytest.mark.redis
 
 
 async def test_all_logs_of_an_iteration_leave_in_one_pipeline(
-    redis_server: RedisServer, gateways: Gateways
+    redis_server: RedisServer, gateways: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = await gateways.make(redis_server.url)
     logs = [await here.store.create(header()) for _ in range(300)]
     pipelines: list[int] = []
-    make = here.link.client.pipeline
 
-    def counted(*args: object, **kwargs: object) -> object:
-        pipeline = make(*args, **kwargs)  # type: ignore[arg-type]
-        execute = pipeline.execute
+    async def counted(redis: Redis, commands: Sequence[Command]) -> list[Any]:
+        pipelines.append(len(commands))
+        return await lean_round_trip(redis, commands)
 
-        async def count(**named: bool) -> list[object]:
-            if any(command[0][0] == "XADD" for command in pipeline.command_stack):
-                pipelines.append(len(pipeline.command_stack))
-            return list(await execute(**named))
-
-        pipeline.execute = count  # type: ignore[method-assign]
-        return pipeline
-
-    here.link.client.pipeline = counted  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(redis_log_writer, "lean_round_trip", counted)
     for iteration in range(1, 4):
 
-        async def run(log: object) -> None:  # each response is a task of its own
-            add_delta(log)  # type: ignore[arg-type]
-            add_delta(log)  # type: ignore[arg-type]
+        async def run(log: ResponseLog) -> None:  # each response is a task of its own
+            add_delta(log)
+            add_delta(log)
 
         await asyncio.gather(*(run(log) for log in logs))
         for log in logs:

@@ -1,0 +1,116 @@
+/**
+ * The list of conversations beside the open one: the server's, newest first.
+ */
+
+import { PenstockError } from "./penstock-client.js";
+import { button, byId, make } from "./dom.js";
+
+/** @typedef {import("./conversations.js").Conversation} Conversation */
+
+const list = byId("conversations");
+const more = byId("more-conversations");
+const empty = byId("no-conversations");
+const dialog = /** @type {HTMLDialogElement} */ (byId("rename-dialog"));
+const titleInput = /** @type {HTMLInputElement} */ (byId("rename-input"));
+
+/** Event: `deleted` (detail: the conversation's id). */
+export class ConversationList extends EventTarget {
+  /** @type {Conversation[]} */ #shown = [];
+  #conversations;
+  #hasMore = false;
+  /** @type {string | null} */ #current = null;
+  /** @type {Conversation | null} */ #renamed = null;
+
+  constructor(/** @type {import("./conversations.js").Conversations} */ conversations) {
+    super();
+    this.#conversations = conversations;
+    more.addEventListener("click", () => void this.#loadMore());
+    byId("rename-form").addEventListener("submit", () => void this.#rename());
+    byId("rename-cancel").addEventListener("click", () => dialog.close());
+  }
+
+  /** Fetches as much of it as is shown. A server that cannot be reached leaves it as it is. */
+  async refresh() {
+    await this.#quietly(async () => {
+      const limit = Math.min(100, Math.max(30, this.#shown.length));
+      const page = await this.#conversations.list({ limit });
+      this.#shown = page.data;
+      this.#hasMore = page.has_more;
+      this.#render();
+    });
+  }
+
+  /** Marks the one that is open. */
+  mark(/** @type {string | null} */ id) {
+    this.#current = id;
+    for (const link of list.querySelectorAll("a")) {
+      if (link.dataset.id === id) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+  }
+
+  async #loadMore() {
+    await this.#quietly(async () => {
+      const page = await this.#conversations.list({ after: this.#shown.at(-1)?.id });
+      const known = new Set(this.#shown.map(({ id }) => id));
+      this.#shown.push(...page.data.filter(({ id }) => !known.has(id)));
+      this.#hasMore = page.has_more;
+      this.#render();
+    });
+  }
+
+  async #delete(/** @type {Conversation} */ { id }) {
+    if (!confirm("Delete this conversation? The server forgets all of it.")) return;
+    await this.#quietly(() => this.#conversations.delete(id));
+    this.dispatchEvent(new CustomEvent("deleted", { detail: id }));
+    await this.refresh();
+  }
+
+  #askForName(/** @type {Conversation} */ conversation) {
+    this.#renamed = conversation;
+    titleInput.value = titleOf(conversation);
+    dialog.showModal();
+    titleInput.select();
+  }
+
+  async #rename() {
+    const title = titleInput.value.trim();
+    const renamed = this.#renamed;
+    if (!renamed || !title) return;
+    await this.#quietly(() => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
+    await this.refresh();
+  }
+
+  #render() {
+    list.replaceChildren(...this.#shown.map((conversation) => this.#row(conversation)));
+    more.hidden = !this.#hasMore;
+    empty.hidden = this.#shown.length > 0;
+    this.mark(this.#current);
+  }
+
+  #row(/** @type {Conversation} */ conversation) {
+    const row = make("li");
+    const link = /** @type {HTMLAnchorElement} */ (make("a", "", titleOf(conversation)));
+    link.href = `#${conversation.id}`;
+    link.dataset.id = conversation.id;
+    const title = titleOf(conversation);
+    row.append(
+      link,
+      button({ label: `Rename “${title}”`, picture: "edit", run: () => this.#askForName(conversation) }),
+      button({ label: `Delete “${title}”`, picture: "delete", run: () => void this.#delete(conversation) }),
+    );
+    return row;
+  }
+
+  async #quietly(/** @type {() => Promise<any>} */ work) {
+    try {
+      await work();
+    } catch (error) {
+      if (!(error instanceof PenstockError)) throw error;
+    }
+  }
+}
+
+function titleOf(/** @type {Conversation} */ { metadata, created_at }) {
+  return metadata.title || `Conversation of ${new Date(created_at * 1000).toLocaleString()}`;
+}

@@ -1,0 +1,33 @@
+/**
+ * How answers end, in words.
+ */
+
+/** @typedef {import("./answer.js").Outcome} Outcome */
+
+/** Errors after which a conversation cannot go on. @type {Record<string, string>} */
+const ENDS_OF_CONVERSATIONS = {
+  conversation_not_found: "The server no longer has this conversation. Nothing above will be remembered.",
+  previous_response_not_found: "The server no longer has this conversation. Nothing above will be remembered.",
+  context_length_exceeded: "This conversation has filled the model's context and cannot go on.",
+};
+const LOST = "The connection broke here, and the server no longer has the rest of this answer.";
+
+/** Whether the turn is there to be gone on from. */
+export function wasKept(/** @type {Outcome} */ { kind }) {
+  return ["completed", "cancelled", "incomplete"].includes(kind);
+}
+
+/** Why an answer ends in the middle; nothing where it does not. */
+export function cutText(/** @type {string} */ kind, /** @type {string | null} */ reason) {
+  if (kind === "cancelled") return "Stopped.";
+  if (kind !== "incomplete") return "";
+  if (reason && reason !== "max_output_tokens") return `Cut short (${reason}).`;
+  return "Cut short: the answer reached its length limit.";
+}
+
+/** Why there is no answer, and whether it is worth asking in this conversation again. */
+export function problemText(/** @type {Outcome} */ { kind, problem }) {
+  const lasting = ENDS_OF_CONVERSATIONS[problem?.code ?? ""];
+  const text = lasting ?? (kind === "lost" ? LOST : problem?.message || "The server gave no reason.");
+  return { text, endsConversation: lasting !== undefined };
+}

@@ -1,0 +1,44 @@
+/**
+ * Asking for the API key. It is kept in this tab's session storage and nowhere else.
+ */
+
+import { byId } from "./dom.js";
+import { isSendableKey } from "./penstock-client.js";
+
+const ITEM = "penstock.apiKey";
+const dialog = /** @type {HTMLDialogElement} */ (byId("key-dialog"));
+const input = /** @type {HTMLInputElement} */ (byId("key-input"));
+const complaint = byId("key-error");
+
+export function storedKey() {
+  return sessionStorage.getItem(ITEM);
+}
+
+/** Asks for a key; one that was kept was not accepted. */
+export function askForKey() {
+  const rejected = storedKey();
+  sessionStorage.removeItem(ITEM);
+  complaint.textContent = rejected ? "The server did not accept this key." : "";
+  if (!dialog.open) dialog.showModal();
+  input.select();
+}
+
+export function closeKeyDialog() {
+  if (dialog.open) dialog.close();
+}
+
+export function listenForKey(/** @type {(key: string) => void} */ onKey) {
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const key = input.value.trim();
+    if (!key) return;
+    if (!isSendableKey(key)) {
+      complaint.textContent = "This key cannot be sent: it may hold no spaces, and plain letters, digits and signs only.";
+      return;
+    }
+    complaint.textContent = "";
+    sessionStorage.setItem(ITEM, key);
+    onKey(key);
+  });
+  byId("key-cancel").addEventListener("click", () => dialog.close());
+}

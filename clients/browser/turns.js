@@ -1,0 +1,31 @@
+/**
+ * Reading a tree of turns as a transcript.
+ */
+
+import { childrenOf } from "./penstock-client.js";
+
+/** @typedef {import("./conversations.js").Tree} Tree */
+/** @typedef {import("./conversations.js").Turn} Turn */
+
+/** @returns {{ role: "user", content: { type: string, text: string }[] }} */
+export function userItem(/** @type {string} */ text) {
+  return { role: "user", content: [{ type: "input_text", text }] };
+}
+
+/** The turns that begin where a view begins, and which of them it shows. */
+export function placeOf(/** @type {Tree} */ tree, /** @type {{ turnIds: string[] }} */ view) {
+  const own = tree.data.find((turn) => turn.turn === view.turnIds[0]);
+  const siblings = own ? childrenOf(tree, own.parent) : [];
+  return { siblings, index: siblings.findIndex((turn) => turn === own) };
+}
+
+/** Turns as they are shown: one without input goes on with the answer before it. */
+export function grouped(/** @type {Turn[]} */ path) {
+  /** @type {Turn[][]} */ const groups = [];
+  for (const turn of path) {
+    const isContinuation = turn.response_id && turn.items?.length === 0 && groups.at(-1)?.at(-1)?.output;
+    if (isContinuation) groups[groups.length - 1].push(turn);
+    else groups.push([turn]);
+  }
+  return groups;
+}

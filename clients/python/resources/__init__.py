@@ -1,0 +1,1 @@
+"""What a server has, one file per API: each operation once, for both clients."""

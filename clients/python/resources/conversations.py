@@ -1,0 +1,151 @@
+"""`/v1/conversations`: OpenAI's, and penstock's list, tree and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal
+
+from ..objects import (
+    Conversation,
+    ConversationHead,
+    ConversationPage,
+    ConversationTree,
+    Deleted,
+    Item,
+    ItemPage,
+)
+from ..operation import R, Resource, operation
+from ..parameters import Message
+from ..server import Server
+from ..steps import Steps
+
+Order = Literal["asc", "desc"]
+
+
+class Conversations(Resource[R], Generic[R]):
+    """Trees of turns that the server keeps."""
+
+    def __init__(self, runner: R, server: Server) -> None:
+        super().__init__(runner)
+        self._server = server
+        self.items = ConversationItems(runner, server)
+
+    @operation
+    def create(
+        self,
+        *,
+        items: Sequence[Message] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Steps[Conversation]:
+        body = _given(items=items, metadata=metadata)
+        answer: Conversation = yield from _call(self._server, "POST", "", body=body)
+        return answer
+
+    @operation
+    def list(
+        self, *, limit: int | None = None, after: str | None = None, order: Order | None = None
+    ) -> Steps[ConversationPage]:
+        """A page of the caller's conversations, newest first."""
+        query = {"limit": limit, "after": after, "order": order}
+        answer: ConversationPage = yield from _call(self._server, "GET", "", query=query)
+        return answer
+
+    @operation
+    def retrieve(self, conversation_id: str) -> Steps[Conversation]:
+        answer: Conversation = yield from _call(self._server, "GET", f"/{conversation_id}")
+        return answer
+
+    @operation
+    def update(self, conversation_id: str, *, metadata: Mapping[str, str]) -> Steps[Conversation]:
+        body = {"metadata": metadata}
+        answer: Conversation = yield from _call(
+            self._server, "POST", f"/{conversation_id}", body=body
+        )
+        return answer
+
+    @operation
+    def delete(self, conversation_id: str) -> Steps[Deleted]:
+        answer: Deleted = yield from _call(self._server, "DELETE", f"/{conversation_id}")
+        return answer
+
+    @operation
+    def tree(self, conversation_id: str) -> Steps[ConversationTree]:
+        """Every turn, the head, and the turn that runs on it."""
+        answer: ConversationTree = yield from _call(self._server, "GET", f"/{conversation_id}/tree")
+        return answer
+
+    @operation
+    def set_head(
+        self, conversation_id: str, turn: str | None, *, expected: str | None
+    ) -> Steps[ConversationHead]:
+        """Move the head to a turn (None: to before the first).
+
+        Raises:
+            ConflictError: it is not `expected` any more, or a turn runs on it.
+        """
+        body = {"turn": turn, "expected": expected}
+        answer: ConversationHead = yield from _call(
+            self._server, "POST", f"/{conversation_id}/head", body=body
+        )
+        return answer
+
+
+class ConversationItems(Resource[R], Generic[R]):
+    """The items of a conversation, from its root to its head."""
+
+    def __init__(self, runner: R, server: Server) -> None:
+        super().__init__(runner)
+        self._server = server
+
+    @operation
+    def create(self, conversation_id: str, *, items: Sequence[Message]) -> Steps[ItemPage]:
+        answer: ItemPage = yield from _call(
+            self._server, "POST", f"/{conversation_id}/items", body={"items": items}
+        )
+        return answer
+
+    @operation
+    def list(
+        self,
+        conversation_id: str,
+        *,
+        limit: int | None = None,
+        after: str | None = None,
+        order: Order | None = None,
+    ) -> Steps[ItemPage]:
+        query = {"limit": limit, "after": after, "order": order}
+        answer: ItemPage = yield from _call(
+            self._server, "GET", f"/{conversation_id}/items", query=query
+        )
+        return answer
+
+    @operation
+    def retrieve(self, conversation_id: str, item_id: str) -> Steps[Item]:
+        answer: Item = yield from _call(self._server, "GET", f"/{conversation_id}/items/{item_id}")
+        return answer
+
+    @operation
+    def delete(self, conversation_id: str, item_id: str) -> Steps[Conversation]:
+        answer: Conversation = yield from _call(
+            self._server, "DELETE", f"/{conversation_id}/items/{item_id}"
+        )
+        return answer
+
+
+def _given(**values: object) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _call(
+    server: Server,
+    method: str,
+    path: str,
+    *,
+    body: Mapping[str, Any] | None = None,
+    query: Mapping[str, str | int | None] | None = None,
+) -> Steps[Any]:
+    """Only what changes nothing is sent again when it may have arrived."""
+    request = server.request(
+        method, f"/conversations{path}", body=body, query=query, is_repeatable=method == "GET"
+    )
+    return (yield from server.call(request))

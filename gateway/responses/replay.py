@@ -1,0 +1,110 @@
+"""A generation read from a log: of the same shape as one that is computed here, as often as wanted,
+on any gateway, from the start.
+
+Used for answers that are no Responses (`ResponseHeader.is_turn` is False). Not known here: who runs
+it, the shape of any API's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import Request, TokenLogprobs
+from penstock.gateway.branch import Delta
+from penstock.gateway.delta_source import Usage
+from penstock.gateway.errors import GenerationFailedError
+from penstock.gateway.responses.log import LogNotice, LogReader, ResponseLog
+from penstock.gateway.responses.record import DeltaEntry, EndEntry
+
+
+class LoggedGeneration:
+    """A `DeltaSource` of one output."""
+
+    def __init__(self, log: ResponseLog) -> None:
+        self.log = log
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._reader: LogReader | None = None
+        self._token_ids: list[int] = []
+        self._end: EndEntry | None = None
+
+    def __enter__(self) -> LoggedGeneration:
+        self._reader = self.log.read()
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert self._reader is not None
+        self._reader.__exit__()
+
+    @property
+    def request(self) -> Request:
+        return self.log.header.request
+
+    @property
+    def usage(self) -> Usage:
+        """What was cached is known at the end."""
+        if self._end is not None:
+            prompt, cached, output = self._end.usage
+            return Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+        num_prompt, num_output = len(self.request.prompt_token_ids), len(self._token_ids)
+        return Usage(prompt_tokens=num_prompt, output_tokens=num_output, cached_tokens=0)
+
+    @property
+    def num_wanted(self) -> int:
+        return 1
+
+    def best(self) -> Sequence[int]:
+        return (0,)
+
+    def output_token_ids(self, rank: int) -> Sequence[int]:
+        return self._token_ids
+
+    async def next(self) -> list[Delta] | None:
+        """As `DeltaSource.next`.
+
+        Raises:
+            InvalidRequestError: the engine refused the request.
+            GenerationFailedError: it failed otherwise.
+            RequestRefusedError: the log cannot be followed to its end from here.
+        """
+        assert self._reader is not None, "next() outside of its context"
+        while (entries := await self._reader.next()) is not None:
+            deltas = [
+                self._delta(entry) for entry in entries if not isinstance(entry, LogNotice)
+            ]
+            if deltas:
+                return deltas
+        return None
+
+    def _delta(self, entry: DeltaEntry | EndEntry) -> Delta:
+        if isinstance(entry, DeltaEntry):
+            self._token_ids += entry.token_ids
+            return Delta(index=0, text=entry.text, logprobs=unpacked(entry.logprobs))
+        self._end = entry
+        if entry.error is not None:
+            code, message = entry.error
+            kind = InvalidRequestError if code == "invalid_prompt" else GenerationFailedError
+            raise kind(message)
+        return Delta(index=0, text="", finish_reason=entry.reason)
+
+
+def packed(entries: Iterable[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
+    """Logprobs as the log of such an answer has them: free of any API's shape."""
+    return tuple(
+        {"id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top": entry.top}
+        for entry in entries
+    )
+
+
+def unpacked(entries: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            token_id=entry["id"],
+            logprob=entry["logprob"],
+            rank=entry["rank"],
+            top=tuple((token_id, logprob) for token_id, logprob in entry["top"]),
+        )
+        for entry in entries
+    )

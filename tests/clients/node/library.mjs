@@ -1,0 +1,181 @@
+/**
+ * The browser library in Node, against the server at the address in PENSTOCK_URL and, through a
+ * proxy that cuts connections when told to, at PENSTOCK_CUT_URL.
+ *
+ * `node --experimental-websocket` gives Node 20 the WebSocket that later ones have anyway.
+ */
+
+import assert from "node:assert/strict";
+import { after, test } from "node:test";
+
+import {
+  AnswerError, backoffDelayMs, leafOf, pathTo, PenstockClient, PenstockError,
+} from "../../../clients/browser/penstock-client.js";
+
+const { PENSTOCK_URL, PENSTOCK_CUT_URL, PENSTOCK_CONTROL_URL } = process.env;
+const STORY = { model: "demo", input: "Tell me a long story.", temperature: 0, ignore_eos: true, max_output_tokens: 300 };
+const SHORT = { model: "demo", input: "My name is Ada.", temperature: 0 };
+/** @type {PenstockClient[]} */ const clients = [];
+
+function connect({ baseUrl = PENSTOCK_URL, transport = "websocket" } = {}) {
+  const options = transport === "sse" ? { baseUrl, WebSocket: null } : { baseUrl };
+  const client = new PenstockClient(options);
+  clients.push(client);
+  return client;
+}
+
+after(() => clients.forEach((client) => client.close()));
+
+/** Resets every connection through the proxy, and has it refuse new ones for a while. */
+const cut = () => fetch(PENSTOCK_CONTROL_URL, { method: "POST" });
+
+async function read(answer) {
+  let text = "";
+  for await (const piece of answer) text += piece;
+  return text;
+}
+
+const undisturbed = await read(connect().respond(STORY));
+
+for (const transport of ["websocket", "sse"]) {
+  test(`${transport}: an answer, its events and its outcome`, async () => {
+    const client = connect({ transport });
+    const answer = client.respond(SHORT);
+    const heard = [];
+    for (const name of ["started", "delta", "end"]) answer.addEventListener(name, () => heard.push(name));
+    const text = await read(answer);
+    const outcome = await answer.done;
+    assert.match(text, /Ada/);
+    assert.equal(client.transport, transport);
+    assert.equal(outcome.kind, "completed");
+    assert.ok(outcome.usage.output_tokens > 2);
+    assert.equal(heard[0], "started");
+    assert.equal(heard.at(-1), "end");
+    assert.equal((await client.response(outcome.responseId)).id, outcome.responseId);
+    assert.equal(await read(answer), text, "a loop begins at the first word whenever it is started");
+  });
+
+  test(`${transport}: many at a time`, async () => {
+    const client = connect({ transport });
+    const names = Array.from({ length: transport === "sse" ? 5 : 20 }, (_, number) => `Zorin${number}`);
+    const texts = await Promise.all(names.map((name) => read(client.respond({ ...SHORT, input: `My name is ${name}.` }))));
+    names.forEach((name, index) => assert.match(texts[index], new RegExp(name)));
+  });
+
+  test(`${transport}: cancel, and go on from there`, async () => {
+    const client = connect({ transport });
+    const answer = client.respond(STORY);
+    let half = "";
+    for await (const piece of answer) {
+      half += piece;
+      if (half.length > 100) answer.cancel();
+    }
+    const { kind, responseId } = await answer.done;
+    assert.equal(kind, "cancelled");
+    const { input: _, ...same } = STORY;
+    const rest = client.respond({ ...same, previous_response_id: responseId, penstock: { continue: true } });
+    assert.ok((half + (await read(rest))).startsWith(undisturbed.slice(0, half.length + 50)));
+  });
+
+  test(`${transport}: a connection cut again and again loses nothing and repeats nothing`, async () => {
+    const client = connect({ baseUrl: PENSTOCK_CUT_URL, transport });
+    const answer = client.respond(STORY);
+    const numbers = [];
+    const feed = answer.feed.bind(answer);
+    answer.feed = (event) => {
+      const before = answer.lastSequenceNumber;
+      feed(event);
+      if (answer.lastSequenceNumber > before) numbers.push(answer.lastSequenceNumber);
+    };
+    let text = "";
+    let nextCut = 150;
+    let numCuts = 0;
+    for await (const piece of answer) {
+      text += piece;
+      if (text.length < nextCut || numCuts === 4) continue;
+      nextCut = text.length + 150;
+      numCuts += 1;
+      await cut();
+    }
+    assert.ok(numCuts >= 2, `${numCuts} cuts`);
+    assert.equal(text, undisturbed);
+    assert.deepEqual(numbers, numbers.map((_, index) => index));
+  });
+
+  test(`${transport}: a turn whose beginning was cut off is asked for once`, async () => {
+    const client = connect({ baseUrl: PENSTOCK_CUT_URL, transport });
+    const { id } = await client.conversations.create();
+    const answer = client.respond({ ...SHORT, conversation: id });
+    await until(() => answer.wasSent);
+    await cut();
+    assert.match(await read(answer), /Ada/);
+    const tree = await client.conversations.tree(id);
+    assert.equal(tree.data.length, 1);
+    assert.equal(tree.head, answer.responseId);
+  });
+}
+
+test("what the server refuses", async () => {
+  const client = connect();
+  const answer = client.respond({ ...SHORT, temperature: -1 });
+  await assert.rejects(read(answer), (error) => error instanceof AnswerError && error.outcome.problem.param === "temperature");
+  await assert.rejects(client.response("resp_none"), (error) => error instanceof PenstockError && error.status === 404);
+  const lost = client.follow("resp_none");
+  assert.equal((await lost.done).kind, "lost");
+});
+
+test("a response that another client began is followed from its first word", async () => {
+  const [first, second] = [connect(), connect()];
+  const answer = first.respond(STORY);
+  await until(() => answer.responseId);
+  const followed = second.follow(answer.responseId);
+  assert.equal(second.follow(answer.responseId), followed);
+  assert.equal(await read(followed), await read(answer));
+});
+
+test("conversations", async () => {
+  const client = connect();
+  const { conversations } = client;
+  const { id } = await conversations.create({ metadata: { title: "Names" } });
+  const first = await client.respond({ ...SHORT, conversation: id }).done;
+  const ask = { model: "demo", input: "What is my name?", temperature: 0, conversation: id };
+  const second = client.respond(ask);
+  assert.match(await read(second), /Ada/);
+  await conversations.setHead(id, first.responseId, second.responseId);
+  await assert.rejects(conversations.setHead(id, null, second.responseId), { code: "conversation_locked" });
+  const third = await client.respond(ask).done;
+  const tree = await conversations.tree(id, { items: true });
+  assert.deepEqual(pathTo(tree, tree.head).map((turn) => turn.turn), [first.responseId, third.responseId]);
+  assert.equal(leafOf(tree, first.responseId), third.responseId);
+  assert.equal(tree.data[0].items[0].content[0].text, "My name is Ada.");
+  assert.equal(tree.data[1].items, undefined, "what is beside the path comes without its items");
+  await conversations.update(id, { title: "Ada" });
+  assert.equal((await conversations.list()).data.find((one) => one.id === id).metadata.title, "Ada");
+  await conversations.delete(id);
+  await assert.rejects(conversations.get(id), { status: 404 });
+});
+
+test("a WebSocket that does not get through gives way to server-sent events", async () => {
+  class Blocked extends EventTarget {
+    readyState = 3;
+    constructor() {
+      super();
+      setTimeout(() => this.dispatchEvent(new Event("close")));
+    }
+    close() {}
+  }
+  const client = new PenstockClient({ baseUrl: PENSTOCK_URL, WebSocket: Blocked });
+  clients.push(client);
+  assert.match(await read(client.respond(SHORT)), /Ada/);
+  assert.equal(client.transport, "sse");
+});
+
+test("the wait between tries grows, is capped, and is never the same for all", () => {
+  const waits = [0, 1, 2, 3, 10].map((attempt) => backoffDelayMs(attempt, () => 1));
+  assert.deepEqual(waits, [400, 800, 1600, 3200, 15_000]);
+  assert.equal(backoffDelayMs(10, () => 0), 7_500);
+});
+
+async function until(condition) {
+  while (!condition()) await new Promise((resolve) => setTimeout(resolve, 2));
+}

@@ -1,0 +1,66 @@
+"""The browser library in Node: the cases of `tests/clients/node/library.mjs`, against a real server
+and a proxy before it that cuts every connection when the suite tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from penstock.load.toxic_proxy import ToxicProxy
+
+from .processes import Served
+
+SUITE = Path(__file__).parents[1] / "clients" / "node" / "library.mjs"
+_REFUSES_S = 0.3  # after a cut
+
+pytestmark = pytest.mark.node
+
+
+@asynccontextmanager
+async def _control(proxy: ToxicProxy) -> AsyncIterator[str]:
+    """An address at which a POST cuts all connections of the proxy."""
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await proxy.refuse()
+        proxy.reset_all()
+        asyncio.get_running_loop().call_later(_REFUSES_S, proxy.accept)
+        writer.write(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(cut, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_the_library_in_node(demo_server: Served) -> None:
+    node = shutil.which("node") or pytest.skip("node is not installed")
+    address = urlsplit(demo_server.base_url)
+    async with (
+        ToxicProxy(address.hostname or "", address.port or 0) as proxy,
+        _control(proxy) as control,
+    ):
+        process = await asyncio.create_subprocess_exec(
+            node,
+            "--experimental-websocket",
+            "--test-reporter=tap",
+            "--test",
+            str(SUITE),
+            env={
+                "PENSTOCK_URL": demo_server.base_url,
+                "PENSTOCK_CUT_URL": f"http://127.0.0.1:{proxy.port}",
+                "PENSTOCK_CONTROL_URL": control,
+            },
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        told, _ = await asyncio.wait_for(process.communicate(), timeout=200)
+    assert process.returncode == 0, told.decode()
+    assert b"# pass 15" in told
