@@ -32,7 +32,7 @@ class RequestLog:
     """ASGI middleware.
 
     Args:
-        routes: templates of paths, by endpoint (`route_templates`).
+        routes: templates of paths (`route_templates`).
         on_end: is given the record of every request that ended.
     """
 
@@ -41,7 +41,7 @@ class RequestLog:
         app: ASGIApp,
         metrics: Metrics,
         *,
-        routes: Mapping[Any, str],
+        routes: Mapping[int, str],
         on_end: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self._app = app
@@ -90,7 +90,7 @@ class RequestLog:
 
     def _end(self, record: RequestRecord) -> None:
         record.duration_s = time.perf_counter() - record.began_s
-        record.route = self._routes.get(record.scope.get("endpoint"))
+        record.route = self._routes.get(id(record.scope.get("endpoint")))
         self._metrics.count_request(record)
         level = logging.DEBUG if record.route in PROBES else logging.INFO
         if _LOG.isEnabledFor(level):
@@ -99,15 +99,16 @@ class RequestLog:
             self._on_end(record)
 
 
-def route_templates(routes: Iterable[BaseRoute], prefix: str = "") -> dict[Any, str]:
-    """The template of each endpoint's path."""
-    found: dict[Any, str] = {}
+def route_templates(routes: Iterable[BaseRoute], prefix: str = "") -> dict[int, str]:
+    """The template of each endpoint's path, by the endpoint's identity: not all can be hashed."""
+    found: dict[int, str] = {}
     for route in routes:
-        if isinstance(route, Mount):
-            found |= {route.app: prefix + (route.path or "/")} if not route.routes else {}
+        if isinstance(route, Mount) and route.routes:
             found |= route_templates(route.routes, prefix + route.path)
+        elif isinstance(route, Mount):
+            found[id(route.app)] = prefix + (route.path or "/")
         elif isinstance(route, Route | WebSocketRoute):
-            found[route.endpoint] = prefix + route.path
+            found[id(route.endpoint)] = prefix + route.path
     return found
 
 

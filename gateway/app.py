@@ -30,6 +30,7 @@ from penstock.gateway.endpoints.tokens import Tokens
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generator import Generator
+from penstock.gateway.idempotency import IdempotentAnswers
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.model import load_model
 from penstock.gateway.page import ChatPage
@@ -147,9 +148,10 @@ def _api_routes(
     config: GatewayConfig, generator: Generator, *, responder: Responder, engine: EngineClient
 ) -> list[BaseRoute]:
     models = Models(engine, generator.model)
-    max_bytes, ping_s = config.max_body_bytes, config.sse_ping_s
-    chat = ChatCompletions(generator, max_body_bytes=max_bytes, ping_s=ping_s)
-    completions = Completions(generator, max_body_bytes=max_bytes, ping_s=ping_s)
+    max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
+    answers = IdempotentAnswers(responder)
+    chat = ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s)
+    completions = Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s)
     responses = Responses(responder, max_body_bytes=max_bytes, ping_s=ping_s)
     return [
         Route("/chat/completions", chat.create, methods=["POST"]),

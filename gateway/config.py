@@ -39,7 +39,8 @@ class GatewayConfig:
         max_connections: of this process, WebSockets included; those beyond are answered 503.
         header_timeout_s: from a connection's first byte, or its begin, to the end of the header.
         body_timeout_s: from there to the end of the body.
-        sse_ping_s: silence on an event stream after which a comment is sent.
+        ping_interval_s: silence on an event stream after which a comment is sent; a WebSocket is
+            pinged as often.
         stream_interval_ms: the least time between two delta events of a response, whose text in
             between is merged; 0: one per iteration of the engine.
 
@@ -85,7 +86,7 @@ class GatewayConfig:
     max_connections: int = 10_000
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
-    sse_ping_s: float = 15.0
+    ping_interval_s: float = 15.0
     stream_interval_ms: float = 0.0
 
     max_queue_requests: int = 4096

@@ -50,6 +50,18 @@ def seconds(text: str) -> float:
     return value
 
 
+def interval(text: str) -> float:
+    """A time between two events that has an end, and is more than 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = seconds(text)
+    if value == 0:
+        raise ValueError(f"{text!r} is not more than 0")
+    return value
+
+
 def count(text: str) -> int:
     """1 or more.
 
@@ -114,6 +126,8 @@ FLAGS: tuple[Flag, ...] = (
          "be here", seconds),
     Flag("body-timeout-s", _GATEWAY.body_timeout_s, "seconds in which its body must then be here",
          seconds),
+    Flag("ping-interval-s", _GATEWAY.ping_interval_s, "seconds of silence after which an event "
+         "stream carries a comment; a WebSocket is pinged as often", interval),
     Flag("stream-interval-ms", _GATEWAY.stream_interval_ms, "least time between two events of a "
          "stream, whose text is merged; 0: one per iteration", seconds),
     # whom it refuses when there is too much to do

@@ -149,15 +149,14 @@ class Metrics:
         return [*families, *self._engine.collect()]
 
     async def _own(self) -> list[Metric]:
-        probed = [
-            GaugeMetricFamily(f"penstock:{name}", text, labels=_LABELS)
-            for name, (text, _) in self._probes.items()
-        ]
-        for family, (_, ask) in zip(probed, self._probes.values(), strict=True):
+        probed = []
+        for name, (text, ask) in self._probes.items():
+            family = GaugeMetricFamily(f"penstock:{name}", text, labels=_LABELS)
             family.add_metric([self.model_name], float(await ask()))
+            probed.append(family)
         families: list[Metric] = [*self._registry.collect(), *probed]
-        for family in families:  # when a series began is nobody's question
-            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+        for each in families:  # when a series began is nobody's question
+            each.samples = [s for s in each.samples if not s.name.endswith("_created")]
         return families
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
@@ -24,7 +25,7 @@ class ChatPage:
     """An ASGI application for the files in a directory."""
 
     def __init__(self, directory: Path = PAGE_DIRECTORY) -> None:
-        self._files = StaticFiles(directory=directory, html=True)
+        self._files = GZipMiddleware(StaticFiles(directory=directory, html=True))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

@@ -41,6 +41,7 @@ _LOG = logging.getLogger(__name__)
 LISTEN_FD = "PENSTOCK_LISTEN_FD"
 _HELLO_S = 1.0  # an engine that runs answers in much less
 _HAND_OVER_S = 2.0
+_PONG_S = 20.0  # a reader that is behind has its pings behind all the rest
 _FLUSH_S = 2  # for connections to close once their streams have ended
 _GC_OBJECTS = 50_000  # made, and not freed, between two collections
 _SPARE_FILES = 64  # for what is no connection
@@ -77,6 +78,8 @@ def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
         http=limited_protocol(limits),
         ws=PatientWebSocketProtocol,
         ws_max_size=config.max_websocket_message_bytes,
+        ws_ping_interval=config.ping_interval_s,
+        ws_ping_timeout=max(config.ping_interval_s, _PONG_S),
         ws_per_message_deflate=False,
         lifespan="on",
         access_log=False,

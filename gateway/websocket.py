@@ -18,7 +18,8 @@ import asyncio
 import contextlib
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -144,7 +145,7 @@ class Connection:
         request = parse_request(SocketRequest, body)
         run = await self._responder.create(request, self.caller)
         lane.log = run.log
-        return EventWriter(run.log, notices=request.penstock.events).stream()
+        return self._events(run.log, notices=request.penstock.events)
 
     async def _resume(self, message: _Message, stream_id: str | None) -> None:
         response_id, after = _response_id(message, "penstock.resume"), _starting_after(message)
@@ -160,7 +161,13 @@ class Connection:
             await self.send(_on_lane({**event, **said}, lane.stream_id))
             return None
         await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
-        return EventWriter(lane.log).stream(after)
+        return self._events(lane.log, after=after)
+
+    def _events(
+        self, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
+    ) -> Events:
+        find_again = partial(self._responder.log, self.caller, log.header.response_id)
+        return EventWriter(log, notices=notices, find_again=find_again).stream(after)
 
     def _lane(self, stream_id: str | None) -> Lane:
         """The lane for another response.
@@ -178,15 +185,19 @@ class Connection:
 
     async def _cancel(self, message: _Message, stream_id: str | None) -> None:
         if message.get("response_id") is None and stream_id is not None:
-            if stream_id in self._lanes:
-                self._lanes[stream_id].cancel()
-            return  # a cancel may cross the end of its response: then there is nothing left to do
-        response_id = _response_id(message, "penstock.cancel")
-        for lane in self._lanes.values():  # one that is not stored is known here alone
-            if lane.log is not None and lane.log.header.response_id == response_id:
-                lane.cancel()
+            lane = self._lanes.get(stream_id)
+            if lane is None:
+                return  # a cancel may cross the end of its response: then nothing is left to do
+        else:
+            response_id = _response_id(message, "penstock.cancel")
+            lane = next((lane for lane in self._lanes.values() if lane.reads(response_id)), None)
+            if lane is None:
+                await self._responder.cancel(self.caller, response_id)
                 return
-        await self._responder.cancel(self.caller, response_id)
+        if lane.log is None or lane.log.on_cancel is not None:
+            lane.cancel()
+        elif not lane.log.is_ended:  # it runs on another gateway
+            await self._responder.cancel(self.caller, lane.log.header.response_id)
 
     async def _drop_prefix(self, message: _Message, stream_id: str | None) -> None:
         response_id = _response_id(message, "penstock.drop_prefix")
@@ -243,8 +254,11 @@ class Lane:
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._run())
 
+    def reads(self, response_id: str) -> bool:
+        return self.log is not None and self.log.header.response_id == response_id
+
     def cancel(self) -> None:
-        """Stop the response that runs or is about to; those queued behind it go on."""
+        """Stop the response that runs here or is about to; those queued behind it go on."""
         if self.log is not None:
             self.log.cancel()
         else:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-_PROGRAMS = {"redis": "redis-server", "browser": "chromium", "node": "npm"}
+_PROGRAMS = {"redis": "redis-server", "browser": "chromium", "node": "npm", "nginx": "nginx"}
 _missing = pytest.StashKey[dict[str, int]]()
 
 

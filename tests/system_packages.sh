@@ -1,10 +1,11 @@
 #!/bin/sh
-# Install what tests need beyond Python (a Redis server, a browser, Node), where we may: as root on a
-# machine with apt. Elsewhere their tests skip, and pytest's summary says so in one line.
+# Install what tests need beyond Python (a Redis server, a browser, Node, nginx), where we may: as root
+# on a machine with apt. Elsewhere their tests skip, and pytest's summary says so in one line.
 set -eu
 missing=""
 command -v redis-server >/dev/null || missing="$missing redis-server"
 command -v chromium >/dev/null || missing="$missing chromium"
+command -v nginx >/dev/null || missing="$missing nginx-light"
 command -v npm >/dev/null || missing="$missing nodejs npm"
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -111,7 +111,6 @@ function listenToPane() {
   });
   pane.addEventListener("created", () => {
     history.pushState(null, "", `#${pane.id}`);
-    void list.refresh();
     list.mark(pane.id);
   });
   pane.addEventListener("left", () => history.pushState(null, "", location.pathname));
@@ -119,22 +118,22 @@ function listenToPane() {
   tabs.addEventListener("message", ({ data }) => {
     void list.refresh();
     if (data.conversation === pane.id) void catchUp();
+    if (data.deleted && data.deleted === pane.id) showNewChat("Deleted.");
   });
   list.addEventListener("deleted", (event) => {
     const id = /** @type {CustomEvent<string>} */ (event).detail;
-    tabs.postMessage({ conversation: id });
+    tabs.postMessage({ deleted: id });
     if (id === pane.id) showNewChat("Deleted.");
   });
 }
 
-/** Shows what others have done meanwhile. */
+/** Shows what others have done meanwhile. What is gone from the server stays on the page. */
 async function catchUp() {
   if (client.state !== "open") return;
   try {
     await pane.refresh();
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
-    if (error.status === 404) showNewChat("This conversation is not on the server any more.");
   }
 }
 

@@ -40,9 +40,15 @@ export class ConversationList extends EventTarget {
     });
   }
 
-  /** Marks the one that is open. */
+  /** Marks the one that is open; one that is not listed yet may have been made elsewhere. */
   mark(/** @type {string | null} */ id) {
     this.#current = id;
+    if (id && !this.#shown.some((one) => one.id === id)) void this.refresh();
+    this.#showCurrent();
+  }
+
+  #showCurrent() {
+    const id = this.#current;
     for (const link of list.querySelectorAll("a")) {
       if (link.dataset.id === id) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
@@ -85,7 +91,7 @@ export class ConversationList extends EventTarget {
     list.replaceChildren(...this.#shown.map((conversation) => this.#row(conversation)));
     more.hidden = !this.#hasMore;
     empty.hidden = this.#shown.length > 0;
-    this.mark(this.#current);
+    this.#showCurrent();
   }
 
   #row(/** @type {Conversation} */ conversation) {

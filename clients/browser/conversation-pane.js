@@ -194,7 +194,7 @@ export class ConversationPane extends EventTarget {
     if (isKept && responseId && !view.turnIds.includes(responseId)) view.turnIds.push(responseId);
     if (outcome.problem?.code === "conversation_locked") this.#giveBack(view, outcome.problem);
     else if (isKept) this.#noteEnd(view, outcome.kind, outcome.reason);
-    else this.#noteProblem(view, outcome);
+    else this.#noteProblem(view, outcome, await this.#isGone(outcome));
     if (isKept && !answer.text) view.addNote("The model ended its answer without a word.");
     this.answer = null;
     this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
@@ -222,8 +222,8 @@ export class ConversationPane extends EventTarget {
   }
 
   /** Says why there is no answer, and offers what can be done about it. */
-  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome) {
-    const { text, endsConversation } = problemText(outcome);
+  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome, /** @type {boolean} */ isGone) {
+    const { text, endsConversation } = problemText(outcome, isGone);
     const again = () => {
       this.#drop(view);
       void this.#send(view.items);
@@ -234,6 +234,12 @@ export class ConversationPane extends EventTarget {
         ? { label: "Start anew with this message", run: () => this.#startAnew(view) }
         : { label: "Try again", run: again },
     });
+  }
+
+  /** Whether with a lost answer the conversation is lost, too. */
+  async #isGone(/** @type {Outcome} */ { kind }) {
+    if (kind !== "lost" || !this.id) return false;
+    return this.#around.client.conversations.get(this.id).then(() => false, (error) => error.status === 404);
   }
 
   #startAnew(/** @type {TurnView} */ view) {

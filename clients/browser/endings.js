@@ -4,10 +4,11 @@
 
 /** @typedef {import("./answer.js").Outcome} Outcome */
 
+const GONE = "The server no longer has this conversation. Nothing above will be remembered.";
 /** Errors after which a conversation cannot go on. @type {Record<string, string>} */
 const ENDS_OF_CONVERSATIONS = {
-  conversation_not_found: "The server no longer has this conversation. Nothing above will be remembered.",
-  previous_response_not_found: "The server no longer has this conversation. Nothing above will be remembered.",
+  conversation_not_found: GONE,
+  previous_response_not_found: GONE,
   context_length_exceeded: "This conversation has filled the model's context and cannot go on.",
 };
 const LOST = "The connection broke here, and the server no longer has the rest of this answer.";
@@ -26,8 +27,8 @@ export function cutText(/** @type {string} */ kind, /** @type {string | null} */
 }
 
 /** Why there is no answer, and whether it is worth asking in this conversation again. */
-export function problemText(/** @type {Outcome} */ { kind, problem }) {
-  const lasting = ENDS_OF_CONVERSATIONS[problem?.code ?? ""];
+export function problemText(/** @type {Outcome} */ { kind, problem }, /** @type {boolean} */ isGone) {
+  const lasting = isGone ? GONE : ENDS_OF_CONVERSATIONS[problem?.code ?? ""];
   const text = lasting ?? (kind === "lost" ? LOST : problem?.message || "The server gave no reason.");
   return { text, endsConversation: lasting !== undefined };
 }

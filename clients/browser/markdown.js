@@ -103,7 +103,7 @@ function renderBlock(/** @type {Block} */ block) {
     case "code":
       return renderCode(block);
     case "heading":
-      return withInline(element(`h${Math.min(6, block.level + 2)}`), block.text);
+      return withInline(element(`h${Math.min(6, block.level + 3)}`), block.text);
     case "list":
       return renderList(block.items);
     default:

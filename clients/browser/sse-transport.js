@@ -107,6 +107,7 @@ function soon(/** @type {Promise<T>} */ promise) {
   /** @type {ReturnType<typeof setTimeout>} */ let timer;
   const late = new Promise((_, reject) => {
     timer = setTimeout(() => reject(new Error("the stream fell silent")), QUIET_MS);
+    /** @type {any} */ (timer).unref?.(); // Node: it keeps no process alive
   });
   return /** @type {Promise<T>} */ (Promise.race([promise, late]).finally(() => clearTimeout(timer)));
 }

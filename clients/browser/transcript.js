@@ -76,6 +76,7 @@ export class TurnView {
   /** Shows text that is there already. */
   show(/** @type {string} */ text) {
     this.#section.append(this.#article);
+    this.#article.setAttribute("aria-busy", "false");
     this.#take(text);
     this.#flush();
   }

@@ -1,56 +1,68 @@
 """`penstock chat`: a conversation with a server, in the terminal.
 
-What lives here: the prompt, the commands, printing an answer as it comes, Ctrl-C.
-What it does not know: how a server is spoken to (`responses_socket`).
+What lives here: turns, commands, Ctrl-C. What it does not know: how a server is spoken to
+(`client`), how things look (`terminal_screen`), how lines are read (`terminal_input`).
 
 Two threads: this one reads lines and waits, so that line editing and Ctrl-C work as everywhere;
 an event loop in the other keeps the connection alive also while nobody types.
 """
 
-import asyncio
+from __future__ import annotations
+
 import contextlib
 import os
-import re
-import signal
 import sys
-import threading
 import time
-from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from pathlib import Path
 
-from .responses_socket import ClientError, ConnectionLostError, Endpoint, Event, ResponsesSocket
-
-with contextlib.suppress(ImportError):  # line editing and history for `input`, where there is any
-    import readline  # noqa: F401
-
-T = TypeVar("T")
+from .client import AsyncClient
+from .errors import (
+    AuthenticationError,
+    PenstockError,
+    RefusedError,
+    ResponseFailedError,
+    TransportError,
+    UnreachableError,
+)
+from .event_stream import EventStream
+from .events import ResponseEvent
+from .loop_thread import LoopThread
+from .operation import AsyncRunner
+from .retries import RetryPolicy
+from .terminal_input import Messages
+from .terminal_screen import Answer, Screen, Timing
+from .transcript import Transcript, Turn
 
 HELP = """\
-/new    start a new conversation
-/quit   leave (also Ctrl-D)
-/help   this
-Ctrl-C stops the answer under way; at the prompt it leaves."""
+/stop          stop the answer under way (also Ctrl-C)
+/retry         answer the last question again
+/resume        go on with an answer whose connection was lost for good
+/branch [N]    go on from turn N (0: from the beginning); without N, list the turns
+/save [FILE]   write the conversation to FILE as Markdown
+/new           start a new conversation
+/quit          leave (also Ctrl-D)
+/help          this
+A message of several lines: end a line with \\, or put it between \"\"\" and \"\"\"."""
 
-PAUSED = " [paused: the server is short of memory]"
-
-# A model must not steer the terminal: control characters other than newline and tab are dropped.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_POLL_S = 0.05
+_NOTICES = {
+    "penstock.preempted": "[paused: the server is short of memory]",
+    "penstock.resumed": "",
+}
 
 
 def run(base_url: str, *, api_key: str | None = None, model: str | None = None) -> int:
     """Chats until the input ends; returns the exit code (1: no server, or a turn failed)."""
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+    screen = Screen()
     try:
-        endpoint = Endpoint.parse(base_url, api_key)
-        chosen = choose_model(endpoint.list_models(), model)
         with LoopThread() as loop:
-            return TerminalChat(endpoint, chosen, loop).run()
-    except ClientError as error:
-        complain(str(error))
+            return TerminalChat(base_url, api_key=api_key, screen=screen, loop=loop).run(model)
+    except (PenstockError, ValueError) as error:
+        screen.complain(str(error))
         return 1
     except KeyboardInterrupt:
         print()
@@ -65,202 +77,231 @@ def choose_model(offered: list[str], wanted: str | None) -> str:
         return offered[0]
     if wanted is None or wanted not in offered:
         names = ", ".join(offered) or "none"
-        raise ClientError(f"the server does not offer the model {wanted!r} (it offers: {names})")
+        raise ValueError(f"the server does not offer the model {wanted!r} (it offers: {names})")
     return wanted
 
 
-def complain(message: str) -> None:
-    print(f"penstock chat: {message}", file=sys.stderr, flush=True)
-
-
-class LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="penstock-chat", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the main thread's
-        self._loop.run_forever()
-
-
-@dataclass(slots=True)
-class Timing:
-    """When the pieces of one answer came, in seconds of the monotonic clock."""
-
-    sent_s: float
-    first_s: float | None = None
-    last_s: float = 0.0
-
-    def note_piece(self) -> None:
-        self.last_s = time.monotonic()
-        if self.first_s is None:
-            self.first_s = self.last_s
-
-    def summary(self, num_tokens: int) -> str:
-        if self.first_s is None:
-            return f"{num_tokens} tokens"
-        parts = [f"first token after {self.first_s - self.sent_s:.2f} s", f"{num_tokens} tokens"]
-        elapsed_s = self.last_s - self.first_s
-        if num_tokens > 1 and elapsed_s > 0.005:
-            parts.insert(0, f"{(num_tokens - 1) / elapsed_s:.1f} tokens/s")
-        return " · ".join(parts)
-
-
 class TerminalChat:
-    """The conversation, and the lines that go in and out."""
+    """The conversation.
 
-    def __init__(self, endpoint: Endpoint, model: str, loop: LoopThread) -> None:
-        self._endpoint = endpoint
-        self._model = model
+    Raises:
+        ValueError: `base_url` is no address.
+    """
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None, screen: Screen, loop: LoopThread
+    ) -> None:
+        retries = RetryPolicy(on_wait=self._tell_of_loss)
+        self._client = AsyncClient(base_url, api_key=api_key, retries=retries)
+        self._socket = self._client.connect()
+        self._screen = screen
         self._loop = loop
-        self._socket: ResponsesSocket | None = None
-        self._last_response_id: str | None = None
+        self._model = ""
+        self._transcript = Transcript()
+        self._asked: tuple[str, Turn | None] | None = None  # the last question, and after what
+        self._stream: EventStream[AsyncRunner] | None = None
+        self._answer: Answer | None = None
+        self._text = ""  # of the answer under way, also of one that was lost
         self._num_failed = 0
-        self._is_styled = sys.stdout.isatty()
-        self._is_interactive = self._is_styled and sys.stdin.isatty()
+        self._is_interactive = screen.is_styled and sys.stdin.isatty()
+        self._messages = Messages(is_interactive=self._is_interactive)
 
-    def run(self) -> int:
-        if self._is_interactive:
-            self._say(f"{self._model} at {self._endpoint.base_url} · /help for help")
+    def run(self, model: str | None) -> int:
+        """Chats until the input ends; returns the exit code."""
         try:
-            while (line := self._read()) is not None:
-                if line.startswith("/"):
-                    if not self._obey(line):
+            self._model = choose_model(self._offered(), model)
+            if self._is_interactive:
+                self._screen.say(f"{self._model} at {self._client.base_url} · /help for help")
+            while (message := self._messages.read()) is not None:
+                if message.startswith("/"):
+                    if not self._obey(message):
                         break
-                elif line:
-                    self._take_turn(line)
+                elif message:
+                    self._ask(message, after=self._transcript.head)
         finally:
             self._hang_up()
         return 1 if self._num_failed and not self._is_interactive else 0
 
-    def _read(self) -> str | None:
-        """The next line; None at the end of input and after Ctrl-C at the prompt."""
-        # \001 and \002 tell readline which characters take no room.
-        prompt = "\n\001\033[1m\002› \001\033[0m\002" if self._is_interactive else ""
+    def _offered(self) -> list[str]:
         try:
-            return input(prompt).strip()
-        except EOFError:
-            if self._is_interactive:
-                print()
-            return None
-        except KeyboardInterrupt:
-            print()
-            return None
+            models = self._loop.start(self._client.models.list()).result()
+        except AuthenticationError as error:
+            raise ValueError(f"{self._client.base_url} refused (HTTP 401): {error}") from None
+        return [model["id"] for model in models["data"]]
 
-    def _obey(self, command: str) -> bool:
+    def _obey(self, line: str) -> bool:
         """Carries out a command; false when it is time to leave."""
-        match command.split()[0]:
+        command, _, argument = line.partition(" ")
+        match command:
             case "/quit" | "/exit":
                 return False
             case "/new":
-                self._last_response_id = None
-                self._say("new conversation")
+                self._transcript, self._asked = Transcript(), None
+                self._screen.say("new conversation")
+            case "/stop":
+                self._screen.say("no answer is under way")
+            case "/retry":
+                self._retry()
+            case "/resume":
+                self._resume()
+            case "/branch":
+                self._branch(argument.strip())
+            case "/save":
+                self._save(argument.strip())
             case "/help":
-                self._say(HELP)
+                self._screen.say(HELP)
             case unknown:
-                complain(f"no command {unknown}; /help lists them")
+                self._screen.complain(f"no command {unknown}; /help lists them")
         return True
 
-    def _take_turn(self, text: str) -> None:
-        turn = self._loop.start(self._turn(text))
+    def _retry(self) -> None:
+        if self._asked is None:
+            self._screen.complain("nothing was asked yet")
+            return
+        question, after = self._asked
+        self._ask(question, after=after)
+
+    def _branch(self, number: str) -> None:
+        if not number:
+            for line in self._transcript.outline():
+                self._screen.console.print(line)
+            return
+        try:
+            self._transcript.go_to(int(number))
+        except ValueError as error:
+            told = str(error) if number.isdecimal() else f"{number!r} is not the number of a turn"
+            self._screen.complain(told)
+            return
+        self._screen.say(f"the next message comes after turn {number}")
+
+    def _save(self, name: str) -> None:
+        path = Path(name or time.strftime("chat-%Y-%m-%d-%H%M%S.md")).expanduser()
+        try:
+            self._transcript.save(path, model=self._model)
+        except OSError as error:
+            self._screen.complain(f"cannot write {path}: {error.strerror}")
+            return
+        self._screen.say(f"saved to {path}")
+
+    def _ask(self, question: str, *, after: Turn | None) -> None:
+        self._asked, self._stream, self._text = (question, after), None, ""
+        self._take_turn()
+
+    def _resume(self) -> None:
+        stream = self._stream
+        if stream is None or stream.response_id is None or stream.response is not None:
+            self._screen.complain("no answer was lost")
+            return
+        self._take_turn()
+
+    def _take_turn(self) -> None:
+        """An answer, to its end or until it is stopped."""
+        turn = self._loop.start(self._turn())
         is_stopping = False
         while True:
             try:
-                return turn.result()
+                self._wait(turn)
+                return
             except KeyboardInterrupt:
                 if is_stopping:  # the server does not answer the stop; leave without it
                     turn.cancel()
                     raise
                 is_stopping = True
-                if self._socket is not None:
-                    self._loop.start(self._socket.cancel())
-            except ClientError as error:
-                if not self._is_interactive and not isinstance(error, ConnectionLostError):
+                self._stop()
+            except PenstockError as error:
+                if isinstance(error, UnreachableError) and not self._is_interactive:
                     raise
-                self._fail(str(error))
-                return None
+                self._fail(error)
+                return
 
-    async def _turn(self, text: str) -> None:
-        if self._socket is None or not self._socket.is_open:
-            self._socket = await self._endpoint.open_socket()
+    def _wait(self, turn: Future[None]) -> None:
+        while self._is_interactive and not turn.done():
+            if self._messages.poll(_POLL_S) == "/stop":
+                self._stop()
+        turn.result()
+
+    def _stop(self) -> None:
+        if self._stream is not None:
+            self._loop.start(self._stream.cancel())
+
+    async def _turn(self) -> None:
         timing = Timing(time.monotonic())
-        has_text = False
-        events = self._socket.ask(self._model, text, previous_response_id=self._last_response_id)
+        self._answer = answer = self._screen.answer()
         try:
-            async for event in events:
-                if event["type"] == "response.output_text.delta":
-                    timing.note_piece()
-                    has_text = True
-                    print(CONTROL.sub("", event["delta"]), end="", flush=True)
-                elif event["type"] in ("penstock.preempted", "penstock.resumed"):
-                    self._show_pause(event["type"] == "penstock.preempted")
-                    has_text = has_text or self._is_styled
+            self._stream = stream = await self._begin()
+            async for event in stream:
+                self._show(event, answer, timing)
         finally:
-            if has_text:
-                print(flush=True)
-        self._conclude(event, timing)
+            self._answer = None
+            answer.end()
+        self._conclude(stream, timing)
 
-    def _conclude(self, event: Event, timing: Timing) -> None:
-        """Takes the last event of an answer."""
-        if event["type"] == "error":
-            self._note_refusal(event["error"])
+    async def _begin(self) -> EventStream[AsyncRunner]:
+        """The stream of a new answer, or of the rest of a lost one."""
+        lost = self._stream
+        if lost is not None and lost.response_id is not None:
+            return await self._socket.follow(lost.response_id, starting_after=lost.last_number)
+        assert self._asked is not None
+        question, after = self._asked
+        return await self._socket.create(
+            model=self._model,
+            input=question,
+            previous_response_id=None if after is None else after.response_id,
+            penstock={"events": ["preempted", "resumed", "queue"]},
+        )
+
+    def _show(self, event: ResponseEvent, answer: Answer, timing: Timing) -> None:
+        if event["type"] == "response.output_text.delta":
+            timing.note_piece()
+            self._text += event["delta"]
+            answer.write(event["delta"])
+        elif event["type"] == "penstock.queue":
+            answer.note(f"[waiting: {event['position']} before this one]")
+        elif event["type"] in _NOTICES:
+            answer.note(_NOTICES[event["type"]])
+
+    def _conclude(self, stream: EventStream[AsyncRunner], timing: Timing) -> None:
+        response = stream.response
+        if response is None or self._asked is None:
             return
-        response = event["response"]
-        if event["type"] == "response.failed":
-            self._fail((response.get("error") or {}).get("message") or "the answer failed")
-            return
-        self._last_response_id = response["id"]
+        if response["status"] == "failed":
+            error = response["error"] or {"message": "the answer failed", "code": "failed"}
+            raise ResponseFailedError(
+                error["message"], code=error["code"], response_id=response["id"]
+            )
+        question, after = self._asked
+        self._transcript.add(question, self._text, response_id=response["id"], parent=after)
         notes = []
         if response["status"] == "cancelled":
             notes = ["stopped"]
-        elif event["type"] == "response.incomplete":
-            notes = [f"cut short ({(response.get('incomplete_details') or {}).get('reason')})"]
-        num_tokens = (response.get("usage") or {}).get("output_tokens", 0)
-        self._say(" · ".join([*notes, timing.summary(num_tokens)]))
+        elif response["status"] == "incomplete":
+            details = response["incomplete_details"]
+            notes = [f"cut short ({details['reason'] if details else 'for no reason'})"]
+        num_tokens = response["usage"]["output_tokens"] if response["usage"] else 0
+        self._screen.say(" · ".join([*notes, timing.summary(num_tokens)]))
 
-    def _note_refusal(self, error: dict[str, Any]) -> None:
-        if error.get("code") == "previous_response_not_found":
-            self._last_response_id = None
-            self._fail("the server no longer has this conversation; ask again to start a new one")
-            return
-        message = error.get("message") or "the server refused without a reason"
-        if error.get("code") == "context_length_exceeded" and self._last_response_id:
-            message += "; /new starts a new conversation"
-        self._fail(message)
-
-    def _fail(self, message: str) -> None:
+    def _fail(self, error: PenstockError) -> None:
         self._num_failed += 1
-        complain(CONTROL.sub("", message))
+        message, goes_on = str(error), self._transcript.head is not None
+        code = error.code if isinstance(error, RefusedError) else None
+        if code == "previous_response_not_found":
+            self._transcript = Transcript()
+            message = "the server no longer has this conversation; ask again to start a new one"
+        elif code == "context_length_exceeded" and goes_on:
+            message += "; /new starts a new conversation"
+        elif isinstance(error, TransportError) and self._is_resumable:
+            message += "; /resume goes on with the answer"
+        self._screen.complain(message)
 
-    def _say(self, message: str) -> None:
-        """Prints a remark of ours, dim; nothing where the output is a file or a pipe."""
-        if self._is_styled:
-            print(f"\033[2m{message}\033[0m", flush=True)
+    @property
+    def _is_resumable(self) -> bool:
+        return self._stream is not None and self._stream.response_id is not None
 
-    def _show_pause(self, is_paused: bool) -> None:
-        """Says why nothing comes for a while, at the place where the text will go on."""
-        if self._is_styled:
-            erasure = "\b" * len(PAUSED) + "\033[K"
-            print(f"\033[2m{PAUSED}\033[0m" if is_paused else erasure, end="", flush=True)
+    def _tell_of_loss(self, error: PenstockError, _: float) -> None:
+        if self._answer is not None and isinstance(error, TransportError):
+            self._answer.note("[connection lost: trying to go on]")
 
     def _hang_up(self) -> None:
-        if self._socket is not None:
+        for farewell in (self._socket.close, self._client.close):
             with contextlib.suppress(Exception):
-                self._loop.start(self._socket.close()).result(timeout=2)
+                self._loop.start(farewell()).result(timeout=3)

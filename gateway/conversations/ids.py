@@ -2,7 +2,8 @@
 
     conv_<tree>            a conversation
     resp_<tree><turn>      a response; every response is in the tree of some conversation, if only
-                           of one that no listing shows
+                           of one that no listing shows; one derived from a secret of the
+                           client's is its answer to a request with an `Idempotency-Key`
     turn_<tree><turn>      items that were added without a response
 
 `<tree>` and `<turn>` are 24 hexadecimal digits each (96 random bits). All keys of a tree carry
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 
@@ -25,6 +27,12 @@ def new_conversation_id() -> str:
 
 def new_response_id(conversation_id: str) -> str:
     return f"resp_{conversation_id.removeprefix('conv_')}{secrets.token_hex(_NUM_BYTES)}"
+
+
+def derived_response_id(*parts: str) -> str:
+    """The same for the same parts, and for no others."""
+    said = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
+    return f"resp_{hashlib.sha256(said).hexdigest()[: 4 * _NUM_BYTES]}"
 
 
 def new_turn_id(conversation_id: str) -> str:

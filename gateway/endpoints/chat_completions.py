@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,10 +14,12 @@ from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.branch import Delta
 from penstock.gateway.callers import caller_of, deadline_of
+from penstock.gateway.delta_source import DeltaSource
 from penstock.gateway.endpoints.choices import Answer, Choice, error_events
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
 from penstock.gateway.generation import Generation, Output
 from penstock.gateway.generator import ChatPrompt, Generator
+from penstock.gateway.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.logprobs import prompt_dictionaries, token_objects
 from penstock.gateway.schemas import ChatRequest, parse_request
 from penstock.gateway.sse import EventStream
@@ -27,11 +29,20 @@ class ChatCompletions:
     """The endpoint.
 
     Args:
+        answers: those to requests with an `Idempotency-Key`.
         ping_s: silence on a stream after which a comment is sent.
     """
 
-    def __init__(self, generator: Generator, *, max_body_bytes: int, ping_s: float) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        answers: IdempotentAnswers,
+        *,
+        max_body_bytes: int,
+        ping_s: float,
+    ) -> None:
         self._generator = generator
+        self._answers = answers
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
 
@@ -39,6 +50,24 @@ class ChatCompletions:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         chat = parse_request(ChatRequest, body)
         model = self._generator.model.require(chat.model)
+        caller = caller_of(request.scope)
+        key = idempotency_key(request, body, caller)
+        plan = partial(self._planned, request, chat)
+        source: DeltaSource
+        if key is None:
+            source = await plan(f"chatcmpl-{uuid.uuid4().hex}")
+        else:
+            refuse_with_key(chat.beyond_one_output)
+            source = await self._answers.attach(
+                key, caller, plan, continues_prompt=chat.continues_prompt
+            )
+        answer = _Answer(chat, source, model=model, tokenizer=self._generator.model.tokenizer)
+        if chat.stream:
+            return EventStream(answer.stream(), ping_s=self._ping_s, on_error=error_events)
+        whole = await unless_gone(request, answer.whole())
+        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+    async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
         prompt_token_ids = await self._generator.tokenise_chat(
             ChatPrompt(
                 messages=[message.for_template() for message in chat.messages],
@@ -49,40 +78,29 @@ class ChatCompletions:
                 kwargs=chat.chat_template_kwargs,
             )
         )
-        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
-        generation = await self._generator.plan(
-            completion_id,
+        return await self._generator.plan(
+            request_id,
             chat.kept(prompt_token_ids),
             request=chat,
             param="messages",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),
         )
-        answer = _Answer(chat, generation, model=model, tokenizer=self._generator.model.tokenizer)
-        if chat.stream:
-            return EventStream(answer.stream(), ping_s=self._ping_s, on_error=error_events)
-        whole = await unless_gone(request, answer.whole())
-        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
 
 class _Answer(Answer):
     """One completion in chat's shape."""
 
+    id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
     def __init__(
-        self, chat: ChatRequest, generation: Generation, *, model: str, tokenizer: Tokenizer
+        self, chat: ChatRequest, source: DeltaSource, *, model: str, tokenizer: Tokenizer
     ) -> None:
-        head = {
-            "id": generation.request.request_id,
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": None,
-        }
         super().__init__(
-            [generation],
-            head=head,
+            [source],
+            model=model,
             options=chat.stream_options,
             returns_token_ids=chat.return_token_ids,
         )

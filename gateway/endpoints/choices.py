@@ -9,19 +9,22 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import re
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
 import orjson
 
 from penstock.gateway.branch import Delta
+from penstock.gateway.delta_source import DeltaSource
 from penstock.gateway.endpoints.usage import StreamUsage, usage_object
 from penstock.gateway.errors import failure_of
-from penstock.gateway.generation import Generation, Output, collected, merged
+from penstock.gateway.generation import Output, collected, merged
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.schemas import StreamOptions
 from penstock.gateway.sse import DONE, data
 
+_ID = re.compile("[-_]")  # between what a request is, its id, and which of several it is
 _LONG_PROMPT_TOKENS = 256  # from here on its logprobs are made into JSON off the event loop
 
 Choice = dict[str, Any]
@@ -34,24 +37,31 @@ class Answer(abc.ABC):
 
     Args:
         generations: one per prompt, with as many choices each.
-        head: what every object of the answer has.
+        model: the name to answer under.
         returns_token_ids: choices and chunks say of which tokens they are made.
     """
 
+    id_prefix: ClassVar[str]
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
     def __init__(
         self,
-        generations: Sequence[Generation],
+        generations: Sequence[DeltaSource],
         *,
-        head: Mapping[str, Any],
+        model: str,
         options: StreamOptions,
         returns_token_ids: bool,
     ) -> None:
         self.generations = generations
         self.num_each = generations[0].num_wanted
-        self._head = head
+        first = generations[0].request
+        self._head = {
+            "id": f"{self.id_prefix}-{_ID.split(first.request_id)[1]}",
+            "created": int(first.arrival_s),
+            "model": model,
+            "system_fingerprint": None,
+        }
         self._usage = StreamUsage(options)
         self._prompts_seen: set[int] = set()
         self._returns_token_ids = returns_token_ids
@@ -119,11 +129,10 @@ class Answer(abc.ABC):
         if not self._returns_token_ids:
             return {}
         number, rank = divmod(index, self.num_each)
-        generation = self.generations[number]
-        token_ids = generation.branches[generation.best()[rank]].token_ids
+        token_ids = self.generations[number].output_token_ids(rank)
         first = self._num_told.get(index, 0)
         self._num_told[index] = len(token_ids)
-        return {"token_ids": token_ids[first:]}
+        return {"token_ids": list(token_ids[first:])}
 
     async def _see_prompt(self, number: int) -> None:
         if number in self._prompts_seen:

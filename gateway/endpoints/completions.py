@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,10 +14,12 @@ from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.branch import Delta
 from penstock.gateway.callers import caller_of, deadline_of
+from penstock.gateway.delta_source import DeltaSource
 from penstock.gateway.endpoints.choices import Answer, Choice, error_events
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
 from penstock.gateway.generation import Generation, Output
 from penstock.gateway.generator import NUM_CONTEXT_TOKENS, Generator
+from penstock.gateway.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.logprobs import Lists, TokenLists, joined, prompt_dictionaries
 from penstock.gateway.schemas import CompletionRequest, parse_request
 from penstock.gateway.sse import EventStream
@@ -27,11 +29,20 @@ class Completions:
     """The endpoint.
 
     Args:
+        answers: those to requests with an `Idempotency-Key`.
         ping_s: silence on a stream after which a comment is sent.
     """
 
-    def __init__(self, generator: Generator, *, max_body_bytes: int, ping_s: float) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        answers: IdempotentAnswers,
+        *,
+        max_body_bytes: int,
+        ping_s: float,
+    ) -> None:
         self._generator = generator
+        self._answers = answers
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
 
@@ -39,10 +50,21 @@ class Completions:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         completion = parse_request(CompletionRequest, body)
         model = self._generator.model.require(completion.model)
-        generations = await self._planned(request, completion)
+        caller = caller_of(request.scope)
+        key = idempotency_key(request, body, caller)
+        sources: Sequence[DeltaSource]
+        if key is None:
+            sources = await self._planned(request, completion)
+        else:
+            refuse_with_key(completion.beyond_one_output)
+            plan = partial(self._planned_one, request, completion, completion.prompts[0])
+            logged = await self._answers.attach(
+                key, caller, plan, continues_prompt=completion.continues_prompt
+            )
+            sources = [logged]
         answer = _Answer(
             completion,
-            generations,
+            sources,
             model=model,
             tokenizer=self._generator.model.tokenizer,
             echoes=[await self._echo(prompt, completion) for prompt in completion.prompts],
@@ -58,22 +80,30 @@ class Completions:
         planned: list[Generation] = []
         try:
             for number, prompt in enumerate(completion.prompts):
-                token_ids = await self._token_ids(prompt, completion.add_special_tokens)
-                planned.append(
-                    await self._generator.plan(
-                        f"{completion_id}-{number}",
-                        completion.kept(token_ids),
-                        request=completion,
-                        param="prompt",
-                        caller=caller_of(request.scope),
-                        deadline_s=deadline_of(request.scope),
-                    )
-                )
+                request_id = f"{completion_id}-{number}"
+                planned.append(await self._planned_one(request, completion, prompt, request_id))
         except BaseException:
             for generation in planned:
                 generation.discard()
             raise
         return planned
+
+    async def _planned_one(
+        self,
+        request: Request,
+        completion: CompletionRequest,
+        prompt: str | Sequence[int],
+        request_id: str,
+    ) -> Generation:
+        token_ids = await self._token_ids(prompt, completion.add_special_tokens)
+        return await self._generator.plan(
+            request_id,
+            completion.kept(token_ids),
+            request=completion,
+            param="prompt",
+            caller=caller_of(request.scope),
+            deadline_s=deadline_of(request.scope),
+        )
 
     async def _token_ids(
         self, prompt: str | Sequence[int], add_special_tokens: bool
@@ -99,26 +129,21 @@ class _Answer(Answer):
         echoes: the text that each prompt's choices start with.
     """
 
+    id_prefix = "cmpl"
     object_name = chunk_name = "text_completion"
 
     def __init__(
         self,
         completion: CompletionRequest,
-        generations: Sequence[Generation],
+        generations: Sequence[DeltaSource],
         *,
         model: str,
         tokenizer: Tokenizer,
         echoes: Sequence[str],
     ) -> None:
-        head = {
-            "id": generations[0].request.request_id.rpartition("-")[0],
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": None,
-        }
         super().__init__(
             generations,
-            head=head,
+            model=model,
             options=completion.stream_options,
             returns_token_ids=completion.return_token_ids,
         )

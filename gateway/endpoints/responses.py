@@ -6,7 +6,8 @@ The events come from `responses.events`, the same ones that the WebSocket sends.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
+from functools import partial
 from typing import Any
 
 import orjson
@@ -55,7 +56,7 @@ class Responses:
             asked, caller_of(request.scope), deadline_s=deadline_of(request.scope)
         )
         if asked.stream:
-            return self._stream(run.log, notices=asked.penstock.events)
+            return self._stream(request, run.log, notices=asked.penstock.events)
         if asked.background:
             return json_response(response_object(run.log))
         whole = await unless_gone(request, _whole(run.log))
@@ -68,7 +69,7 @@ class Responses:
         caller = caller_of(request.scope)
         if _flag(request, "stream"):
             log = await self._responder.resume(caller, response_id)
-            return self._stream(log, after=_starting_after(request))
+            return self._stream(request, log, after=_starting_after(request))
         if "starting_after" in request.query_params:
             raise _invalid("starting_after", "needs stream=true")
         turn = await self._responder.turn(caller, response_id)
@@ -101,9 +102,10 @@ class Responses:
         return json_response(item_page(items_of(path), request.query_params))
 
     def _stream(
-        self, log: ResponseLog, *, after: int = -1, notices: list[Any] | None = None
+        self, request: Request, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
     ) -> EventStream:
-        writer = EventWriter(log, notices=notices or ())
+        find_again = partial(self._responder.log, caller_of(request.scope), log.header.response_id)
+        writer = EventWriter(log, notices=notices, find_again=find_again)
         return EventStream(_chunks(writer, after), ping_s=self._ping_s, on_error=_broken)
 
 

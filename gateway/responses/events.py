@@ -11,13 +11,13 @@ has no item. Nothing here depends on when or where it runs: a replay gives the s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.responses.log import LogNotice, ResponseLog
+from penstock.gateway.responses.log import LogNotice, ResponseLog, ResponseMovedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
 _Object = dict[str, Any]
@@ -42,10 +42,19 @@ class EventWriter:
 
     Args:
         notices: kinds of `penstock.*` events that the reader asked for.
+        find_again: the log, where another gateway has taken the response over.
     """
 
-    def __init__(self, log: ResponseLog, *, notices: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        log: ResponseLog,
+        *,
+        notices: Collection[str] = (),
+        find_again: Callable[[], Awaitable[ResponseLog]] | None = None,
+    ) -> None:
         self._log = log
+        self._find_again = find_again
+        self._last_number = -1  # of an event that was made
         self._notices = notices
         self._delta_start = (
             b'{"type":"response.output_text.delta","item_id":'
@@ -59,19 +68,28 @@ class EventWriter:
         Raises:
             Exception: the log cannot be followed to its end from here.
         """
-        with self._log.read(after) as reader:
-            opening = _numbered(_opening(self._log.header), first=0, after=after)
-            if opening:
-                yield opening
-            while (entries := await reader.next()) is not None:
-                events = self._events(entries, after)
-                if events:
-                    yield events
+        while True:
+            try:
+                with self._log.read(after) as reader:
+                    opening = _numbered(_opening(self._log.header), first=0, after=after)
+                    if opening:
+                        yield opening
+                    while (entries := await reader.next()) is not None:
+                        events = self._events(entries, after)
+                        if events:
+                            yield events
+                return
+            except ResponseMovedError:
+                if self._find_again is None:
+                    raise
+                after = max(after, self._log.header.num_opening_events - 1, self._last_number)
+                self._log = await self._find_again()
 
     def _events(self, entries: Sequence[Entry | LogNotice], after: int) -> list[Event]:
         found: list[Event] = []
         for entry in entries:
             if isinstance(entry, DeltaEntry):
+                self._last_number = entry.number
                 found.append(self._delta(entry))
             elif isinstance(entry, EndEntry):
                 closing = _closing(self._log, entry)

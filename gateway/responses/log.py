@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+
+_MAX_AT_ONCE = 32  # entries: what a reader has taken, and its client has not, is memory
 
 
 class Storage(Protocol):
@@ -32,6 +35,17 @@ class InMemory:
 
 
 IN_MEMORY = InMemory()
+
+
+class ResponseMovedError(RequestRefusedError):
+    """503 `response_moved`: another gateway runs the response now; a reader resumes it there."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"another gateway carries {response_id!r} on; resume it",
+            code="response_moved",
+            status=503,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +193,8 @@ class LogReader:
         return self._log.num_published - self._position
 
     async def next(self) -> list[Entry | LogNotice] | None:
-        """All that came since the last call, in order; waits while there is nothing; None at the
-        end.
+        """What came since the last call, in order, up to a bound; waits while there is nothing;
+        None at the end.
 
         Raises:
             Exception: what `ResponseLog.fail` was given, after all there is.
@@ -190,6 +204,8 @@ class LogReader:
             found = self._take()
             if found:
                 return found
+            if self.num_behind:
+                continue  # those were known to the reader
             if log.end is not None:
                 return None
             if log.failure is not None:
@@ -203,17 +219,18 @@ class LogReader:
 
     def _take(self) -> list[Entry | LogNotice]:
         log = self._log
+        stop = min(log.num_published, self._position + _MAX_AT_ONCE)
         found: list[Entry | LogNotice] = []
         while self._next_notice < len(log.notices):
             place, notice = log.notices[self._next_notice]
-            if place > log.num_published:
+            if place > stop:
                 break
             found += log.entries[self._position : place]
             found.append(notice)
             self._position = max(self._position, place)
             self._next_notice += 1
-        found += log.entries[self._position : log.num_published]
-        self._position = log.num_published
+        found += log.entries[self._position : stop]
+        self._position = stop
         # A replica may be behind what its reader had from the owner's gateway.
         while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
             del found[0]

@@ -17,7 +17,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.gateway.responses.log import ResponseLog
-from penstock.gateway.responses.log_store import DEFAULT_TTL_S, CarryOn, response_expired
+from penstock.gateway.responses.log_store import (
+    DEFAULT_TTL_S,
+    CarryOn,
+    LogExistsError,
+    response_expired,
+)
 from penstock.gateway.responses.record import ResponseHeader
 from penstock.gateway.responses.redis_log_reader import StreamFollower
 from penstock.gateway.responses.redis_log_writer import LogWriter, OwnedLog
@@ -32,6 +37,8 @@ from penstock.gateway.responses.redis_stream import (
     cancel_key,
     ends,
     header_of,
+    is_begun_by,
+    is_refused_id,
     load,
     log_key,
     read_first,
@@ -111,23 +118,41 @@ class RedisLogStore:
         response_id = header.response_id
         key = _key(response_id)
         log = ResponseLog(header, storage=self._writer)
-        owned = OwnedLog(log=log, key=key, epoch=1, confirmed=header.num_opening_events - 1)
+        owned = OwnedLog(
+            log=log, key=key, epoch=1, confirmed=header.num_opening_events - 1, is_begun=False
+        )
         if self._ownership.is_leaving:
             raise store_unavailable()
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
                 # First the note: a log without one would never be carried on.
                 await ask(self._redis, *self._ownership.note(response_id, 1))
-                replies = await round_trip(self._redis, [add_header(key, header), self._age(key)])
+                begin = [add_header(key, header), self._age(key)]
+                added, _ = await round_trip(self._redis, begin)
+                if is_refused_id(added):
+                    await self._check_ours(owned)
         except (RedisError, OSError) as error:
             self._writer.give_up(owned)  # half of it may be there
             raise store_unavailable() from error
-        if isinstance(replies[0], Exception):
+        if isinstance(added, Exception) and not is_refused_id(added):
             self._writer.give_up(owned)
-            raise store_unavailable() from replies[0]
+            raise store_unavailable() from added
+        owned.is_begun = True
         self._live[response_id] = log
         self._writer.own(owned)
         return log
+
+    async def _check_ours(self, owned: OwnedLog) -> None:
+        """The header was refused: it is there already, its acknowledgement lost; or another's is.
+
+        Raises:
+            LogExistsError: it is another's.
+            RedisError: Redis does not answer.
+        """
+        first = await ask(self._redis, *read_first(owned.key))
+        if not is_begun_by(first, owned.log.header):
+            await ask(self._redis, *self._ownership.forget(owned.response_id, owned.epoch))
+            raise LogExistsError(owned.response_id)
 
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
         log = self._live.get(response_id) or self._follower.find(response_id)

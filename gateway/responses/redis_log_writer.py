@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
-from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
 from penstock.gateway.responses.redis_stream import (
     Command,
     add_broken,
     add_entry,
+    is_begun_by,
+    is_refused_id,
     lean_round_trip,
     parse_id,
+    read_first,
     read_last,
     round_trip,
 )
@@ -32,17 +34,6 @@ from penstock.gateway.responses.redis_stream import (
 _LOG = logging.getLogger(__name__)
 _NUM_TICKS = 5  # of the time that Redis has for an answer
 _RETRY_S = 0.005
-
-
-class ResponseMovedError(RequestRefusedError):
-    """503 `response_moved`: another gateway runs the response now; a reader resumes it there."""
-
-    def __init__(self, response_id: str) -> None:
-        super().__init__(
-            f"another gateway carries {response_id!r} on; resume it",
-            code="response_moved",
-            status=503,
-        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,6 +45,7 @@ class OwnedLog:
         confirmed: number of the last of them under this epoch; 0: none but the fence.
         num_bytes: of entries sent.
         is_suspect: what Redis has of it is not known for sure.
+        is_begun: Redis has its header, and no other's under its id.
     """
 
     log: ResponseLog
@@ -63,6 +55,7 @@ class OwnedLog:
     confirmed: int = 0
     num_bytes: int = 0
     is_suspect: bool = False
+    is_begun: bool = True
 
     @property
     def response_id(self) -> str:
@@ -155,18 +148,32 @@ class LogWriter:
         if suspects:
             self._dirty.update(suspects)
             self._start_flush()
+        await self._let_go_of_others()
         chores = self._chores[:]
-        torn = list(self._torn.values())
+        torn = [owned for owned in self._torn.values() if owned.is_begun]
         marks = [add_broken(owned.key, owned.epoch) for owned in torn]
         if marks or chores:
             replies = await round_trip(self._redis, [*marks, *chores])
             del self._chores[: len(chores)]
             await self._see_marks(torn, replies[: len(torn)])
 
+    async def _let_go_of_others(self) -> None:
+        """Of what this gateway could not begin for sure: another may have."""
+        unsure = [owned for owned in self._torn.values() if not owned.is_begun]
+        firsts = await round_trip(self._redis, [read_first(owned.key) for owned in unsure])
+        for owned, first in zip(unsure, firsts, strict=True):
+            if isinstance(first, Exception):
+                continue
+            if is_begun_by(first, owned.log.header):
+                owned.is_begun = True
+            else:
+                del self._torn[owned.response_id]
+                self._chores += self._farewell(owned)
+
     async def _see_marks(self, torn: list[OwnedLog], replies: list[Any]) -> None:
         marked = []
         for owned, reply in zip(torn, replies, strict=True):
-            if not isinstance(reply, Exception) or _is_refused_id(reply):
+            if not isinstance(reply, Exception) or is_refused_id(reply):
                 marked.append(owned)
         lasts = await round_trip(self._redis, [read_last(owned.key) for owned in marked])
         for owned, last in zip(marked, lasts, strict=True):
@@ -268,7 +275,7 @@ class LogWriter:
             # An id that is not above the last one: the entry is there already, its
             # acknowledgement lost; or another gateway's fence is. Else it cannot be written now.
             owned.is_suspect = True
-            if not isinstance(replies[-1], Exception) and not all(map(_is_refused_id, failures)):
+            if not isinstance(replies[-1], Exception) and not all(map(is_refused_id, failures)):
                 self.give_up(owned)  # what follows was stored, and it was not
             return not self._is_owned(owned)
         else:
@@ -317,7 +324,3 @@ class LogWriter:
         self.owned.pop(owned.response_id, None)
         self._on_done(owned.response_id)
         owned.log.fail(ResponseMovedError(owned.response_id))
-
-
-def _is_refused_id(error: Exception) -> bool:
-    return isinstance(error, ResponseError) and "equal or smaller" in str(error)

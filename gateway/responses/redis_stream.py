@@ -237,6 +237,19 @@ def header_of(fields: dict[bytes, bytes]) -> ResponseHeader:
         raise BrokenLogError(f"no header: {error}") from error
 
 
+def is_begun_by(first: Sequence[StreamEntry], header: ResponseHeader) -> bool:
+    """Whether a stream's first entry, if it has one, is this header and not another's."""
+    try:
+        return bool(first) and header_of(first[0][1]).item_id == header.item_id
+    except BrokenLogError:
+        return False
+
+
+def is_refused_id(error: object) -> bool:
+    """Whether Redis had an entry of that id, or of a higher one."""
+    return isinstance(error, ResponseError) and "equal or smaller" in str(error)
+
+
 def ends(fields: dict[bytes, bytes]) -> bool:
     """Whether nothing follows this entry, the response's end or a mark that it is broken."""
     return END in fields or BROKEN in fields

@@ -7,6 +7,7 @@ it, the shape of any API's answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.gateway.branch import Delta
 from penstock.gateway.delta_source import Usage
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.responses.log import LogNotice, LogReader, ResponseLog
-from penstock.gateway.responses.record import DeltaEntry, EndEntry
+from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry
 
 
 class LoggedGeneration:
@@ -26,6 +27,7 @@ class LoggedGeneration:
         self.log = log
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._reader: LogReader | None = None
+        self._due: deque[Entry] = deque()
         self._token_ids: list[int] = []
         self._end: EndEntry | None = None
 
@@ -59,10 +61,12 @@ class LoggedGeneration:
         return (0,)
 
     def output_token_ids(self, rank: int) -> Sequence[int]:
+        assert rank == 0
         return self._token_ids
 
     async def next(self) -> list[Delta] | None:
-        """As `DeltaSource.next`.
+        """As `DeltaSource.next`, but one entry of the log at a time: what is told of a replay is
+        cut where it was cut for its first reader.
 
         Raises:
             InvalidRequestError: the engine refused the request.
@@ -70,15 +74,14 @@ class LoggedGeneration:
             RequestRefusedError: the log cannot be followed to its end from here.
         """
         assert self._reader is not None, "next() outside of its context"
-        while (entries := await self._reader.next()) is not None:
-            deltas = [
-                self._delta(entry) for entry in entries if not isinstance(entry, LogNotice)
-            ]
-            if deltas:
-                return deltas
-        return None
+        while not self._due:
+            entries = await self._reader.next()
+            if entries is None:
+                return None
+            self._due += [entry for entry in entries if not isinstance(entry, LogNotice)]
+        return [self._delta(self._due.popleft())]
 
-    def _delta(self, entry: DeltaEntry | EndEntry) -> Delta:
+    def _delta(self, entry: Entry) -> Delta:
         if isinstance(entry, DeltaEntry):
             self._token_ids += entry.token_ids
             return Delta(index=0, text=entry.text, logprobs=unpacked(entry.logprobs))

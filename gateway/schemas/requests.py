@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -117,6 +117,16 @@ class CompletionRequest(ChoicesRequest):
         echoed = self.logprobs if self.echo else None
         counts = [count for count in (self.prompt_logprobs, echoed) if count is not None]
         return max(counts, default=None)
+
+    @property
+    def beyond_one_output(self) -> Iterator[str]:
+        yield from super().beyond_one_output
+        if len(self.prompts) > 1:
+            yield "several prompts"
+        if self.best_of is not None and self.best_of > 1:
+            yield "best_of above 1"
+        if self.echo:
+            yield "echo"
 
     @property
     def branching(self) -> Branching:

@@ -5,7 +5,7 @@ Not known here: prompts, and what is particular to an endpoint (`requests`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -150,6 +150,16 @@ class ChoicesRequest(SamplingRequest):
     @property
     def branching(self) -> Branching:
         return Branching(n=self.n, beam_search=self._beam_search)
+
+    @property
+    def beyond_one_output(self) -> Iterator[str]:
+        """What it asks for beside one output, by the parameter that does."""
+        if self.n > 1:
+            yield "n above 1"
+        if self.use_beam_search:
+            yield "use_beam_search"
+        if self.prompt_logprobs is not None:
+            yield "prompt_logprobs"
 
     @property
     def _beam_search(self) -> BeamSearch | None:

@@ -194,7 +194,7 @@ def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
             if not readers.stdout.readline():
                 raise ConfigError("the readers could not connect")
             grown: int = process.memory_info().rss - before
-    return grown / parsed.idle_sockets
+    return float(grown / parsed.idle_sockets)
 
 
 @contextlib.contextmanager

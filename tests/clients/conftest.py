@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from .real_server import keyed_server, real_server  # noqa: F401 (fixtures)
 from .stub_server import StubServer, running
 
 

@@ -51,6 +51,7 @@ class FakeEngine:
         notices: by how many tokens came before them; branch 0 has them.
         refusal, refused_param: what every request is refused with, as its own fault.
         failure: what every request fails with after its first token.
+        may_speak: while it is cleared, the engine is there and says nothing.
         poison: kills the engine when it is submitted, if this says so of it.
         dies_in: that many steps it is killed.
     """
@@ -67,6 +68,8 @@ class FakeEngine:
         self.refusal: str | None = None
         self.refused_param: str | None = None
         self.failure: str | None = None
+        self.may_speak = asyncio.Event()
+        self.may_speak.set()
         self.poison: Callable[[Request], bool] = lambda _: False
         self.dies_in: int | None = None
         self.num_deaths = 0
@@ -152,6 +155,7 @@ class FakeEngine:
         num_branches = request.sampling_params.num_branches
         running = {index: self._outputs(request, index) for index in range(num_branches)}
         while running and request.request_id not in self.aborted:
+            await self.may_speak.wait()
             outputs = [next(branch) for branch in running.values()]
             for output in outputs:
                 is_over = output.finish_reason is not None

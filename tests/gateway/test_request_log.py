@@ -21,6 +21,9 @@ _SECRET = "sk-very-secret-0123456789"
 _PROMPT = "the prompt nobody may log"
 
 
+_CLIENTS = frozenset({"httpx", "httpcore", "openai", "websockets"})  # log in the same process
+
+
 class _Lines(logging.Handler):
     """Everything that is logged, as it is written in either format."""
 
@@ -30,6 +33,8 @@ class _Lines(logging.Handler):
         self.text: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name.partition(".")[0] in _CLIENTS:
+            return
         line = _JsonFormatter().format(record)
         assert "\n" not in line
         self.json.append(json.loads(line))

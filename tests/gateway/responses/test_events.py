@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.gateway.responses.events import EventWriter, num_closing_events, response_object
-from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, ResponseHeader
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -157,6 +157,26 @@ async def test_notices_come_in_their_place_and_are_not_replayed() -> None:
     again = EventWriter(log, notices=("preempted", "queue")).stream()
     kinds = [event.type async for batch in again for event in batch]
     assert not [kind for kind in kinds if kind.startswith("penstock.")]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+async def test_a_reader_follows_a_response_to_its_next_owner(num_before: int) -> None:
+    texts = ["a", "b", "c"]
+    lost, taken_over = ResponseLog(header()), filled(texts)
+    for number, text in enumerate(texts[:num_before]):
+        lost.append(DeltaEntry(lost.next_number, text, (number,)))
+
+    async def find_again() -> ResponseLog:
+        return taken_over
+
+    stream = EventWriter(lost, find_again=find_again).stream()
+    events = await anext(stream)
+    lost.fail(ResponseMovedError(lost.header.response_id))
+    events += [event async for batch in stream for event in batch]
+    assert [orjson.loads(event.json) for event in events] == await events_of(taken_over)
+
+    with pytest.raises(ResponseMovedError):
+        await events_of(lost)
 
 
 async def test_what_is_not_confirmed_is_not_seen() -> None:

@@ -11,7 +11,7 @@ import pytest
 from penstock.gateway.conversations.store import StoreUnavailableError
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.record import DeltaEntry
-from penstock.gateway.responses.redis_log_writer import ResponseMovedError
+from penstock.gateway.responses.log import ResponseMovedError
 from penstock.gateway.responses.redis_stream import add_fence, log_key, round_trip
 
 from ...redis_server import RedisServer

@@ -1,0 +1,177 @@
+/**
+ * The dashboard: the server's stats as they come, shown by the tiles, the pictures and the table.
+ */
+
+import { byId } from "../dom.js";
+import { askForKey, closeKeyDialog, listenForKey, storedKey } from "../key-dialog.js";
+import { BlocksPicture } from "./blocks.js";
+import { Feed } from "./feed.js";
+import { requestFigures, speedFigures } from "./figures.js";
+import { History, SPAN_S } from "./history.js";
+import { TenantTable, tenantsOf } from "./tenants.js";
+import { bytes, count } from "./texts.js";
+import { Tile } from "./tile.js";
+
+/** @typedef {import("./history.js").View} View */
+
+const page = {
+  connection: byId("connection"),
+  connectionText: byId("connection-text"),
+  model: byId("model"),
+  engine: byId("engine"),
+  banner: byId("banner"),
+  bannerText: byId("banner-text"),
+  bannerAction: byId("banner-action"),
+  window: /** @type {HTMLSelectElement} */ (byId("window")),
+  main: byId("main"),
+};
+
+// The page lies one folder below the server's address.
+const feed = new Feed({ baseUrl: new URL("../", document.baseURI).href, apiKey: storedKey() });
+const history = new History();
+/** What serves; null: nothing does. @type {import("./feed.js").Engine | null | undefined} */ let engine;
+/** @type {Tile[]} */ const tiles = [];
+const pictures = {
+  device: new BlocksPicture(byId("device-blocks"), "KV on the device"),
+  host: new BlocksPicture(byId("host-blocks"), "KV in host memory"),
+};
+const tenants = new TenantTable({ body: byId("tenants"), more: byId("more-tenants") });
+let isDrawPending = false;
+
+const windowS = () => Number(page.window.value);
+
+// ---- numbers -------------------------------------------------------------------------------
+
+function onMessage(/** @type {import("./feed.js").Message} */ message) {
+  if ("engine" in message) {
+    engine = message.engine;
+    showState();
+  }
+  if (history.add(message) && history.newest) {
+    const view = history.view(windowS());
+    for (const tile of tiles) if (view) tile.keep(view, history.newest.time);
+  }
+  drawSoon();
+}
+
+/** Once a frame at most, and not at all while nobody looks. */
+function drawSoon() {
+  if (isDrawPending) return;
+  isDrawPending = true;
+  requestAnimationFrame(() => {
+    isDrawPending = false;
+    const view = history.view(windowS());
+    if (view && history.newest) draw(view, history.newest.time);
+  });
+}
+
+function draw(/** @type {View} */ view, /** @type {number} */ now) {
+  for (const tile of tiles) tile.show(view, now);
+  const bytesPerBlock = engine?.bytes_per_block ?? 0;
+  const numSlots = view.value('kv_slots{state="allocated"}');
+  const emptyShare = numSlots ? (view.value('kv_slots{state="empty"}') ?? 0) / numSlots : 0;
+  for (const tier of /** @type {const} */ (["device", "host"])) {
+    const state = (/** @type {string} */ name) => view.value(`kv_blocks{state="${name}",tier="${tier}"}`) ?? 0;
+    pictures[tier].show({
+      used: state("used"),
+      cached: state("cached"),
+      free: state("free"),
+      emptyShare: tier === "device" ? emptyShare : null,
+      bytesPerBlock,
+    });
+  }
+  tenants.show(tenantsOf(view));
+}
+
+/** The charts show other averages from here on, also of what is past. */
+function recompute() {
+  for (const tile of tiles) tile.forget();
+  const now = history.newest?.time ?? 0;
+  for (const frame of history.frames) {
+    const view = history.view(windowS(), frame);
+    if (view && frame.time >= now - SPAN_S) for (const tile of tiles) tile.keep(view, frame.time);
+  }
+  drawSoon();
+}
+
+// ---- connection ----------------------------------------------------------------------------
+
+function showState() {
+  const isOut = feed.state === "connecting" && feed.numFailures > 0;
+  const shown = isOut ? "waiting" : feed.state === "open" && engine === null ? "no-engine" : feed.state;
+  const labels = { connecting: "Connecting…", open: "Live", waiting: "Reconnecting…", unauthorized: "Needs a key", "no-engine": "No engine" };
+  page.connection.dataset.state = shown;
+  page.connectionText.textContent = labels[shown];
+  page.main.classList.toggle("is-stale", shown !== "open");
+  if (engine) {
+    page.model.textContent = engine.model;
+    const weights = engine.quantization === "none" ? engine.dtype : `${engine.dtype}, ${engine.quantization}`;
+    page.engine.textContent = [
+      `${engine.device}, ${weights}`,
+      `at most ${count(engine.max_num_seqs)} sequences`,
+      `context of ${count(engine.max_model_len)} tokens`,
+      `blocks of ${engine.block_size} tokens, ${bytes(engine.bytes_per_block)}`,
+    ].join(" · ");
+  }
+  showBanner(shown);
+}
+
+function showBanner(/** @type {string} */ shown) {
+  /** @type {Record<string, string>} */ const texts = {
+    waiting: "The server does not answer. What you see is from before; trying again…",
+    unauthorized: "This server asks for an API key.",
+    "no-engine": "The gateway answers, but there is no engine. It is being started again.",
+  };
+  const text = texts[shown] ?? "";
+  page.banner.hidden = text === "";
+  if (page.bannerText.textContent !== text) page.bannerText.textContent = text;
+  page.bannerAction.hidden = shown === "no-engine";
+  page.bannerAction.textContent = shown === "unauthorized" ? "Enter key" : "Try now";
+}
+
+function onStateChange() {
+  if (feed.state === "open") closeKeyDialog();
+  else if (feed.state === "unauthorized") askForKey();
+  else if (feed.state === "connecting") history.begin();
+  showState();
+}
+
+// ---- page ----------------------------------------------------------------------------------
+
+function addTiles() {
+  const sections = { requests: requestFigures(), speed: speedFigures() };
+  for (const [id, figures] of Object.entries(sections)) {
+    for (const figure of figures) {
+      const tile = new Tile(figure);
+      tiles.push(tile);
+      byId(id).append(tile.node);
+    }
+  }
+}
+
+/** Pointing at one chart shows the numbers of that moment on all of them. */
+function listenForPointing() {
+  const point = (/** @type {number | null} */ share) => {
+    for (const tile of tiles) tile.pointAt(share);
+  };
+  page.main.addEventListener("pointermove", (event) => {
+    const chart = /** @type {Element} */ (event.target).closest(".sparkline");
+    const box = chart?.getBoundingClientRect();
+    point(box ? Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) : null);
+  });
+  page.main.addEventListener("pointerleave", () => point(null));
+}
+
+addTiles();
+listenForPointing();
+listenForKey((key) => feed.setApiKey(key));
+page.window.addEventListener("change", recompute);
+page.bannerAction.addEventListener("click", () => {
+  if (feed.state === "unauthorized") askForKey();
+  else feed.connect();
+});
+window.addEventListener("online", () => feed.connect());
+feed.addEventListener("message", (event) => onMessage(/** @type {CustomEvent} */ (event).detail));
+feed.addEventListener("state", onStateChange);
+feed.connect();
+showState();

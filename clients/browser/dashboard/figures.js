@@ -1,0 +1,154 @@
+/**
+ * Which figures the dashboard shows, and how they come from the server's numbers.
+ */
+
+import { amount, bytes, count, duration, percent } from "./texts.js";
+
+/** @typedef {import("./tile.js").Figure} Figure */
+/** @typedef {import("./history.js").View} View */
+
+const rate = (/** @type {string} */ name) => (/** @type {View} */ view) => view.perSecond(name);
+const value = (/** @type {string} */ name) => (/** @type {View} */ view) => view.value(name);
+const quantiles = (/** @type {string} */ name) => [0.5, 0.99].map((share) => ({
+  name: `p${100 * share}`,
+  read: (/** @type {View} */ view) => view.quantile(name, share),
+}));
+const average = (/** @type {View} */ view, /** @type {string} */ histogram) =>
+  `mean ${duration(view.ratio(`${histogram}_sum`, `${histogram}_count`))} · ${count(view.value(`${histogram}_count`))} in all`;
+
+/** How many requests are where. @returns {Figure[]} */
+export const requestFigures = () => [
+  {
+    id: "running",
+    title: "Running",
+    lines: [{ name: "", read: value("num_requests_running") }],
+    text: count,
+    least: 1,
+    note: (view) => `${amount(view.perSecond("engine_steps_total"))} steps/s`,
+  },
+  {
+    id: "waiting",
+    title: "Waiting",
+    lines: [{ name: "", read: value("num_requests_waiting") }],
+    text: count,
+    least: 1,
+    note: (view) => `${count(view.value("num_tokens_waiting"))} prompt tokens in the queue`,
+  },
+  {
+    id: "swapped",
+    title: "Swapped out",
+    lines: [{ name: "", read: value("num_requests_swapped") }],
+    text: count,
+    least: 1,
+    note: () => "parked, their KV in host memory",
+  },
+  {
+    id: "preemptions",
+    title: "Preemptions",
+    lines: [{ name: "", read: rate("num_preemptions_total") }],
+    text: amount,
+    unit: "/s",
+    least: 1,
+    note: (view) => [
+      `${count(view.value("num_preemptions_total"))} in all`,
+      `${count(view.value('preemptions_by_kind_total{kind="swap"}'))} swapped`,
+      `${count(view.value('preemptions_by_kind_total{kind="recompute"}'))} recomputed`,
+    ].join(" · "),
+  },
+];
+
+/** How fast it goes. @returns {Figure[]} */
+export const speedFigures = () => [
+  {
+    id: "ttft",
+    title: "Time to first token",
+    lines: quantiles("time_to_first_token_seconds"),
+    text: duration,
+    note: (view) => average(view, "time_to_first_token_seconds"),
+  },
+  {
+    id: "itl",
+    title: "Inter-token latency",
+    lines: quantiles("inter_token_latency_seconds"),
+    text: duration,
+    note: (view) => average(view, "inter_token_latency_seconds"),
+  },
+  {
+    id: "tokens-out",
+    title: "Tokens out",
+    lines: [{ name: "", read: rate("generation_tokens_total") }],
+    text: amount,
+    unit: "tokens/s",
+    least: 1,
+    note: (view) => `${count(view.value("generation_tokens_total"))} in all`,
+  },
+  {
+    id: "tokens-in",
+    title: "Tokens in",
+    lines: [
+      { name: "", read: rate("prompt_tokens_total") },
+      { name: "computed", read: rate("engine_prompt_tokens_total") },
+    ],
+    text: amount,
+    unit: "tokens/s",
+    least: 1,
+    note: (view) => `${count(view.value("prompt_tokens_total"))} in all`,
+  },
+  {
+    id: "hits",
+    title: "Prefix cache hits",
+    lines: [{ name: "", read: (view) => view.ratio("prefix_cache_hits_total", "prefix_cache_queries_total") }],
+    text: percent,
+    least: 1,
+    note: (view) => {
+      const hits = view.value("prefix_cache_hits_total");
+      const queries = view.value("prefix_cache_queries_total");
+      const host = view.value("prefix_cache_host_hits_total");
+      return `${percent(hits !== null && queries ? hits / queries : null)} in all · ${percent(hits ? (host ?? 0) / hits : null)} of them from host`;
+    },
+  },
+  {
+    id: "step",
+    title: "Tokens per step",
+    lines: [
+      { name: "", read: perStep },
+      { name: "decoded", read: (view) => view.ratio("engine_generation_tokens_total", "engine_steps_total") },
+    ],
+    text: amount,
+    least: 1,
+    note: (view) => `${count(view.value("engine_steps_total"))} steps in all`,
+  },
+  {
+    id: "swaps",
+    title: "KV swapped",
+    lines: [
+      { name: "out", read: rate('swapped_bytes_total{direction="out"}') },
+      { name: "in", read: rate('swapped_bytes_total{direction="in"}') },
+    ],
+    text: (number) => (number === null ? bytes(null) : `${bytes(number)}/s`),
+    least: 1,
+    note: (view) => [
+      `${bytes(view.value('swapped_bytes_total{direction="out"}'))} out`,
+      `${bytes(view.value('swapped_bytes_total{direction="in"}'))} in`,
+      `${count(view.value("swap_fallbacks_total"))} found no room`,
+    ].join(" · "),
+  },
+  {
+    id: "evictions",
+    title: "Cached blocks evicted",
+    lines: [
+      { name: "device", read: rate('kv_blocks_evicted_total{tier="device"}') },
+      { name: "host", read: rate('kv_blocks_evicted_total{tier="host"}') },
+    ],
+    text: amount,
+    unit: "/s",
+    least: 1,
+    note: (view) => `${count(view.value('kv_blocks_evicted_total{tier="device"}'))} and ${count(view.value('kv_blocks_evicted_total{tier="host"}'))} in all`,
+  },
+];
+
+function perStep(/** @type {View} */ view) {
+  const decoded = view.ratio("engine_generation_tokens_total", "engine_steps_total");
+  const prefilled = view.ratio("engine_prompt_tokens_total", "engine_steps_total");
+  return decoded === null || prefilled === null ? null : decoded + prefilled;
+}

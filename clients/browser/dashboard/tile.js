@@ -1,0 +1,100 @@
+/**
+ * A figure with its chart: the number of now in large, what it was in the last minutes beside it.
+ */
+
+import { make } from "../dom.js";
+import { SPAN_S } from "./history.js";
+import { Sparkline } from "./sparkline.js";
+
+/** @typedef {import("./history.js").View} View */
+/**
+ * What a tile shows.
+ * @typedef {object} Figure
+ * @property {string} id
+ * @property {string} title
+ * @property {{ name: string, read: (view: View) => number | null }[]} lines  the first is the important one
+ * @property {(value: number | null) => string} text
+ * @property {string} [unit]
+ * @property {number} [least]  what the chart reaches to at least
+ * @property {(view: View) => string} [note]  one more thing worth knowing
+ */
+
+export class Tile {
+  node = make("section", "tile");
+  #figure;
+  #chart;
+  #numbers;
+  #peak = make("span", "peak");
+  #note = make("p", "note");
+  /** @type {import("./sparkline.js").Point[]} */ #points = [];
+  /** @type {(number | null)[]} */ #values = [];
+  #now = 0;
+  /** Where the reader points, as a share of the chart's width. @type {number | null} */ #cursor = null;
+
+  constructor(/** @type {Figure} */ figure) {
+    this.#figure = figure;
+    this.#chart = new Sparkline(figure.lines.length);
+    this.node.id = `tile-${figure.id}`;
+    const title = make("h3", "", figure.title);
+    title.id = `${this.node.id}-title`;
+    this.node.setAttribute("aria-labelledby", title.id);
+    this.#numbers = figure.lines.map(() => make("b"));
+    const numbers = make("p", "numbers");
+    figure.lines.forEach(({ name }, index) => {
+      const one = make("span", `number number-${index}`);
+      if (name) one.append(make("span", "name", name), " ");
+      one.append(this.#numbers[index]);
+      if (figure.unit) one.append(" ", make("span", "unit", figure.unit));
+      numbers.append(one);
+    });
+    const head = make("div", "tile-head");
+    head.append(title, this.#peak);
+    this.node.append(head, numbers, this.#note, this.#chart.node);
+  }
+
+  /** Takes what the charts show of one moment. */
+  keep(/** @type {View} */ view, /** @type {number} */ time) {
+    this.#points.push({ time, values: this.#read(view) });
+    while (this.#points[0].time < time - SPAN_S) this.#points.shift();
+  }
+
+  forget() {
+    this.#points = [];
+  }
+
+  show(/** @type {View} */ view, /** @type {number} */ now) {
+    this.#now = now;
+    this.#values = this.#read(view);
+    const { text, title, unit = "", least = 0, note } = this.#figure;
+    const points = [...this.#points, { time: now, values: this.#values }];
+    const all = points.flatMap(({ values }) => values.filter((value) => value !== null));
+    const peak = Math.max(0, ...all);
+    this.#chart.draw(points, { now, max: Math.max(peak, least) });
+    this.#peak.textContent = all.length > 0 ? `max ${text(peak)}` : "";
+    this.#chart.describe(`${title}, the last ${SPAN_S / 60} minutes: now ${text(this.#values[0] ?? null)} ${unit}, at most ${text(all.length > 0 ? peak : null)}`);
+    this.#note.textContent = note?.(view) ?? "";
+    this.#showNumbers();
+  }
+
+  /** Shows another moment's numbers; null: those of now. */
+  pointAt(/** @type {number | null} */ share) {
+    this.#cursor = share;
+    this.#chart.mark(share);
+    this.#showNumbers();
+  }
+
+  #showNumbers() {
+    const values = this.#cursor === null ? this.#values : this.#valuesAt(this.#now - SPAN_S * (1 - this.#cursor));
+    this.#numbers.forEach((number, index) => { number.textContent = this.#figure.text(values[index] ?? null); });
+  }
+
+  #valuesAt(/** @type {number} */ time) {
+    const distance = (/** @type {{ time: number }} */ point) => Math.abs(point.time - time);
+    const nearest = this.#points.reduce((best, point) => (distance(point) < distance(best) ? point : best), this.#points[0]);
+    return nearest && distance(nearest) < 2 ? nearest.values : [];
+  }
+
+  #read(/** @type {View} */ view) {
+    return this.#figure.lines.map(({ read }) => read(view));
+  }
+}

@@ -1,0 +1,181 @@
+"""What is printed: an answer as it comes, remarks, complaints.
+
+At a terminal an answer is Markdown. Its blocks are printed for good as soon as they are over; only
+the last one is drawn again while it grows, so that a long answer scrolls as any text does. Into a
+file or a pipe goes the bare text.
+
+Not known here: servers, commands.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+
+# A model must not steer the terminal: control characters other than newline and tab are dropped.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_FENCE = re.compile(r" {0,3}(```|~~~)")
+
+
+def clean(text: str) -> str:
+    return _CONTROL.sub("", text)
+
+
+@dataclass(slots=True)
+class Timing:
+    """When the pieces of one answer came, in seconds of the monotonic clock."""
+
+    sent_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+
+    def note_piece(self) -> None:
+        self.last_s = time.monotonic()
+        if self.first_s is None:
+            self.first_s = self.last_s
+
+    def summary(self, num_tokens: int) -> str:
+        if self.first_s is None:
+            return f"{num_tokens} tokens"
+        parts = [f"first token after {self.first_s - self.sent_s:.2f} s", f"{num_tokens} tokens"]
+        elapsed_s = self.last_s - self.first_s
+        if num_tokens > 1 and elapsed_s > 0.005:
+            parts.insert(0, f"{(num_tokens - 1) / elapsed_s:.1f} tokens/s")
+        return " · ".join(parts)
+
+
+class Screen:
+    """Where everything is printed."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+        self.is_styled = self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def answer(self) -> Answer:
+        """For the next answer."""
+        return MarkdownAnswer(self.console) if self.is_styled else Answer()
+
+    def say(self, message: str) -> None:
+        """A remark of ours, dim; nothing where the output is a file or a pipe."""
+        if self.is_styled:
+            self.console.print(clean(message), style="dim")
+
+    def complain(self, message: str) -> None:
+        print(f"penstock chat: {clean(message)}", file=sys.stderr, flush=True)
+
+
+class Answer:
+    """An answer that goes out as it is."""
+
+    def __init__(self) -> None:
+        self._has_text = False
+
+    def write(self, text: str) -> None:
+        self._has_text = True
+        print(clean(text), end="", flush=True)
+
+    def note(self, remark: str) -> None:
+        """Why nothing comes just now; gone with the next text, or an empty remark."""
+
+    def end(self) -> None:
+        if self._has_text:
+            print(flush=True)
+
+
+class MarkdownAnswer(Answer):
+    """An answer as Markdown, drawn as it grows."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._tail = ""  # the blocks that are not over
+        self._remark = ""
+        self._has_block = False
+        self._live: Live | None = None
+
+    def write(self, text: str) -> None:
+        self._tail += clean(text)
+        self._remark = ""
+        done, self._tail = split_blocks(self._tail)
+        if done:
+            self._stop()
+            self._print(done)
+        self._draw()
+
+    def note(self, remark: str) -> None:
+        self._remark = remark
+        self._draw()
+
+    def end(self) -> None:
+        self._stop()
+        if self._tail.strip():
+            self._print(self._tail)
+
+    def _print(self, text: str) -> None:
+        if self._has_block:
+            self._console.print()
+        self._has_block = True
+        self._console.print(Markdown(text))
+
+    def _draw(self) -> None:
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                get_renderable=lambda: _LastLines(self._tail, self._remark, self._has_block),
+                refresh_per_second=15,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+
+class _LastLines:
+    """As many of the last lines of some Markdown as fit on the screen, and a remark below."""
+
+    def __init__(self, text: str, remark: str, has_block_above: bool) -> None:
+        self._text = text
+        self._remark = remark
+        self._has_block_above = has_block_above
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(Markdown(self._text), options) if self._text.strip() else []
+        if lines and self._has_block_above:
+            lines.insert(0, [])
+        for line in lines[-max(1, options.size.height - 2) :]:
+            yield from _line(line)
+        if self._remark:
+            style = console.get_style("dim")
+            yield from _line([Segment(self._remark, style)])
+
+
+def _line(segments: Iterable[Segment]) -> RenderResult:
+    yield from segments
+    yield Segment.line()
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """What of some Markdown is over, and the rest: they part at the last blank line outside of a
+    fenced block."""
+    is_fenced, end, position = False, 0, 0
+    for line in text.splitlines(keepends=True):
+        position += len(line)
+        if _FENCE.match(line):
+            is_fenced = not is_fenced
+        elif not is_fenced and not line.strip() and line.endswith("\n"):
+            end = position
+    done = text[:end]
+    return (done, text[end:]) if done.strip() else ("", text)

@@ -1,0 +1,187 @@
+"""The Python client against the real server, over connections that are cut at every event."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from penstock.clients import (
+    AsyncClient,
+    Client,
+    ConnectionLostError,
+    ProtocolError,
+    ResponseExpiredError,
+    RetryPolicy,
+    output_text,
+)
+from penstock.clients.python.event_stream import EventStream
+
+from ..system.processes import Served
+from .cutting_proxy import CuttingProxy
+
+ASKED: dict[str, Any] = {"model": "demo", "input": "What is paged attention?", "temperature": 0}
+FEW = ASKED | {"max_output_tokens": 12}
+HASTY = RetryPolicy(max_resumes=2, first_wait_s=0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(real_server: Served) -> str:
+    """The undisturbed answer."""
+    with Client(real_server.base_url) as client:
+        return output_text(client.responses.create(**FEW))
+
+
+def check(events: list[Any], whole: str) -> None:
+    """No gap, no repeat, one terminal event, and the same text twice."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    ends = [event["type"] for event in events if "usage" in event.get("response", {})]
+    assert events[-1]["type"] == "response.incomplete"
+    assert "response.incomplete" not in ends[:-1]
+    deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == output_text(events[-1]["response"]) == whole
+
+
+@pytest.mark.parametrize("wire", ["sse", "websocket"])
+def test_sync_with_a_cut_at_every_event(real_server: Served, whole: str, wire: str) -> None:
+    with CuttingProxy(real_server.base_url, 0, 1) as proxy, Client(proxy.url) as client:
+        if wire == "sse":
+            with client.responses.stream(**FEW) as stream:
+                events = list(stream)
+        else:
+            with client.connect() as socket, socket.create(**FEW) as stream:
+                events = list(stream)
+    check(events, whole)
+    assert stream.text == whole
+    assert proxy.num_cut >= len(events)
+
+
+@pytest.mark.parametrize("wire", ["sse", "websocket"])
+async def test_async_with_a_cut_at_every_event(real_server: Served, whole: str, wire: str) -> None:
+    with CuttingProxy(real_server.base_url, 0, 1) as proxy:
+        async with AsyncClient(proxy.url) as client:
+            if wire == "sse":
+                async with client.responses.stream(**FEW) as stream:
+                    events = [event async for event in stream]
+            else:
+                async with client.connect() as socket, await socket.create(**FEW) as stream:
+                    events = [event async for event in stream]
+    check(events, whole)
+    assert proxy.num_cut >= len(events)
+
+
+async def test_many_on_one_socket_that_is_cut_again_and_again(
+    real_server: Served, whole: str
+) -> None:
+    async def read(stream: EventStream[Any]) -> list[Any]:
+        return [event async for event in stream]
+
+    with CuttingProxy(real_server.base_url, 7) as proxy:
+        async with AsyncClient(proxy.url) as client, client.connect() as socket:
+            streams = [await socket.create(**FEW) for _ in range(6)]
+            told = await asyncio.gather(*map(read, streams))
+    for events in told:
+        check(events, whole)
+    assert proxy.num_cut >= sum(map(len, told)) // 7
+
+
+def test_those_that_nobody_reads_are_resumed_too(real_server: Served, whole: str) -> None:
+    """One thread reads one after the other, over connections that all of them share."""
+    with (
+        CuttingProxy(real_server.base_url, 5, 5, 5, None) as proxy,
+        Client(proxy.url) as client,
+        client.connect() as socket,
+    ):
+        streams = [socket.create(**FEW) for _ in range(4)]
+        for stream in reversed(streams):
+            check(list(stream), whole)
+
+
+def test_a_stream_that_is_followed_from_a_number(real_server: Served) -> None:
+    with Client(real_server.base_url) as client:
+        events: list[Any] = list(client.responses.stream(**FEW))
+        response_id = events[0]["response"]["id"]
+        assert list(client.responses.follow(response_id, starting_after=4)) == events[5:]
+        with client.connect() as socket:
+            rest: list[Any] = list(socket.follow(response_id, starting_after=7))
+        assert [{**event, "stream_id": None} for event in events[8:]] == [
+            {**event, "stream_id": None} for event in rest
+        ]
+
+
+@pytest.mark.parametrize("wire", ["sse", "websocket"])
+def test_what_is_not_kept_any_more(real_server: Served, wire: str) -> None:
+    with Client(real_server.base_url) as client, client.connect() as socket:
+        with pytest.raises(ResponseExpiredError) as caught:
+            if wire == "sse":
+                client.responses.follow("resp_gone", starting_after=3).final()
+            else:
+                socket.follow("resp_gone").final()
+    assert caught.value.code == "response_expired"
+
+
+def test_what_is_not_stored_cannot_be_resumed(real_server: Served) -> None:
+    with (
+        CuttingProxy(real_server.base_url, 3) as proxy,
+        Client(proxy.url, retries=HASTY) as client,
+        client.responses.stream(**FEW, store=False) as stream,
+        pytest.raises(ConnectionLostError),
+    ):
+        stream.final()
+
+
+def test_a_turn_of_a_conversation_is_never_asked_for_twice(real_server: Served) -> None:
+    """Whether it arrived is unclear where not even its id came back."""
+    with Client(real_server.base_url) as direct:
+        conversation = direct.conversations.create()["id"]
+        with (
+            CuttingProxy(real_server.base_url, 0, None) as proxy,
+            Client(proxy.url) as client,
+            pytest.raises(ConnectionLostError),
+        ):
+            client.responses.stream(**FEW, conversation=conversation).final()
+        assert len(direct.conversations.tree(conversation)["data"]) == 1
+
+
+def test_a_server_that_stays_away(real_server: Served) -> None:
+    waits: list[float] = []
+    policy = RetryPolicy(
+        max_resumes=3, first_wait_s=0.01, on_wait=lambda _, wait_s: waits.append(wait_s)
+    )
+    with (
+        CuttingProxy(real_server.base_url, 3) as proxy,
+        Client(proxy.url, retries=policy) as client,
+        client.responses.stream(**FEW) as stream,
+    ):
+        assert next(stream)["type"] == "response.created"
+        proxy.refuse()
+        with pytest.raises(Exception, match="cannot reach") as caught:
+            list(stream)
+        assert stream.last_number == 2
+        assert list(stream) == []
+    assert waits[0] == 0.0
+    assert len(waits) == 3
+    response_id = stream.response_id
+    assert response_id is not None
+    with Client(real_server.base_url) as client:  # the answer is not lost
+        numbers = [event["sequence_number"] for event in client.responses.follow(response_id)]
+    assert numbers == list(range(len(numbers)))
+    assert not isinstance(caught.value, ProtocolError)
+
+
+async def test_a_task_that_is_cancelled_in_the_middle_loses_nothing(
+    real_server: Served, whole: str
+) -> None:
+    async with AsyncClient(real_server.base_url) as client, client.connect() as socket:
+        for stream in (client.responses.stream(**FEW), await socket.create(**FEW)):
+            events: list[Any] = []
+            while True:
+                try:
+                    async with asyncio.timeout(0.004):
+                        events.append(await anext(stream))
+                except TimeoutError:
+                    continue
+                except StopAsyncIteration:
+                    break
+            check(events, whole)

@@ -1,0 +1,44 @@
+"""`penstock bench gateway`: the real gateway process before the stub engine, with a few streams."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.errors import ConfigError
+from penstock.load.gateway import bench
+
+
+def run(out: Path, *arguments: str) -> int:
+    parser = ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.run(parser.parse_args([*arguments, "--out", str(out)]))
+
+
+def test_every_wire_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--streams", "3", "--frames-per-s", "50", "--window-s", "1",
+                 "--intervals-ms", "0", "100", "--idle-sockets", "20")  # fmt: skip
+    assert run(tmp_path, *arguments) == 0
+    figures = json.loads((tmp_path / "gateway.json").read_text())
+    rows = {(row["wire"], row["interval_ms"]): row for row in figures["rows"]}
+    assert set(rows) == {
+        ("chat", 0.0), ("responses", 0.0), ("websocket", 0.0), ("responses", 100.0),
+        ("websocket", 100.0),
+    }  # fmt: skip
+    for (_, interval_ms), row in rows.items():
+        assert 30 < row["tokens_per_s"] <= 3 * 50 * 1.5
+        assert row["cpu_us_per_token"] > 0
+        assert 0 < row["p50_ms"] <= row["p99_ms"]
+        # Five frames are merged in 100 ms, none in 0 unless the machine is busy.
+        assert row["tokens_per_event"] > 2.5 if interval_ms else row["tokens_per_event"] >= 1
+    assert 0 < figures["idle_socket_bytes"] < 1 << 20
+    printed = capsys.readouterr().out
+    assert "An idle WebSocket takes " in printed
+
+
+def test_a_window_beyond_the_clock_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="clock file"):
+        run(tmp_path, "--frames-per-s", "5000", "--window-s", "5")

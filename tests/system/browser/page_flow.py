@@ -1,0 +1,69 @@
+"""What the tests of the chat page do over and over: open it, say something, wait for the end.
+
+What it does not know: which server answers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from playwright.async_api import Locator, Page, expect
+
+CHROMIUM_ARGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+ANSWER_TIMEOUT_MS = 60_000
+STORY = "Tell me a long story."
+
+
+async def open_page(page: Page, base_url: str, **settings: Any) -> None:
+    """The page as soon as it is connected; with what a reader has set before, if anything."""
+    if settings:
+        kept = json.dumps(json.dumps({name: str(value) for name, value in settings.items()}))
+        await page.add_init_script(f"localStorage.setItem('penstock.settings', {kept})")
+    await page.goto(base_url)
+    await connected(page)
+
+
+async def connected(page: Page) -> None:
+    await expect(page.locator("#connection")).to_have_attribute(
+        "data-state", "open", timeout=ANSWER_TIMEOUT_MS
+    )
+
+
+async def say(page: Page, text: str) -> Locator:
+    """Sends a message by keyboard; returns its turn, whose answer may still be coming."""
+    number = await page.locator(".turn").count()
+    await page.get_by_role("textbox", name="Your message").fill(text)
+    await page.keyboard.press("Enter")
+    turn = page.locator(".turn").nth(number)
+    await expect(turn).to_be_attached()
+    return turn
+
+
+async def finished(turn: Locator) -> str:
+    """Waits for the end of an answer; returns its text."""
+    answer = turn.locator("> .assistant").last
+    await expect(answer).to_have_attribute("aria-busy", "false", timeout=ANSWER_TIMEOUT_MS)
+    return await answer.locator(".prose").inner_text()
+
+
+async def ask(page: Page, text: str) -> str:
+    return await finished(await say(page, text))
+
+
+async def growing(turn: Locator, num_chars: int = 40) -> str:
+    """Waits until the answer has got so far; returns what is there."""
+    prose = turn.locator("> .assistant .prose").last
+    await turn.page.wait_for_function(
+        "([node, length]) => node.innerText.length >= length",
+        arg=[await prose.element_handle(), num_chars],
+        timeout=ANSWER_TIMEOUT_MS,
+    )
+    return await prose.inner_text()
+
+
+def conversation_of(page: Page) -> str:
+    return page.url.partition("#")[2]

@@ -1,0 +1,102 @@
+"""Pictures of the chat page, taken of a real server: `python -m tests.system.browser.screenshots`.
+
+They go to `clients/browser/screenshots/`. Look at them after every change of the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+import httpx
+from playwright.async_api import Browser, Page, ViewportSize, async_playwright
+
+from tests.system.browser.conftest import make_conversation
+from tests.system.browser.page_flow import CHROMIUM_ARGS, ask, growing, open_page, say
+from tests.system.processes import Served, serve
+
+_FOLDER = Path(__file__).parents[3] / "clients" / "browser" / "screenshots"
+_WIDE = ViewportSize(width=1180, height=760)
+_NARROW = ViewportSize(width=390, height=760)
+_TITLES = ("Names to remember", "A fox and a lantern", "Counting")
+_CODE = """A queue bounded by *tokens*, not by requests:
+
+```python
+class Backlog:
+    def __init__(self, max_tokens: int) -> None:
+        self._free = max_tokens
+
+    def admit(self, num_tokens: int) -> bool:
+        if num_tokens > self._free:
+            return False
+        self._free -= num_tokens
+        return True
+```
+
+1. **Short prompts** pass while a long one waits.
+2. What is refused is told *when to come back*.
+"""
+
+
+async def _page(browser: Browser, size: ViewportSize, *, is_dark: bool = False) -> Page:
+    context = await browser.new_context(
+        viewport=size, color_scheme="dark" if is_dark else "light", reduced_motion="reduce"
+    )
+    return await context.new_page()
+
+
+async def _take(page: Page, name: str) -> None:
+    await page.mouse.move(0, 0)
+    await page.wait_for_timeout(400)
+    await page.screenshot(path=_FOLDER / f"{name}.png")
+    print(f"{name}.png")
+
+
+async def _take_all(browser: Browser, served: Served) -> None:
+    async with httpx.AsyncClient(base_url=f"{served.base_url}/v1/", timeout=60) as api:
+        for title in _TITLES:
+            await make_conversation(api, [("user", title)], title=title)
+        said = [("user", "How would you bound a queue?"), ("assistant", _CODE)]
+        code = await make_conversation(api, said, title="Bounding a queue")
+    light = await _page(browser, _WIDE)
+    await open_page(light, served.base_url, temperature=0)
+    await _take(light, "welcome")
+    await ask(light, "My name is Ada. Please remember it.")
+    await ask(light, "How does paged attention work?")
+    turn = light.locator(".turn").last
+    await turn.get_by_role("button", name="Regenerate").click()
+    await turn.locator(".place").wait_for()
+    await turn.get_by_role("button", name="Figures").click()
+    await ask(light, "What is my name?")
+    await _take(light, "light")
+    await light.get_by_role("button", name="Settings").click()
+    await _take(light, "settings")
+    dark = await _page(browser, _WIDE, is_dark=True)
+    await open_page(dark, f"{served.base_url}/#{code}", temperature=0)
+    await growing(await say(dark, "Tell me a long story."), 300)
+    await dark.keyboard.press("Escape")
+    await dark.get_by_role("button", name="Continue").wait_for()
+    await _take(dark, "dark")
+    narrow = await _page(browser, _NARROW)
+    await open_page(narrow, f"{served.base_url}/#{code}", temperature=0)
+    await ask(narrow, "What is penstock?")
+    await _take(narrow, "narrow")
+    await narrow.get_by_role("button", name="Conversations", exact=True).click()
+    await _take(narrow, "narrow-list")
+
+
+async def main() -> None:
+    _FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, serve(log=Path(folder) / "log") as served:
+        async with async_playwright() as playwright:
+            browser = await playwright.chromium.launch(
+                executable_path=shutil.which("chromium"), args=CHROMIUM_ARGS
+            )
+            await _take_all(browser, served)
+            await browser.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

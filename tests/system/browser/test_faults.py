@@ -1,0 +1,203 @@
+"""The chat page when something breaks: the answer on it is the one that nothing had disturbed.
+
+Greedy, fp32, so that an answer is to be had twice.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import pytest_asyncio
+from playwright.async_api import Page, WebSocketRoute, expect
+
+from penstock.load.toxic_proxy import ToxicProxy
+from tests.redis_server import RedisServer
+
+from ..processes import Served, serve, wait_gone
+from .conftest import NewPage
+from .page_flow import STORY, ask, connected, finished, growing, open_page, say
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+_KEY = "sk-right!$"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(demo_server: Served) -> str:
+    body = {"model": "demo", "input": STORY, "temperature": 0}
+    response = httpx.post(f"{demo_server.base_url}/v1/responses", json=body, timeout=60).json()
+    return str(response["output"][0]["content"][0]["text"])
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def proxy(demo_server: Served) -> AsyncIterator[ToxicProxy]:
+    address = urlsplit(demo_server.base_url)
+    async with ToxicProxy(address.hostname or "", address.port or 0) as proxy:
+        # So slow that there is time to break it; nothing of the page itself needs much.
+        proxy.downstream.rate_bytes_per_s = 200_000
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One that asks for a key, and answers one at a time."""
+    log = tmp_path_factory.mktemp("small") / "log"
+    with serve("--api-key", _KEY, "--max-num-seqs", "1", log=log) as served:
+        yield served
+
+
+async def _same(page: Page, answer: str, undisturbed: str) -> None:
+    """Word for word; how it is broken into lines is the page's."""
+    assert answer.split() == undisturbed.split()
+    await expect(page.locator("#banner")).to_be_hidden()
+    assert "Nothing" not in await page.locator("#announcer").inner_text()
+
+
+async def test_the_network_breaks_in_an_answer(
+    page: Page, proxy: ToxicProxy, undisturbed: str
+) -> None:
+    await open_page(page, f"http://127.0.0.1:{proxy.port}", temperature=0)
+    story = await say(page, STORY)
+    for num_chars in (40, 200, 400):
+        await growing(story, num_chars)
+        await proxy.refuse()
+        proxy.reset_all()
+        await expect(page.get_by_role("alert")).to_contain_text("connection to the server broke")
+        await page.get_by_role("textbox", name="Your message").fill("kept while offline")
+        await expect(story.locator("> .assistant")).to_have_attribute("aria-busy", "true")
+        proxy.accept()
+        await page.get_by_role("button", name="Try now").click()
+    await _same(page, await finished(story), undisturbed)
+    await expect(page.get_by_role("textbox")).to_have_value("kept while offline")
+    assert await ask(page, "Hello!")
+
+
+async def test_a_line_that_is_dead_and_does_not_say_so(
+    page: Page, proxy: ToxicProxy, undisturbed: str
+) -> None:
+    await open_page(page, f"http://127.0.0.1:{proxy.port}", temperature=0)
+    story = await say(page, STORY)
+    await growing(story)
+    proxy.downstream.is_black_hole = True
+    await page.evaluate("dispatchEvent(new Event('offline'))")  # the system says so
+    await expect(page.get_by_role("alert")).to_contain_text("connection to the server broke")
+    proxy.downstream.is_black_hole = False
+    proxy.reset_all()
+    await page.evaluate("dispatchEvent(new Event('online'))")
+    await _same(page, await finished(story), undisturbed)
+
+
+async def test_without_websockets(page: Page, proxy: ToxicProxy, undisturbed: str) -> None:
+    async def block(route: WebSocketRoute) -> None:
+        await route.close()
+
+    await page.route_web_socket(re.compile("/v1/responses"), block)
+    await open_page(page, f"http://127.0.0.1:{proxy.port}", temperature=0)
+    # A route accepts before it closes: the page takes it for a connection that does not last.
+    await page.add_init_script("delete window.WebSocket")
+    await page.reload()
+    await expect(page.locator("#connection")).to_contain_text("without WebSocket")
+    story = await say(page, STORY)
+    await growing(story, 200)
+    await proxy.refuse()
+    proxy.reset_all()
+    await expect(page.get_by_role("alert")).to_be_visible()
+    proxy.accept()
+    await _same(page, await finished(story), undisturbed)
+    story = await say(page, STORY)
+    await growing(story)
+    await page.keyboard.press("Escape")
+    await expect(story).to_contain_text("Stopped.")
+
+
+async def test_a_page_that_is_loaded_anew_in_an_answer(
+    page: Page, demo_server: Served, undisturbed: str
+) -> None:
+    await open_page(page, demo_server.base_url, temperature=0)
+    await growing(await say(page, STORY))
+    await page.reload()
+    await _same(page, await finished(page.locator(".turn")), undisturbed)
+    await expect(page.locator(".bubble")).to_have_text(STORY)
+
+
+@pytest.mark.redis
+async def test_the_server_is_restarted_in_an_answer(
+    page: Page, tmp_path: Path, undisturbed: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    with RedisServer(tmp_path / "redis") as redis:
+        flags = ("--dtype", "float32", "--port", port, "--redis-url", redis.url)
+        with serve(*flags, log=tmp_path / "first") as served:
+            await open_page(page, served.base_url, temperature=0)
+            story = await say(page, STORY)
+            await growing(story)
+            served.process.kill()
+            wait_gone(served.family)
+            await expect(page.get_by_role("alert")).to_contain_text("server")
+            half = await story.locator(".prose").inner_text()
+            served.process.wait()
+        assert len(half) < len(undisturbed) / 2
+        with serve(*flags, log=tmp_path / "second"):
+            await connected(page)
+            await _same(page, await finished(story), undisturbed)
+            await page.reload()
+            await connected(page)
+            await _same(page, await finished(page.locator(".turn")), undisturbed)
+
+
+async def test_a_server_that_has_forgotten_everything(page: Page, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    with serve("--port", port, log=tmp_path / "first") as served:
+        await open_page(page, served.base_url)
+        story = await say(page, STORY)
+        await growing(story)
+        served.process.kill()
+        served.process.wait()
+        wait_gone(served.family)
+    with serve("--port", port, log=tmp_path / "second"):
+        await connected(page)
+        await finished(story)
+        await expect(story).to_contain_text("no longer has this conversation")
+        await page.get_by_role("button", name="Start anew with this message").click()
+        await expect(page.locator(".is-error")).to_have_count(0)
+        assert await finished(page.locator(".turn"))
+
+
+async def test_a_key_and_a_queue(new_page: NewPage, small_server: Served) -> None:
+    page = await new_page()
+    await page.goto(small_server.base_url)
+    key = page.get_by_label("API key", exact=True)
+    for wrong, message in (("no good", "cannot be sent"), ("sk-wrong", "did not accept")):
+        await key.fill(wrong)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#key-error")).to_contain_text(message)
+    await page.get_by_role("button", name="Not now").click()
+    await page.get_by_role("button", name="Enter key").click()
+    await key.fill(_KEY)
+    await page.get_by_role("button", name="Connect").click()
+    await expect(page.get_by_role("dialog")).to_be_hidden()
+    assert await ask(page, "Hello!")
+    await page.reload()
+    await connected(page)
+    assert await page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+
+    # With the one place taken, the page says how long the line is.
+    body = {"model": "demo", "input": STORY, "ignore_eos": True, "max_output_tokens": 1_900}
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {_KEY}"}) as api:
+        url = f"{small_server.base_url}/v1/responses"
+        async with api.stream("POST", url, json={**body, "stream": True}) as busy:
+            async for line in busy.aiter_lines():
+                if "output_text.delta" in line:
+                    break
+            waiting = await say(page, "Hello!")
+            await expect(page.locator("#live")).to_contain_text(re.compile("Waiting: (1|next)"))
+    await page.keyboard.press("Escape")
+    await finished(waiting)

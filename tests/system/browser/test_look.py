@@ -1,0 +1,216 @@
+"""How the chat page looks and moves: smooth, still, light, and for everybody."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Page, expect
+
+from ..processes import Served
+from .conftest import make_conversation
+from .page_flow import STORY, connected, finished, growing, open_page, say
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+_PACKAGES = Path(__file__).parent / "node"
+_CACHE = Path(__file__).parents[3] / "build" / "axe"
+_MAX_PAGE_BYTES = 100_000
+_MAX_FRAME_MS = 100  # of half of all frames, on a machine that does other things, too
+
+# What moves, and how often, while an answer comes.
+_WATCH = """() => {
+  window.seen = { shifts: [], changes: 0, frames: [] };
+  new PerformanceObserver((entries) => {
+    for (const { value, hadRecentInput, sources } of entries.getEntries()) {
+      if (hadRecentInput) continue;
+      const moved = sources.map(({ node }) => node?.className ?? node?.nodeName);
+      window.seen.shifts.push([value, moved]);
+    }
+  }).observe({ type: "layout-shift" });
+  new MutationObserver(() => { window.seen.changes += 1; }).observe(
+    document.querySelector("#transcript"),
+    { subtree: true, characterData: true, childList: true },
+  );
+  let last = performance.now();
+  const tick = (now) => {
+    window.seen.frames.push(now - last);
+    last = now;
+    requestAnimationFrame(tick);
+  };
+  requestAnimationFrame(tick);
+}"""
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """axe-core, which comes from the registry once and is kept."""
+    npm = shutil.which("npm") or pytest.skip("npm is not installed")
+    lock = (_PACKAGES / "package-lock.json").read_bytes()
+    mark = _CACHE / "node_modules" / "installed"
+    if not mark.is_file() or mark.read_bytes() != lock:
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(_PACKAGES / name, _CACHE)
+        command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+        subprocess.run(command, cwd=_CACHE, check=True, capture_output=True, timeout=240)
+        mark.write_bytes(lock)
+    return (_CACHE / "node_modules" / "axe-core" / "axe.min.js").read_text()
+
+
+async def _violations(page: Page, axe: str) -> list[tuple[str, list[Any]]]:
+    await page.evaluate(axe)
+    found = await page.evaluate("axe.run()")
+    return [
+        (violation["id"], [node["target"] for node in violation["nodes"]])
+        for violation in found["violations"]
+        if violation["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.node
+async def test_axe_finds_nothing_serious(
+    page: Page, demo_server: Served, api: httpx.AsyncClient, axe: str, scheme: Any
+) -> None:
+    await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    await open_page(page, demo_server.base_url, max_output_tokens=20)
+    assert await _violations(page, axe) == []
+    text = "# Title\n\n- a\n- `b`\n\n```js\nlet x;\n```"
+    conversation = await make_conversation(
+        api, [("system", "Be brief."), ("user", "Hello"), ("assistant", text)]
+    )
+    await page.goto(f"{demo_server.base_url}/#{conversation}")
+    await expect(page.locator(".code")).to_be_visible()
+    turn = await say(page, STORY)
+    await finished(turn)
+    await expect(turn.get_by_role("button", name="Continue")).to_be_enabled()
+    await turn.get_by_role("button", name="Regenerate").click()
+    await expect(turn.locator(".place")).to_have_text("2/2")
+    await turn.get_by_role("button", name="Figures").click()
+    assert await _violations(page, axe) == []
+    await page.get_by_role("button", name="Settings").click()
+    assert await _violations(page, axe) == []
+    await page.get_by_role("button", name="Done").click()
+    await page.set_viewport_size({"width": 320, "height": 640})
+    await page.get_by_role("button", name="Conversations", exact=True).click()
+    await expect(page.locator("#conversations a").first).to_be_visible()
+    assert await _violations(page, axe) == []
+
+
+async def test_nothing_moves_while_an_answer_comes(page: Page, demo_server: Served) -> None:
+    await open_page(page, demo_server.base_url)
+    await finished(await say(page, "Hello!"))
+    await page.wait_for_timeout(600)  # what follows an input so closely does not count
+    await page.evaluate(_WATCH)
+    turn = await say(page, STORY)
+    await finished(turn)
+    await page.wait_for_timeout(200)
+    seen = await page.evaluate("window.seen")
+    assert seen["shifts"] == []
+    await turn.get_by_role("button", name="Figures").click()
+    counts = await turn.locator(".stats").inner_text()
+    num_tokens = re.search(r"(\d+) tokens\n", counts)
+    assert num_tokens is not None
+    assert int(num_tokens.group(1)) > 200
+    # Once per frame, however many tokens come.
+    assert seen["changes"] <= len(seen["frames"]) + 5
+
+
+async def test_two_hundred_messages_stay_smooth(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    roles = ("user", "assistant")
+    said = [(roles[number % 2], f"m{number}") for number in range(200)]
+    conversation = await make_conversation(api, said)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}", max_output_tokens=60)
+    await expect(page.locator(".message")).to_have_count(200)
+    await expect(page.locator(".message").last).to_be_in_viewport()
+    await page.evaluate(_WATCH)
+    turn = await say(page, STORY)
+    await finished(turn)
+    await expect(turn.locator(".prose")).to_be_in_viewport()
+    seen = await page.evaluate("window.seen")
+    frames = sorted(seen["frames"])
+    assert frames[len(frames) // 2] < _MAX_FRAME_MS
+    assert seen["shifts"] == []
+    await page.mouse.move(500, 300)
+    await page.mouse.wheel(0, -4_000)
+    await expect(page.get_by_role("button", name="Latest")).to_be_visible()
+    await page.get_by_role("button", name="Latest").click()
+    await expect(turn.locator(".prose")).to_be_in_viewport()
+
+
+async def test_scrolling_follows_until_the_reader_scrolls_up(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    distance = """(() => {
+      const { scrollHeight, clientHeight, scrollTop } = document.querySelector("#scroller");
+      return scrollHeight - clientHeight - scrollTop;
+    })()"""
+    said = [("assistant", f"Paragraph {number}.") for number in range(20)]
+    conversation = await make_conversation(api, said)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    turn = await say(page, STORY)
+    await growing(turn)
+    assert await page.evaluate(distance) < 40
+    await page.mouse.move(500, 300)
+    await page.mouse.wheel(0, -300)
+    latest = page.get_by_role("button", name="Latest")
+    await expect(latest).to_be_visible()
+    await finished(turn)
+    assert await page.evaluate(distance) > 250
+    await latest.click()
+    await expect(latest).to_be_hidden()
+    assert await page.evaluate(distance) < 2
+
+
+async def test_a_narrow_screen(page: Page, demo_server: Served, api: httpx.AsyncClient) -> None:
+    conversation = await make_conversation(
+        api, [("user", "x" * 400), ("assistant", f"```\n{'y' * 400}\n```")], title="Wide things"
+    )
+    await page.set_viewport_size({"width": 320, "height": 640})
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await expect(page.locator(".code")).to_be_visible()
+    assert await page.evaluate("document.documentElement.scrollWidth <= 320")
+    assert await page.evaluate("document.querySelector('main').scrollWidth <= 320")
+    toggle = page.get_by_role("button", name="Conversations", exact=True)
+    await toggle.click()
+    await expect(page.get_by_role("button", name="New chat")).to_be_focused()
+    await page.keyboard.press("Escape")
+    await expect(toggle).to_be_focused()
+    await toggle.click()
+    await page.get_by_role("button", name="New chat").click()
+    await expect(page.locator("#welcome")).to_be_visible()
+    await toggle.click()
+    await page.get_by_role("link", name="Wide things").first.click()
+    await expect(page.locator("#sidebar")).to_be_hidden()
+    await expect(page.locator(".code")).to_be_visible()
+
+
+async def test_roles_weight_and_requests(page: Page, demo_server: Served) -> None:
+    await page.goto(demo_server.base_url)
+    await connected(page)
+    for role, name in (
+        ("main", "Conversation"), ("log", "Messages"), ("navigation", "Conversations"),
+        ("complementary", "Conversations"), ("banner", None), ("contentinfo", None),
+    ):  # fmt: skip
+        named = {} if name is None else {"name": name}
+        await expect(page.get_by_role(role, **named)).to_be_attached()  # type: ignore[arg-type]
+    await expect(page.get_by_role("heading", name="penstock", level=1)).to_be_visible()
+    sizes = json.loads(
+        await page.evaluate(
+            """JSON.stringify([
+              ...performance.getEntriesByType("navigation"),
+              ...performance.getEntriesByType("resource"),
+            ].map((one) => [one.name, one.transferSize]))"""
+        )
+    )
+    assert len(sizes) > 10
+    assert sum(size for _, size in sizes) < _MAX_PAGE_BYTES

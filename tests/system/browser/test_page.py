@@ -1,0 +1,337 @@
+"""The chat page against the real server: what a reader sees and does."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Page, WebSocketRoute, expect
+
+from ..processes import Served
+from .conftest import NewPage, make_conversation
+from .page_flow import (
+    STORY,
+    ask,
+    connected,
+    conversation_of,
+    finished,
+    growing,
+    open_page,
+    say,
+)
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+HTML = (
+    "<script>document.title = 'owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp;"
+)
+UNICODE = "Zoë 👩‍🚀 日本語 שלום a\u0301\u200b ﷽ \u202eabc\u202c 𝔘"
+
+
+async def test_several_turns_stop_continue_and_a_new_chat(page: Page, demo_server: Served) -> None:
+    await open_page(page, demo_server.base_url, temperature=0)
+    await page.get_by_role("button", name="My name is Ada").click()
+    first = page.locator(".turn").first
+    assert "Ada" in await finished(first)
+    await expect(first.locator(".stats")).to_contain_text(re.compile(r"first token after [\d.]+ s"))
+    assert "Ada" in await ask(page, "What is my name?")
+
+    whole = await ask(page, STORY)
+    story = await say(page, STORY)
+    await growing(story)
+    await expect(page.locator("#live")).to_be_visible()
+    await page.get_by_role("button", name="Stop").click()
+    cut = await finished(story)
+    await expect(story).to_contain_text("Stopped.")
+    assert 0 < len(cut) < len(whole)
+    await story.get_by_role("button", name="Continue").click()
+    await growing(story, len(cut) + 1)
+    assert (await finished(story)).startswith(cut)
+    await expect(story).not_to_contain_text("Stopped.")
+
+    assert "Ada" in await ask(page, "What is my name?")
+    texts = await page.locator(".transcript").inner_text()
+    await page.reload()
+    await connected(page)
+    await expect(page.locator(".turn")).to_have_count(5)  # both halves are one answer
+    assert await page.locator(".turn .prose").all_inner_texts() != []
+    for line in texts.splitlines():
+        if len(line) > 40:
+            await expect(page.locator(".transcript")).to_contain_text(line)
+
+    await page.get_by_role("button", name="New chat").click()
+    await expect(page.locator(".turn")).to_have_count(0)
+    await expect(page.locator("#welcome")).to_be_visible()
+    assert "Ada" not in await ask(page, "What is my name?")
+
+
+async def test_regenerate_edit_and_branches(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    await open_page(page, demo_server.base_url, temperature=0)
+    await ask(page, "My name is Ada.")
+    first = await ask(page, "What is my name?")
+    last = page.locator(".turn").last
+    await last.get_by_role("button", name="Regenerate").click()
+    await expect(last.locator(".place")).to_have_text("2/2")
+    assert await finished(last) == first  # at temperature 0
+    # To edit an earlier message is to begin a branch there.
+    await page.locator(".turn").first.hover()
+    await page.locator(".turn").first.get_by_role("button", name="Edit").click()
+    await page.get_by_role("textbox", name="Edit your message").fill("My name is Grace.")
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".turn")).to_have_count(1)
+    assert "Grace" in await finished(page.locator(".turn"))
+    assert "Grace" in await ask(page, "What is my name?")
+
+    root = page.locator(".turn").first
+    await expect(root.locator(".place")).to_have_text("2/2")
+    await root.get_by_role("button", name="Previous version").click()
+    await expect(page.locator(".bubble").first).to_have_text("My name is Ada.")
+    await expect(page.locator(".turn").nth(1).locator(".place")).to_have_text("2/2")
+    assert "Ada" in await ask(page, "What is my name?")
+    await page.reload()  # the server has all of it
+    await connected(page)
+    await expect(page.locator(".turn")).to_have_count(3)
+    await expect(page.locator(".turn").first.locator(".place")).to_have_text("1/2")
+    await page.locator(".turn").first.get_by_role("button", name="Next version").click()
+    await expect(page.locator(".bubble").first).to_have_text("My name is Grace.")
+    tree = (await api.get(f"conversations/{conversation_of(page)}/tree")).json()
+    assert len(tree["data"]) == 6
+
+
+async def test_the_list_of_conversations(page: Page, demo_server: Served) -> None:
+    await open_page(page, demo_server.base_url)
+    await ask(page, "My name is Ada.")
+    await page.get_by_role("button", name="New chat").click()
+    story = await say(page, STORY)
+    await growing(story)
+    link = page.get_by_role("link", name="My name is Ada.").first
+    await link.click()  # while the other is being answered, on the same connection
+    await expect(page.locator(".bubble")).to_have_text("My name is Ada.")
+    assert await ask(page, "What is my name?")
+    await page.go_back()
+    await expect(page.locator(".bubble")).to_have_text(STORY)
+    assert len(await finished(page.locator(".turn"))) > 100
+
+    current = page.locator("#conversations li:has([aria-current])")
+    await expect(current).to_have_text(STORY)
+    await current.hover()
+    await current.get_by_role("button", name="Rename").click()
+    await page.get_by_label("Title").fill("A fox")
+    await page.keyboard.press("Enter")
+    await expect(current).to_have_text("A fox")
+    page.on("dialog", lambda dialog: dialog.accept())
+    await current.hover()
+    await current.get_by_role("button", name="Delete").click()
+    await expect(page.locator("#conversations")).not_to_contain_text("A fox")
+    await expect(page.locator("#welcome")).to_be_visible()
+    await page.reload()
+    await connected(page)
+    await expect(page.get_by_role("link", name="My name is Ada.").first).to_be_visible()
+
+
+async def test_markup_and_unicode_are_text(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    said = f"{HTML}\n{UNICODE}"
+    conversation = await make_conversation(api, [("user", said), ("assistant", said)], title=HTML)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    assert await page.locator(".bubble").inner_text() == said
+    assert await page.locator(".prose").inner_text() == said
+    await ask(page, said)
+    assert await page.locator(".bubble").last.inner_text() == said
+    await expect(page.get_by_role("link", name=HTML)).to_be_visible()
+    assert await page.title() == "penstock"
+    assert await page.locator("body :is(.transcript, .sidebar nav) :is(script, img)").count() == 0
+    refused = await page.evaluate(
+        "try { document.body.innerHTML = '<b>'; false } catch (error) { true }"
+    )
+    assert refused  # the policy lets nobody write HTML, by mistake neither
+
+
+async def test_markdown_and_copying(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    code = "print('<b>')\n\nx = 1"
+    text = (
+        "Some **bold**, *italic* and `code`.\n\n1. one\n2. two\n   - nested\n\n"
+        f"```python\n{code}\n```\n\n[x](javascript:alert(1))"
+    )
+    conversation = await make_conversation(api, [("user", "markdown"), ("assistant", text)])
+    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    prose = page.locator(".prose")
+    assert await prose.locator("> p > strong").inner_text() == "bold"
+    assert await prose.locator("> p > em").inner_text() == "italic"
+    assert await prose.locator("> p > code").inner_text() == "code"
+    assert await prose.locator("> ol > li").count() == 2
+    assert await prose.locator("> ol > li > ul > li").inner_text() == "nested"
+    assert await prose.locator(".code-head span").inner_text() == "python"
+    assert await prose.locator("> p").last.inner_text() == "[x](javascript:alert(1))"
+    await prose.get_by_role("button", name="Copy code").click()
+    assert await page.evaluate("navigator.clipboard.readText()") == code
+    answer = await ask(page, "What is penstock?")
+    await page.keyboard.press("Alt+c")
+    await expect(page.locator(".turn .is-done")).to_have_count(1)
+    assert await page.evaluate("navigator.clipboard.readText()") == answer
+
+
+async def test_markdown_piece_by_piece_equals_markdown_at_once(
+    page: Page, demo_server: Served
+) -> None:
+    await open_page(page, demo_server.base_url)
+    different = await page.evaluate(
+        r"""async () => {
+          const { MarkdownStream } = await import("./markdown.js");
+          const texts = [
+            "a **b *c* d** `e`\n\n\n# head\ntext\n- x\n  - y\n    z\n- w\n\n3. q\n4. r\n\nend",
+            "```js\nlet a;\n\n- no list\n```\nafter\n~~~\nopen\n\n# no head", "****",
+            "1. a\n\n2. b\n\n\n", "- a\n\n2", "* star *\n*a*b*c* _d_ e_f_g __ `` ` ``` x",
+            "\n\n<i>&amp;</i>\n\n- \n- b\n", "Zoë 👋🏽 *日本*\n",
+          ];
+          const render = (pieces) => {
+            const root = document.createElement("div");
+            const stream = new MarkdownStream(root);
+            pieces.forEach((piece) => stream.append(piece));
+            return root.innerHTML;
+          };
+          return texts.flatMap((text) => [1, 2, 3, 7].map((size) => {
+            const pieces = text.match(new RegExp(`[^]{1,${size}}`, "g"));
+            const [whole, split] = [render([text]), render(pieces)];
+            return whole === split ? null : [size, whole, split];
+          })).filter(Boolean);
+        }"""
+    )
+    assert different == []
+
+
+async def test_settings_and_figures(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    await open_page(page, demo_server.base_url)
+    await page.get_by_role("button", name="Settings").click()
+    await page.get_by_label("System prompt").fill("My name is Ada.")
+    await page.get_by_label("Temperature").fill("0")
+    await page.get_by_label("Longest answer").fill("12")
+    await page.get_by_label("Dark").check()
+    await page.get_by_role("button", name="Done").click()
+    background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(map(int, re.findall(r"\d+", background))) < 60
+    turn = await say(page, STORY)
+    await finished(turn)
+    await expect(turn).to_contain_text("reached its length limit")
+    tree = (await api.get(f"conversations/{conversation_of(page)}/tree")).json()
+    response = (await api.get(f"responses/{tree['head']}")).json()
+    assert response["instructions"] == "My name is Ada."
+    assert (response["temperature"], response["max_output_tokens"]) == (0, 12)
+
+    await page.reload()
+    await connected(page)
+    await turn.get_by_role("button", name="Figures").click()
+    usage = response["usage"]
+    await expect(turn.locator(".stats")).to_have_text(
+        re.compile(rf"12 tokens\s*prompt {usage['input_tokens']} tokens\s*\d+ of them cached")
+    )
+    await page.get_by_role("button", name="Settings").click()
+    await expect(page.get_by_label("Temperature")).to_have_value("0")
+    await page.get_by_role("button", name="Back to defaults").click()
+    await expect(page.get_by_label("Temperature")).to_have_value("")
+    await expect(page.get_by_label("Dark")).to_be_checked()
+
+
+async def test_keyboard(page: Page, demo_server: Served) -> None:
+    await open_page(page, demo_server.base_url)
+    await page.keyboard.type("Tell me a")  # the message box has the focus from the start
+    await page.keyboard.press("Shift+Enter")
+    await page.keyboard.type("long story.")
+    await page.keyboard.press("Enter")
+    turn = page.locator(".turn")
+    await expect(turn.locator(".bubble")).to_have_text("Tell me a\nlong story.")
+    await growing(turn)
+    await page.keyboard.type("Hello!")
+    await page.keyboard.press("Enter")  # not sent while an answer comes, and not lost
+    await expect(page.get_by_role("textbox")).to_have_value("Hello!")
+    await page.keyboard.press("Escape")
+    await expect(turn).to_contain_text("Stopped.")
+    await page.keyboard.press("Enter")
+    await finished(page.locator(".turn").nth(1))
+    await expect(page.locator("#announcer")).not_to_have_text("")
+    await page.keyboard.press("ArrowUp")
+    await expect(page.get_by_role("textbox", name="Edit your message")).to_have_value("Hello!")
+    await page.keyboard.press("Escape")
+    await page.locator("#composer-text").focus()
+    await page.keyboard.press("Alt+r")
+    await expect(page.locator(".place").last).to_have_text("2/2")
+    await page.keyboard.press("Alt+l")
+    await expect(page.locator("#sidebar")).to_be_hidden()
+    await page.keyboard.press("Alt+n")
+    await expect(turn).to_have_count(0)
+    await expect(page.locator("#composer-text")).to_be_focused()
+    # Focus goes through the page in the order in which it is seen.
+    await page.keyboard.press("Shift+Tab")
+    await expect(page.get_by_role("button", name="Watch a long stream")).to_be_focused()
+
+
+async def test_two_tabs_on_one_conversation(
+    new_page: NewPage, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    first, second = await new_page(), await new_page()
+    await open_page(first, demo_server.base_url, temperature=0)
+    await ask(first, "My name is Ada.")
+    await open_page(second, first.url, temperature=0)
+    await expect(second.locator(".bubble")).to_have_text("My name is Ada.")
+    story = await say(first, STORY)
+    other = second.locator(".turn").nth(1)
+    await growing(other)  # it comes in both
+    assert await finished(other) == await finished(story)
+    assert "Ada" in await ask(second, "What is my name?")
+    await expect(first.locator(".turn")).to_have_count(3)
+
+    # Somebody of whom no tab is told: the message comes back to who wrote it.
+    body = {"model": "demo", "input": STORY, "conversation": conversation_of(first)}
+    async with api.stream("POST", "responses", json={**body, "stream": True}) as stream:
+        await anext(stream.aiter_lines())
+        await first.get_by_role("textbox", name="Your message").fill("And I?")
+        await first.keyboard.press("Enter")
+        await expect(first.get_by_role("textbox", name="Your message")).to_have_value("And I?")
+    await expect(first.locator(".turn")).to_have_count(4)
+    await finished(first.locator(".turn").nth(3))
+    await expect(first.locator(".bubble").last).to_have_text(STORY)
+
+
+async def test_what_the_server_refuses(page: Page, demo_server: Served) -> None:
+    is_refusing = True
+
+    async def meddle(route: WebSocketRoute) -> None:
+        server = route.connect_to_server()
+
+        def pass_on(message: Any) -> None:
+            nonlocal is_refusing
+            if is_refusing and '"response.create"' in message:
+                is_refusing = False
+                lane = re.search(r'"stream_id":"[\w-]+"', message)
+                assert lane is not None
+                error = '{"message":"Too full. <b>Come back</b>.","code":"server_overloaded"}'
+                route.send(f'{{"type":"error","status":503,{lane.group()},"error":{error}}}')
+            else:
+                server.send(message)
+
+        route.on_message(pass_on)
+
+    await page.route_web_socket(re.compile("/v1/responses"), meddle)
+    await open_page(page, demo_server.base_url)
+    await say(page, "My name is Ada.")
+    await expect(page.locator(".note.is-error")).to_contain_text("<b>Come back</b>")
+    await page.get_by_role("button", name="Try again").click()
+    await expect(page.locator(".is-error")).to_have_count(0)
+    assert "Ada" in await finished(page.locator(".turn"))
+
+    await say(page, "much " * 2_100)
+    await expect(page.locator(".is-error")).to_contain_text("filled the model's context")
+    await page.get_by_role("button", name="New chat").click()
+    await page.goto(f"{demo_server.base_url}/#conv_none")
+    await expect(page.locator("#announcer")).to_contain_text("not on the server any more")
+    assert await ask(page, "Hello!")
