@@ -35,6 +35,7 @@ from penstock.gateway.limits import (
 from penstock.gateway.metrics import Metrics, StreamMeter
 from penstock.gateway.model import ServedModel
 from penstock.gateway.off_loop import off_loop
+from penstock.gateway.prompt_memory import PromptMemory
 from penstock.gateway.schemas import SamplingRequest
 
 _LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
@@ -73,12 +74,19 @@ class Generator:
         self._engine = engine
         self._metrics = metrics
         self._admission = admission
+        self._memory = PromptMemory(model.tokenizer)
         self._trusts_request_template = trusts_request_template
 
-    async def tokenise_chat(self, prompt: ChatPrompt) -> list[int]:
+    async def tokenise_chat(self, prompt: ChatPrompt, *, tenant: str = "") -> list[int]:
         """The ids of a rendered conversation; raises as `render_chat`."""
         text = await self.render_chat(prompt)
-        return await self.tokenise(text, add_special_tokens=prompt.add_special_tokens)
+        if prompt.add_special_tokens:
+            return await self.tokenise(text, add_special_tokens=True)
+        reused = self._memory.recall(tenant, text)
+        rest = await self.tokenise(reused.rest, add_special_tokens=False)
+        token_ids = [*reused.token_ids, *rest]
+        self._memory.remember(tenant, text, token_ids)
+        return token_ids
 
     async def render_chat(self, prompt: ChatPrompt) -> str:
         """A conversation as the model's template writes it.

@@ -16,6 +16,7 @@ import itertools
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -127,7 +128,8 @@ class IdempotentAnswers:
             if log.header.echo.get(_DIGEST) != key.digest:
                 raise _reused()
             if log.end is None or log.end.error is None:
-                return LoggedGeneration(log)
+                find_again = partial(self._responder.answer_log, caller, response_id)
+                return LoggedGeneration(log, find_again=find_again)
         raise AssertionError("unreachable")
 
     async def _find(self, caller: Caller, response_id: str) -> ResponseLog | None:

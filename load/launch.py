@@ -62,11 +62,17 @@ class Started:
     log: Path
 
     def family(self) -> dict[str, psutil.Process]:
-        """Its processes that live: `supervisor`, `gateway`, `engine`."""
-        children = {
-            child.name().removeprefix("penstock-"): child for child in self.process.children()
-        }
-        return {"supervisor": self.process, **children}
+        """Its processes that live: `supervisor`, `gateway`, `engine`; a second gateway is
+        `gateway 2`."""
+        found = {"supervisor": self.process}
+        for child in self.process.children():
+            name = title = child.name().removeprefix("penstock-")
+            number = 1
+            while name in found:
+                number += 1
+                name = f"{title} {number}"
+            found[name] = child
+        return found
 
     def memory(self) -> dict[str, Memory]:
         """What each process of the family holds now."""

@@ -6,7 +6,7 @@ import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
 import { liveText, queueText } from "./figures.js";
-import { askForKey, closeKeyDialog, listenForKey, storedKey } from "./key-dialog.js";
+import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
 import { Settings } from "./settings.js";
 import { listenForShortcuts } from "./shortcuts.js";
@@ -245,6 +245,7 @@ function listenToPage() {
   });
   byId("new-chat").addEventListener("click", () => showNewChat());
   byId("open-settings").addEventListener("click", () => settings.open());
+  byId("settings-key").addEventListener("click", () => { settings.close(); openKeyDialog(); });
   page.toLatest.addEventListener("click", () => { scroll.follow(); page.text.focus(); });
   page.bannerAction.addEventListener("click", () => {
     if (client.state === "unauthorized") askForKey();

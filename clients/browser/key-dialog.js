@@ -23,6 +23,13 @@ export function askForKey() {
   input.select();
 }
 
+/** Lets the reader use another one. */
+export function openKeyDialog() {
+  complaint.textContent = "";
+  dialog.showModal();
+  input.select();
+}
+
 export function closeKeyDialog() {
   if (dialog.open) dialog.close();
 }

@@ -25,6 +25,10 @@ export class Settings {
     form.addEventListener("submit", (event) => { event.preventDefault(); dialog.close(); });
   }
 
+  close() {
+    dialog.close();
+  }
+
   open() {
     this.#fill();
     dialog.showModal();

@@ -145,7 +145,7 @@ export class TurnView {
   startEditing() {
     const bubble = this.#section.querySelector(".message.user:last-of-type .bubble") ?? this.#section.querySelector(".bubble");
     if (!bubble || this.#section.querySelector(".editor")) return;
-    const editor = make("form", "editor");
+    const editor = /** @type {HTMLFormElement} */ (make("form", "editor"));
     const area = /** @type {HTMLTextAreaElement} */ (make("textarea"));
     area.value = bubble.textContent ?? "";
     area.rows = Math.min(8, area.value.split("\n").length + 1);

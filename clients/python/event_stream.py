@@ -157,11 +157,14 @@ class EventStream(Resource[R], Generic[R]):
     def _patiently(self, attempted: Callable[[], Steps[T]]) -> Steps[T]:
         """Its result, over as many connections as it takes."""
         source, retries, num_attempts = self._source, self._retries, 0
+        num_received = source.num_received
         while True:
             try:
                 return (yield from attempted())
             except PenstockError as error:
                 yield from source.give_up()
+                if source.num_received != num_received:
+                    num_received, num_attempts = source.num_received, 0
                 num_attempts += 1
                 wait_s = self._wait_s(error, num_attempts)
                 if wait_s is None or self._is_closed:

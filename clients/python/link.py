@@ -34,6 +34,7 @@ class Link:
         self.lock = lock
         self.generation = 0  # how many connections there were
         self.is_closed = False
+        self.num_received = 0
         self._server = server
         self._socket: Any = None
         self._lanes: dict[str, LaneSource] = {}
@@ -105,6 +106,7 @@ class Link:
             yield Close(socket)
 
     def _file(self, event: Event) -> None:
+        self.num_received += "sequence_number" in event
         lane = self._lanes.get(event.get("stream_id", ""))
         if lane is not None:
             lane.take(event)
@@ -128,6 +130,11 @@ class LaneSource:
         self.name = name
         self._body = body
         self._ready: deque[Event | PenstockError] = deque()
+
+    @property
+    def num_received(self) -> int:
+        """By all that share the connection."""
+        return self._link.num_received
 
     @property
     def is_open(self) -> bool:

@@ -36,6 +36,11 @@ class Source(Protocol):
     is_kept: bool
 
     @property
+    def num_received(self) -> int:
+        """Grows with whatever comes over its connections: they are of use."""
+        ...
+
+    @property
     def is_open(self) -> bool: ...
 
     def open(self) -> Steps[None]:
@@ -76,6 +81,10 @@ class SseSource:
         self._stream: Any = None
         self._parser = SseParser()
         self._ready: deque[ServerSentEvent] = deque()
+
+    @property
+    def num_received(self) -> int:
+        return self.track.last_number
 
     @property
     def is_open(self) -> bool:

@@ -13,7 +13,7 @@ rendered.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.text import Tokenizer
@@ -44,31 +44,40 @@ def reuse(text: str, turns: Sequence[StoredTurn], tokenizer: Tokenizer) -> Reuse
         text: the whole prompt, special tokens included.
         turns: of one path, in any order.
     """
-    for num_chars, token_ids in reversed(list(_beginnings(text, turns))):
-        reused = _cut(text, num_chars, token_ids, tokenizer)
+    return reuse_any(text, [known for turn in turns for known in _known_of(turn)], tokenizer)
+
+
+Known = tuple[Rendering, Callable[[], Sequence[int]]]  # a text, and the ids that stand for it
+
+
+def reuse_any(text: str, known: Sequence[Known], tokenizer: Tokenizer) -> Reused:
+    """The same of texts from wherever."""
+    for num_chars, token_ids in reversed(list(_beginnings(text, known))):
+        reused = _cut(text, num_chars, token_ids(), tokenizer)
         if reused is not None:
             return reused
     return Reused((), text)
 
 
-def _beginnings(text: str, turns: Sequence[StoredTurn]) -> Iterator[tuple[int, Sequence[int]]]:
-    """What is stored that `text` begins with: (length, ids), shortest first, in one pass."""
-    stored: list[tuple[Rendering, StoredTurn, bool]] = []
-    for turn in turns:
-        if turn.prompt is not None:
-            stored.append((turn.prompt, turn, False))
-        if turn.whole is not None:
-            stored.append((turn.whole, turn, True))
-    stored.sort(key=lambda item: item[0].num_chars)
+def _known_of(turn: StoredTurn) -> Iterator[Known]:
+    if turn.prompt is not None:
+        yield turn.prompt, lambda: turn.prompt_token_ids
+    if turn.whole is not None:
+        yield turn.whole, lambda: turn.prompt_token_ids + turn.output_token_ids
+
+
+def _beginnings(
+    text: str, known: Sequence[Known]
+) -> Iterator[tuple[int, Callable[[], Sequence[int]]]]:
+    """What is known that `text` begins with: (length, ids), shortest first, in one pass."""
     digest, num_hashed = hashlib.sha256(), 0
-    for rendering, turn, has_output in stored:
+    for rendering, token_ids in sorted(known, key=lambda item: item[0].num_chars):
         if rendering.num_chars > len(text):
             return
         digest.update(_utf8(text[num_hashed : rendering.num_chars]))
         num_hashed = rendering.num_chars
         if digest.digest() == rendering.digest:
-            token_ids = turn.prompt_token_ids
-            yield num_hashed, token_ids + turn.output_token_ids if has_output else token_ids
+            yield num_hashed, token_ids
 
 
 def _cut(

@@ -76,7 +76,8 @@ class ChatCompletions:
                 add_special_tokens=chat.add_special_tokens,
                 template=chat.chat_template,
                 kwargs=chat.chat_template_kwargs,
-            )
+            ),
+            tenant=caller_of(request.scope).tenant,
         )
         return await self._generator.plan(
             request_id,

@@ -8,7 +8,7 @@ it, the shape of any API's answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import InvalidRequestError
@@ -16,15 +16,23 @@ from penstock.engine.request import Request, TokenLogprobs
 from penstock.gateway.branch import Delta
 from penstock.gateway.delta_source import Usage
 from penstock.gateway.errors import GenerationFailedError
-from penstock.gateway.responses.log import LogNotice, LogReader, ResponseLog
+from penstock.gateway.responses.log import LogNotice, LogReader, ResponseLog, ResponseMovedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry
 
 
 class LoggedGeneration:
-    """A `DeltaSource` of one output."""
+    """A `DeltaSource` of one output.
 
-    def __init__(self, log: ResponseLog) -> None:
+    Args:
+        find_again: the log, where another gateway has taken the answer over.
+    """
+
+    def __init__(
+        self, log: ResponseLog, *, find_again: Callable[[], Awaitable[ResponseLog]]
+    ) -> None:
         self.log = log
+        self._find_again = find_again
+        self._last_number = log.header.num_opening_events - 1  # that was taken
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._reader: LogReader | None = None
         self._due: deque[Entry] = deque()
@@ -32,7 +40,7 @@ class LoggedGeneration:
         self._end: EndEntry | None = None
 
     def __enter__(self) -> LoggedGeneration:
-        self._reader = self.log.read()
+        self._reader = self.log.read(self._last_number)
         self._reader.__enter__()
         return self
 
@@ -75,11 +83,20 @@ class LoggedGeneration:
         """
         assert self._reader is not None, "next() outside of its context"
         while not self._due:
-            entries = await self._reader.next()
+            try:
+                entries = await self._reader.next()
+            except ResponseMovedError:
+                log = await self._find_again()
+                self.__exit__(None)
+                self.log = log
+                self.__enter__()
+                continue
             if entries is None:
                 return None
             self._due += [entry for entry in entries if not isinstance(entry, LogNotice)]
-        return [self._delta(self._due.popleft())]
+        entry = self._due.popleft()
+        self._last_number = entry.last_number
+        return [self._delta(entry)]
 
     def _delta(self, entry: Entry) -> Delta:
         if isinstance(entry, DeltaEntry):

@@ -20,10 +20,6 @@ from penstock.load.soak.target import Target, given_server, own_server, syntheti
 from penstock.load.soak.verdict import Bounds, findings
 from penstock.load.tables import write_report
 
-_LATER = (
-    "so far shown with --synthetic alone: penstock's gateway does not resume or cancel by id yet"
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers = parser.add_argument_group("server", "one of these; by default the demo model")
@@ -43,16 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument("--minutes", type=float, default=10.0, help="how long")
     traffic.add_argument("--concurrency", type=int, default=8, help="clients at once, at least")
     traffic.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    switch = argparse.BooleanOptionalAction
     traffic.add_argument(
-        "--resumes", action="store_true", help=f"drop connections and resume; {_LATER}"
+        "--resumes", action=switch, default=True, help="drop connections and resume"
     )
-    traffic.add_argument("--cancels-by-id", action="store_true", help=f"over HTTP; {_LATER}")
+    traffic.add_argument("--cancels-by-id", action=switch, default=True, help="over HTTP")
     traffic.add_argument(
         "--kills",
-        action="store_true",
-        help="kill the engine of the server started (of the synthetic one: all), which must be "
-        "back within a minute; so far shown with --synthetic alone: penstock does not restart its "
-        "engine yet",
+        action=switch,
+        help="kill the engine of the server started, and in turn with it a gateway where there are "
+        "several (of the synthetic one: all), which must be back within a minute; by default so, "
+        "but not with --base-url",
     )
     bounds = parser.add_argument_group("bounds")
     bounds.add_argument(
@@ -84,7 +81,7 @@ def run(parsed: argparse.Namespace) -> int:
         seed=parsed.seed,
         has_resumes=parsed.resumes,
         has_cancels_by_id=parsed.cancels_by_id,
-        has_kills=parsed.kills,
+        has_kills=parsed.base_url is None if parsed.kills is None else parsed.kills,
         api_key=parsed.api_key,
     )
     bounds = Bounds(memory_kib_per_min=parsed.max_memory_growth)

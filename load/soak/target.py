@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import shlex
 import urllib.error
 import urllib.request
@@ -45,15 +46,22 @@ class Target:
 
 @contextlib.contextmanager
 def own_server(model: str | None, flags: str) -> Iterator[Target]:
-    """A penstock server. A kill is of its engine."""
+    """A penstock server. Kills are of its engine and, where there are several, of a gateway, in
+    turn: one that is alone takes with it what it has in memory."""
     arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
     with launch_server(model, arguments) as started:
+        names = [name for name in started.family() if name == "engine" or "gateway" in name]
+        victims = itertools.cycle(names if len(names) > 2 else ["engine"])
+
+        def is_whole(num_processes: int) -> bool:
+            return len(started.family()) == num_processes and _is_ready(started.base_url)
 
         async def kill() -> None:
-            started.family()["engine"].kill()
+            num_processes = len(started.family())
+            started.family()[next(victims)].kill()
             await asyncio.sleep(_DOWN_S)
             async with asyncio.timeout(_READY_WITHIN_S):
-                while not await asyncio.to_thread(_is_ready, started.base_url):  # noqa: ASYNC110
+                while not await asyncio.to_thread(is_whole, num_processes):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
 
         name = f"penstock serve {shlex.join([model or 'demo', *arguments])}"

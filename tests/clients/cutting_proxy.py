@@ -1,14 +1,15 @@
 """A proxy that cuts every connection behind its n-th event: by FIN, by a reset, or with a piece of
 the next event passed on, in turn.
 
-It knows an event by its `sequence_number`, in an event stream and in a WebSocket alike. For load and
-for other toxics there is `penstock.load.toxic_proxy`, which does not know what the bytes mean.
+It knows an event by its `sequence_number`, in an event stream and in a WebSocket alike. For other
+toxics there is `penstock.load.toxic_proxy`, which does not know what the bytes mean.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import socket
 import struct
 import threading
@@ -20,6 +21,7 @@ _NUMBERED = b'"sequence_number"'
 _HEAD_END = b"\r\n\r\n"
 _RESET = struct.pack("ii", 1, 0)
 _TORN_BYTES = 9
+_LOOK_S = 0.01
 
 
 class CuttingProxy:
@@ -73,8 +75,13 @@ class CuttingProxy:
                 threading.Thread(target=self._down, args=down, daemon=True).start()
 
     def _up(self, client: socket.socket, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := client.recv(65_536):
+        # Never long in `recv`: a reset goes out only when nobody is in there any more.
+        with contextlib.suppress(OSError, ValueError):  # closed
+            while True:
+                if not select.select([client], [], [], _LOOK_S)[0]:
+                    continue
+                if not (data := client.recv(65_536)):
+                    break
                 server.sendall(data)
         _end(server)
 
@@ -103,7 +110,7 @@ class CuttingProxy:
 
 def _end(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) != _RESET:
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, len(_RESET)) != _RESET:
             connection.shutdown(socket.SHUT_RDWR)
 
 

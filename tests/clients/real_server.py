@@ -1,4 +1,4 @@
-"""The real server with the demo model, once for all tests of the clients that leave it as it was."""
+"""The real server with the demo model, one for all tests of the clients."""
 
 from __future__ import annotations
 

@@ -113,11 +113,10 @@ def test_a_stream_that_is_followed_from_a_number(real_server: Served) -> None:
 @pytest.mark.parametrize("wire", ["sse", "websocket"])
 def test_what_is_not_kept_any_more(real_server: Served, wire: str) -> None:
     with Client(real_server.base_url) as client, client.connect() as socket:
+        follow = client.responses.follow if wire == "sse" else socket.follow
+        stream = follow("resp_gone", starting_after=3)
         with pytest.raises(ResponseExpiredError) as caught:
-            if wire == "sse":
-                client.responses.follow("resp_gone", starting_after=3).final()
-            else:
-                socket.follow("resp_gone").final()
+            stream.final()
     assert caught.value.code == "response_expired"
 
 

@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 import uvicorn
 import websockets
+from starlette.applications import Starlette
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.engine.config import ModelConfig
@@ -117,7 +118,7 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
         script = tokenizer.encode(ANSWER)
         engine_info = dataclasses.replace(INFO, **(info or {}))
         fake = FakeEngine(address, script, step_s=step_s, info=engine_info)
-        async with fake as engine, _listen(config) as port:
+        async with fake as engine, listen(create_app(config), config) as port:
             url = f"http://127.0.0.1:{port}"
             key = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
             async with (
@@ -134,8 +135,8 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
 
 
 @contextlib.asynccontextmanager
-async def _listen(config: GatewayConfig) -> AsyncIterator[int]:
-    app = create_app(config)
+async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
+    """A gateway's port, while it serves."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -75,6 +75,7 @@ class FakeEngine:
         self.num_deaths = 0
         self.submitted: dict[str, Request] = {}
         self.aborted: set[str] = set()
+        self._stopped: set[tuple[bytes, str]] = set()  # by gateway: another may run it now
         self.aborted_branches: set[tuple[str, int]] = set()
         self.dropped: list[DropPrefix] = []
         self.stats = EngineStats(num_requests_running=1, num_blocks_used=16, num_blocks=64)
@@ -140,6 +141,7 @@ class FakeEngine:
                 await self.send(identity, self.info)
             elif isinstance(message, Abort):
                 self.aborted.update(message.request_ids)
+                self._stopped.update((identity, name) for name in message.request_ids)
                 self.aborted_branches.update(message.branches)
             elif isinstance(message, DropPrefix):
                 self.dropped.append(message)
@@ -154,7 +156,7 @@ class FakeEngine:
         """One step after the other: of each branch that still runs its next output."""
         num_branches = request.sampling_params.num_branches
         running = {index: self._outputs(request, index) for index in range(num_branches)}
-        while running and request.request_id not in self.aborted:
+        while running and (identity, request.request_id) not in self._stopped:
             await self.may_speak.wait()
             outputs = [next(branch) for branch in running.values()]
             for output in outputs:

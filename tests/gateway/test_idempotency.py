@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
 
 from penstock.engine.config import ModelConfig
+from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 
 from ..redis_server import RedisServer
-from .conftest import ANSWER, Serve, Served, _listen, until
+from .conftest import ANSWER, Serve, Served, listen
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -43,7 +46,9 @@ def chunks_of(text: str) -> list[dict[str, Any]]:
 
 def text_of(chunks: list[dict[str, Any]]) -> str:
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    return "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices)
+    return "".join(
+        choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices
+    )
 
 
 async def read_chunks(response: httpx.Response, num: int) -> str:
@@ -56,22 +61,28 @@ async def read_chunks(response: httpx.Response, num: int) -> str:
     return text
 
 
-@contextlib.asynccontextmanager
-async def second_gateway(
-    model_path: Path, tmp_path: Path, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+@dataclass
+class Gateway:
     """Another gateway before the engine of the one that `serve` started."""
+
+    app: Starlette
+    http: httpx.AsyncClient
+
+
+@contextlib.asynccontextmanager
+async def another(model_path: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[Gateway]:
     config = GatewayConfig(
         engine_address=f"ipc://{tmp_path}/engine.sock",
         served_model_names=("tiny",),
         model=ModelConfig(model=str(model_path)),
         **settings,
     )
+    app = create_app(config)
     async with (
-        _listen(config) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=_PATIENCE_S) as http,
+        listen(app, config) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
     ):
-        yield http
+        yield Gateway(app, http)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -127,7 +138,7 @@ def said(objects: list[dict[str, Any]]) -> Any:
                 for inner, values in value.items():
                     sums[inner] = (sums.get(inner) or []) + (values or [])
             elif isinstance(value, (str, list)):
-                sums[name] = sums.get(name, value[:0]) + value
+                sums[name] = (sums.get(name) or value[:0]) + value
             elif name not in ("delta", "logprobs"):
                 sums[name] = value
     return sums
@@ -197,9 +208,17 @@ async def test_endpoints_do_not_share_keys(served: Served) -> None:
 
 async def test_tenants_do_not_share_keys(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    keys.write_text("")
-    async with serve() as served:
-        assert served is not None
+    names = ("acme", "small")
+    keys.write_text(
+        "".join(f'[[keys]]\nkey = "sk-{n}"\ntenant = "{n}"\n[tenants.{n}]\n' for n in names)
+    )
+    async with serve(api_keys_file=keys) as served:
+        for name in names * 2:
+            headers = KEY | {"Authorization": f"Bearer sk-{name}"}
+            extra = {"seed": names.index(name)}  # the same key with another body of another's
+            assert (await post(served.http, CHAT, headers, **extra)).status_code == 200
+        tenants = [request.tenant for request in served.engine.submitted.values()]
+        assert tenants == list(names)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +281,12 @@ async def test_a_refused_request_leaves_nothing_behind(served: Served) -> None:
 
 async def test_after_its_time_a_key_begins_anew(serve: Serve) -> None:
     async with serve(response_log_ttl_s=0.3) as served:
-        first = await post(served.http)
-        await asyncio.sleep(0.4)
-        again = await post(served.http)
-        assert len(served.engine.submitted) == 2
-        assert again.json()["choices"] == first.json()["choices"]
+        seeds = set()
+        for _ in range(2):
+            assert (await post(served.http)).status_code == 200
+            seeds |= {each.sampling_params.seed for each in served.engine.submitted.values()}
+            await asyncio.sleep(0.4)
+        assert len(seeds) == 2
 
 
 async def test_it_is_no_response(served: Served) -> None:
@@ -301,16 +321,16 @@ async def test_another_gateway_gives_the_same_answer(
     with RedisServer(tmp_path / "redis") as redis:
         async with (
             serve(step_s=0.01, redis_url=redis.url) as served,
-            second_gateway(model_path, tmp_path, redis_url=redis.url) as other,
+            another(model_path, tmp_path, redis_url=redis.url) as other,
         ):
             body = BODIES[CHAT] | {"stream": True}
             async with served.http.stream("POST", CHAT, json=body, headers=KEY) as response:
                 begun = await read_chunks(response, 3)
-            again = await post(other, stream=True)  # while it runs
+            again = await post(other.http, stream=True)  # while it runs
             assert again.text.startswith(begun[: begun.rindex("\n\n")])
             assert text_of(chunks_of(again.text)) == ANSWER
-            assert (await post(other, stream=True)).text == again.text  # and from Redis
-            assert (await post(other, stream=True, seed=1)).status_code == 409
+            assert (await post(other.http, stream=True)).text == again.text  # and from Redis
+            assert (await post(other.http, stream=True, seed=1)).status_code == 409
             assert len(served.engine.submitted) == 1
 
 
@@ -319,11 +339,11 @@ async def test_gateways_race_for_a_key(serve: Serve, model_path: Path, tmp_path:
     with RedisServer(tmp_path / "redis") as redis:
         async with (
             serve(redis_url=redis.url) as served,
-            second_gateway(model_path, tmp_path, redis_url=redis.url) as other,
+            another(model_path, tmp_path, redis_url=redis.url) as other,
         ):
             for number in range(20):
                 headers = {"Idempotency-Key": f"race-{number}"}
-                gateways = (served.http, other, served.http, other)
+                gateways = (served.http, other.http) * 2
                 answers = await asyncio.gather(
                     *(post(each, CHAT, headers, max_tokens=5) for each in gateways)
                 )
@@ -333,24 +353,24 @@ async def test_gateways_race_for_a_key(serve: Serve, model_path: Path, tmp_path:
 
 @pytest.mark.redis
 async def test_it_outlives_its_gateway(serve: Serve, model_path: Path, tmp_path: Path) -> None:
+    body = BODIES[COMPLETIONS] | {"stream": True, "logprobs": 1}
     with RedisServer(tmp_path / "redis") as redis:
         async with serve(redis_url=redis.url) as served:
-            body = BODIES[COMPLETIONS] | {"stream": True, "logprobs": 1}
-            async with second_gateway(model_path, tmp_path, redis_url=redis.url) as first:
+            async with another(model_path, tmp_path, redis_url=redis.url) as first:
                 served.engine.step_s = 3600.0  # one token, and silence
-                async with first.stream("POST", COMPLETIONS, json=body, headers=KEY) as response:
-                    begun = await read_chunks(response, 1)
-            served.engine.step_s = 0.0
-            [request] = served.engine.submitted.values()
-            async with asyncio.timeout(_PATIENCE_S):
-                again = await served.http.post(
-                    COMPLETIONS, json=body, headers=KEY, timeout=_PATIENCE_S
-                )
-            chunks = chunks_of(again.text)
-            assert again.text.startswith(begun[: begun.rindex("\n\n")])
-            assert text_of(chunks) == ANSWER
-            lists = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
-            tokens = [token for each in lists if each for token in each["tokens"]]
-            assert len(tokens) == len(served.engine.script)
+                read = asyncio.create_task(post(first.http, COMPLETIONS, **body))
+                await served.submitted()
+                [request] = served.engine.submitted.values()
+                served.engine.step_s = 0.0
+                await first.app.state.log_store.hand_over()
+                followed = (await read).text
+            again = (await post(served.http, COMPLETIONS, **body)).text
             [carried_on] = served.engine.submitted.values()
-            assert carried_on.output_token_ids, request
+            assert carried_on.sampling_params == request.sampling_params
+            assert carried_on.output_token_ids == tuple(served.engine.script[:1])
+    assert again == followed
+    chunks = chunks_of(again)
+    assert text_of(chunks) == ANSWER
+    lists = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    tokens = [token for each in lists if each for token in each["tokens"]]
+    assert len(tokens) == len(served.engine.script)

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -93,14 +94,14 @@ class CheckedStream:
 
     @property
     def longest_pause_s(self) -> float:
-        pairs = zip(self.times_s, self.times_s[1:], strict=False)
-        return max((later - earlier for earlier, later in pairs), default=0.0)
+        return max((later - earlier for earlier, later in pairwise(self.times_s)), default=0.0)
 
     async def read(self) -> CheckedStream:
         """To its end.
 
         Raises:
             ExpiredError: it cannot be resumed.
+            TimeoutError: nobody serves it.
         """
         heard_s, reading = time.monotonic(), self._sse if self.transport == "sse" else self._socket
         while not self.is_ended:
@@ -113,8 +114,8 @@ class CheckedStream:
                         if len(self.events) - known == self.leaves_after and not self.is_ended:
                             break
             except (NotThereError, *_LOST) as error:
-                silence_s = time.monotonic() - heard_s
-                assert silence_s < self.give_up_s, f"nothing for {silence_s:.0f} s: {error!r}"
+                if time.monotonic() - heard_s > self.give_up_s:
+                    raise TimeoutError(f"nothing for {self.give_up_s:g} s") from error
                 await asyncio.sleep(_AGAIN_S)
             if len(self.events) > known:
                 heard_s = time.monotonic()

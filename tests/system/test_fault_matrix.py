@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,12 +45,6 @@ class Pair:
     redis: RedisServer
     first: Served
     second: Served
-
-    def gateway(self) -> psutil.Process:
-        return _child(self.first, "penstock-gateway")
-
-    def engine(self) -> psutil.Process:
-        return _child(self.first, "penstock-engine")
 
     def wait_ready(self) -> None:
         for served in (self.first, self.second):
@@ -106,7 +99,7 @@ async def _begin(streams: list[CheckedStream]) -> list[asyncio.Task[CheckedStrea
     for stream in streams:
         if reading:
             num_events = len(streams[0].events) + _APART
-            while len(streams[0].events) < num_events and not streams[0].is_ended:
+            while not (streams[0].is_ended or len(streams[0].events) >= num_events):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         reading.append(asyncio.create_task(stream.read()))
     return reading
@@ -149,7 +142,7 @@ async def test_an_engine_killed_twice(pair: Pair, undisturbed: list[dict[str, An
     reading = await _begin(streams)
     for _ in range(2):
         assert _tell("engine killed", streams)
-        pair.engine().kill()
+        _child(pair.first, "penstock-engine").kill()
         await _move_on(streams, 10)
     await asyncio.gather(*reading)
     pause_s = await _check(pair, streams, undisturbed)

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,7 +136,7 @@ async def test_silence_is_survived_over_sse(served: Served, proxy: str) -> None:
                     times_s.append(time.monotonic())
     finally:
         engine.resume()
-    pauses_s = [later - earlier for earlier, later in zip(times_s, times_s[1:], strict=False)]
+    pauses_s = [later - earlier for earlier, later in pairwise(times_s)]
     assert max(pauses_s) > _IDLE_S + 0.5
     assert ": ping" in lines
     assert lines[-2] == "event: response.incomplete"

@@ -8,10 +8,10 @@ import { bytes, count, percent } from "./texts.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_CELLS = 1_200;
-const HEIGHT = 112;
-const MAX_CELL = 18;
+const HEIGHT = 116;
+const MAX_CELL = 26;
 const MIN_CELL = 4;
-const LABELS = { used: "in use", empty: "slots in use, empty", cached: "cached", free: "free" };
+const LABELS = { used: "in use", empty: "empty slots", cached: "cached", free: "free" };
 
 /** @typedef {keyof typeof LABELS} State */
 /**

@@ -138,6 +138,15 @@ function onStateChange() {
 
 // ---- page ----------------------------------------------------------------------------------
 
+/** As it was chosen on the chat page. */
+function applyTheme() {
+  try {
+    document.documentElement.dataset.theme = JSON.parse(localStorage.getItem("penstock.settings") ?? "{}").theme ?? "auto";
+  } catch {
+    // not ours: the system's
+  }
+}
+
 function addTiles() {
   const sections = { requests: requestFigures(), speed: speedFigures() };
   for (const [id, figures] of Object.entries(sections)) {
@@ -162,6 +171,7 @@ function listenForPointing() {
   page.main.addEventListener("pointerleave", () => point(null));
 }
 
+applyTheme();
 addTiles();
 listenForPointing();
 listenForKey((key) => feed.setApiKey(key));

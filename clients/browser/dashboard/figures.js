@@ -40,14 +40,13 @@ export const requestFigures = () => [
     lines: [{ name: "", read: value("num_requests_swapped") }],
     text: count,
     least: 1,
-    note: () => "parked, their KV in host memory",
+    note: (view) => `KV in host memory · ${count(view.value("swap_fallbacks_total"))} found no room`,
   },
   {
     id: "preemptions",
-    title: "Preemptions",
+    title: "Preemptions, per second",
     lines: [{ name: "", read: rate("num_preemptions_total") }],
     text: amount,
-    unit: "/s",
     least: 1,
     note: (view) => [
       `${count(view.value("num_preemptions_total"))} in all`,
@@ -75,22 +74,20 @@ export const speedFigures = () => [
   },
   {
     id: "tokens-out",
-    title: "Tokens out",
+    title: "Tokens out, per second",
     lines: [{ name: "", read: rate("generation_tokens_total") }],
     text: amount,
-    unit: "tokens/s",
     least: 1,
     note: (view) => `${count(view.value("generation_tokens_total"))} in all`,
   },
   {
     id: "tokens-in",
-    title: "Tokens in",
+    title: "Tokens in, per second",
     lines: [
       { name: "", read: rate("prompt_tokens_total") },
-      { name: "computed", read: rate("engine_prompt_tokens_total") },
+      { name: "not cached", read: (view) => uncached((name) => view.perSecond(name)) },
     ],
     text: amount,
-    unit: "tokens/s",
     least: 1,
     note: (view) => `${count(view.value("prompt_tokens_total"))} in all`,
   },
@@ -120,28 +117,23 @@ export const speedFigures = () => [
   },
   {
     id: "swaps",
-    title: "KV swapped",
+    title: "KV swapped, per second",
     lines: [
       { name: "out", read: rate('swapped_bytes_total{direction="out"}') },
       { name: "in", read: rate('swapped_bytes_total{direction="in"}') },
     ],
-    text: (number) => (number === null ? bytes(null) : `${bytes(number)}/s`),
+    text: bytes,
     least: 1,
-    note: (view) => [
-      `${bytes(view.value('swapped_bytes_total{direction="out"}'))} out`,
-      `${bytes(view.value('swapped_bytes_total{direction="in"}'))} in`,
-      `${count(view.value("swap_fallbacks_total"))} found no room`,
-    ].join(" · "),
+    note: (view) => `${bytes(view.value('swapped_bytes_total{direction="out"}'))} and ${bytes(view.value('swapped_bytes_total{direction="in"}'))} in all`,
   },
   {
     id: "evictions",
-    title: "Cached blocks evicted",
+    title: "Evicted blocks, per second",
     lines: [
       { name: "device", read: rate('kv_blocks_evicted_total{tier="device"}') },
       { name: "host", read: rate('kv_blocks_evicted_total{tier="host"}') },
     ],
     text: amount,
-    unit: "/s",
     least: 1,
     note: (view) => `${count(view.value('kv_blocks_evicted_total{tier="device"}'))} and ${count(view.value('kv_blocks_evicted_total{tier="host"}'))} in all`,
   },
@@ -149,6 +141,13 @@ export const speedFigures = () => [
 
 function perStep(/** @type {View} */ view) {
   const decoded = view.ratio("engine_generation_tokens_total", "engine_steps_total");
-  const prefilled = view.ratio("engine_prompt_tokens_total", "engine_steps_total");
+  const prefilled = uncached((name) => view.ratio(name, "engine_steps_total"));
   return decoded === null || prefilled === null ? null : decoded + prefilled;
+}
+
+/** Prompt tokens that had to be computed. */
+function uncached(/** @type {(name: string) => number | null} */ measure) {
+  const all = measure("engine_prompt_tokens_total");
+  const hits = measure("prefix_cache_hits_total");
+  return all === null || hits === null ? null : Math.max(0, all - hits);
 }

@@ -2,8 +2,6 @@
  * Small line charts of the last minutes, as SVG. Colours are the style sheet's.
  */
 
-import { SPAN_S } from "./history.js";
-
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 300;
 const HEIGHT = 44;
@@ -26,9 +24,9 @@ export class Sparkline {
     this.node.append(this.#area, ...this.#lines.toReversed(), this.#cursor);
   }
 
-  /** Draws what was until `now`; from 0 to `max`, which is at least the greatest value. */
-  draw(/** @type {Point[]} */ points, /** @type {{ now: number, max: number }} */ { now, max }) {
-    const x = (/** @type {number} */ time) => round(WIDTH * (1 - (now - time) / SPAN_S));
+  /** Draws the `span` seconds until `now`; from 0 to `max`, which is at least the greatest value. */
+  draw(/** @type {Point[]} */ points, /** @type {{ now: number, span: number, max: number }} */ { now, span, max }) {
+    const x = (/** @type {number} */ time) => round(WIDTH * (1 - (now - time) / span));
     const y = (/** @type {number} */ value) => round(HEIGHT - 1 - (HEIGHT - 4) * (value / (max || 1)));
     this.#lines.forEach((line, index) => {
       const runs = runsOf(points, index).map((run) => run.map(({ time, value }) => `${x(time)} ${y(value)}`));

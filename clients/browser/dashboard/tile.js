@@ -14,10 +14,12 @@ import { Sparkline } from "./sparkline.js";
  * @property {string} title
  * @property {{ name: string, read: (view: View) => number | null }[]} lines  the first is the important one
  * @property {(value: number | null) => string} text
- * @property {string} [unit]
  * @property {number} [least]  what the chart reaches to at least
  * @property {(view: View) => string} [note]  one more thing worth knowing
  */
+
+/** How far back a chart goes: what there is, in steps. */
+const SPANS_S = [60, 120, SPAN_S];
 
 export class Tile {
   node = make("section", "tile");
@@ -29,6 +31,7 @@ export class Tile {
   /** @type {import("./sparkline.js").Point[]} */ #points = [];
   /** @type {(number | null)[]} */ #values = [];
   #now = 0;
+  #span = SPAN_S;
   /** Where the reader points, as a share of the chart's width. @type {number | null} */ #cursor = null;
 
   constructor(/** @type {Figure} */ figure) {
@@ -44,7 +47,6 @@ export class Tile {
       const one = make("span", `number number-${index}`);
       if (name) one.append(make("span", "name", name), " ");
       one.append(this.#numbers[index]);
-      if (figure.unit) one.append(" ", make("span", "unit", figure.unit));
       numbers.append(one);
     });
     const head = make("div", "tile-head");
@@ -65,13 +67,15 @@ export class Tile {
   show(/** @type {View} */ view, /** @type {number} */ now) {
     this.#now = now;
     this.#values = this.#read(view);
-    const { text, title, unit = "", least = 0, note } = this.#figure;
+    const { text, title, least = 0, note } = this.#figure;
     const points = [...this.#points, { time: now, values: this.#values }];
+    this.#span = SPANS_S.find((span) => span >= now - points[0].time) ?? SPAN_S;
     const all = points.flatMap(({ values }) => values.filter((value) => value !== null));
     const peak = Math.max(0, ...all);
-    this.#chart.draw(points, { now, max: Math.max(peak, least) });
-    this.#peak.textContent = all.length > 0 ? `max ${text(peak)}` : "";
-    this.#chart.describe(`${title}, the last ${SPAN_S / 60} minutes: now ${text(this.#values[0] ?? null)} ${unit}, at most ${text(all.length > 0 ? peak : null)}`);
+    this.#chart.draw(points, { now, span: this.#span, max: Math.max(peak, least) });
+    const most = `max ${text(all.length > 0 ? peak : null)} in ${this.#span / 60} min`;
+    this.#peak.textContent = most;
+    this.#chart.describe(`${title}: ${text(this.#values[0] ?? null)} now, ${most}`);
     this.#note.textContent = note?.(view) ?? "";
     this.#showNumbers();
   }
@@ -84,7 +88,7 @@ export class Tile {
   }
 
   #showNumbers() {
-    const values = this.#cursor === null ? this.#values : this.#valuesAt(this.#now - SPAN_S * (1 - this.#cursor));
+    const values = this.#cursor === null ? this.#values : this.#valuesAt(this.#now - this.#span * (1 - this.#cursor));
     this.#numbers.forEach((number, index) => { number.textContent = this.#figure.text(values[index] ?? null); });
   }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +16,27 @@ from playwright.async_api import Browser, Page, async_playwright
 from ..processes import Served
 from .page_flow import CHROMIUM_ARGS
 
+PAGE = Path(__file__).parents[3] / "clients" / "browser"
+_PACKAGES = Path(__file__).parent / "node"
+_CACHE = Path(__file__).parents[3] / "build" / "browser-tests"
 NewPage = Callable[..., Awaitable[Page]]
+
+
+@pytest.fixture(scope="session")
+def packages() -> Path:
+    """`node_modules` with what the tests need, from the registry once and kept."""
+    npm = shutil.which("npm") or pytest.skip("npm is not installed")
+    lock = (_PACKAGES / "package-lock.json").read_bytes()
+    modules = _CACHE / "node_modules"
+    mark = modules / "installed"
+    if not mark.is_file() or mark.read_bytes() != lock:
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(_PACKAGES / name, _CACHE)
+        command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+        subprocess.run(command, cwd=_CACHE, check=True, capture_output=True, timeout=240)
+        mark.write_bytes(lock)
+    return modules
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,0 +1,243 @@
+"""The Python client's operations against the real server, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from penstock.clients import (
+    AsyncClient,
+    AuthenticationError,
+    Client,
+    ConflictError,
+    ConnectionLostError,
+    InvalidRequestError,
+    NotFoundError,
+    PenstockError,
+    RateLimitError,
+    RetryPolicy,
+    UnreachableError,
+    output_text,
+)
+
+from ..system.processes import Served
+from .cutting_proxy import CuttingProxy
+from .real_server import KEY
+
+ASKED: dict[str, Any] = {"model": "demo", "input": "Count to 5.", "temperature": 0}
+ENDLESS: dict[str, Any] = {"model": "demo", "input": "Go on.", "ignore_eos": True}
+MESSAGES: list[Any] = [{"role": "user", "content": "Count to 5."}]
+
+
+@pytest.fixture
+def client(real_server: Served) -> Any:
+    with Client(real_server.base_url) as made:
+        yield made
+
+
+def test_models(client: Client) -> None:
+    assert [model["id"] for model in client.models.list()["data"]] == ["demo"]
+    assert client.models.retrieve("demo")["owned_by"] == "penstock"
+    with pytest.raises(NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.status == 404
+
+
+def test_chat_and_its_stream(client: Client) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 0}
+    whole = client.chat.create(**asked)["choices"][0]["message"]["content"]
+    with client.chat.stream(**asked) as stream:
+        pieces = [chunk["choices"][0]["delta"].get("content") or "" for chunk in stream]
+    assert "".join(pieces) == whole
+    assert len(pieces) > 2
+
+
+def test_a_chat_stream_that_breaks_says_so(real_server: Served) -> None:
+    with (
+        CuttingProxy(real_server.base_url, 0) as proxy,
+        Client(proxy.url) as client,
+        client.chat.stream(model="demo", messages=MESSAGES) as stream,
+        pytest.raises(ConnectionLostError),
+    ):
+        list(stream)
+
+
+def test_a_response_and_those_that_follow_it(client: Client) -> None:
+    first = client.responses.create(model="demo", input="Hi, my name is Orlan.", temperature=0)
+    with client.responses.stream(
+        model="demo", input="What is my name?", previous_response_id=first["id"], temperature=0
+    ) as stream:
+        second = stream.final()
+    assert "Orlan" in stream.text == output_text(second)
+    assert client.responses.retrieve(second["id"]) == second
+    page = client.responses.input_items(second["id"], limit=2, order="asc")
+    assert page["data"][0]["content"][0]["text"] == "Hi, my name is Orlan."
+    assert page["has_more"]
+    assert client.responses.delete(second["id"])["deleted"]
+    with pytest.raises(NotFoundError):
+        client.responses.retrieve(second["id"])
+
+
+def test_conversations(client: Client) -> None:
+    made = client.conversations.create(
+        items=[{"role": "user", "content": "Hi, my name is Velora."}], metadata={"title": "names"}
+    )
+    one = made["id"]
+    assert client.conversations.list(limit=1)["data"][0]["id"] == one
+    [turn] = client.conversations.tree(one)["data"]
+    answer = client.responses.create(
+        model="demo", input="What is my name?", conversation=one, temperature=0
+    )
+    assert "Velora" in output_text(answer)
+    items = client.conversations.items.list(one, order="asc")["data"]
+    assert [item["role"] for item in items] == ["user", "user", "assistant"]
+    assert client.conversations.items.retrieve(one, items[0]["id"]) == items[0]
+    added = client.conversations.items.create(one, items=[{"role": "user", "content": "Bye."}])
+    client.conversations.items.delete(one, added["data"][0]["id"])
+    assert client.conversations.update(one, metadata={"k": "v"})["metadata"] == {"k": "v"}
+    assert client.conversations.retrieve(one)["metadata"] == {"k": "v"}
+    with pytest.raises(ConflictError) as caught:
+        client.conversations.set_head(one, turn["turn"], expected=turn["turn"])
+    assert caught.value.code == "conversation_locked"
+    head = client.conversations.tree(one)["head"]
+    assert client.conversations.set_head(one, turn["turn"], expected=head)["turn"] == turn["turn"]
+    assert client.conversations.delete(one)["deleted"]
+
+
+async def test_the_same_on_asyncio(real_server: Served) -> None:
+    async with AsyncClient(real_server.base_url) as client:
+        assert (await client.models.list())["data"][0]["id"] == "demo"
+        first = await client.responses.create(**ASKED)
+        async with client.responses.stream(**ASKED) as stream:
+            assert output_text(await stream.final()) == output_text(first)
+        chunks = [c async for c in client.chat.stream(model="demo", messages=MESSAGES)]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        conversation = await client.conversations.create()
+        assert (await client.conversations.items.list(conversation["id"]))["data"] == []
+        with pytest.raises(NotFoundError):
+            await client.responses.retrieve("resp_nowhere")
+
+
+async def test_sixteen_at_once_on_one_socket_and_no_more(real_server: Served) -> None:
+    policy = RetryPolicy(max_retries=0)
+    async with AsyncClient(real_server.base_url, retries=policy) as client:
+        async with client.connect() as socket:
+            streams = [await socket.create(**ENDLESS) for _ in range(16)]
+            one_more = await socket.create(**ASKED)
+            with pytest.raises(RateLimitError) as caught:
+                await one_more.final()
+            assert caught.value.code == "websocket_stream_limit_reached"
+            await asyncio.gather(*(stream.cancel() for stream in streams))
+            ended = await asyncio.gather(*(stream.final() for stream in streams))
+            assert {response["status"] for response in ended} == {"cancelled"}
+            again = await socket.create(**ASKED)  # their lanes are free again
+            assert "5" in output_text(await again.final())
+
+
+def test_streams_of_one_socket_in_threads_of_their_own(client: Client) -> None:
+    texts: dict[int, str] = {}
+
+    def read(number: int) -> None:
+        texts[number] = output_text(socket.create(**ASKED).final())
+
+    with client.connect() as socket:
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert len(texts) == 6
+    assert len(set(texts.values())) == 1
+
+
+@pytest.mark.parametrize("wire", ["sse", "websocket"])
+@pytest.mark.parametrize("num_read", [0, 6])
+def test_cancel(client: Client, wire: str, num_read: int) -> None:
+    """Before anything was read, and in the middle; the terminal event comes in the end."""
+    with client.connect() as socket:
+        stream = client.responses.stream(**ENDLESS) if wire == "sse" else socket.create(**ENDLESS)
+        for _ in range(num_read):
+            next(stream)
+        stream.cancel()
+        assert stream.final()["status"] == "cancelled"
+        stream.cancel()  # after the end: nothing
+    assert stream.response_id is not None
+    assert client.responses.retrieve(stream.response_id)["status"] == "cancelled"
+
+
+def test_cancel_by_id_and_without_storage(client: Client) -> None:
+    begun = client.responses.create(**ENDLESS, background=True)
+    assert client.responses.cancel(begun["id"])["status"] == "cancelled"
+    with client.responses.stream(**ENDLESS, store=False) as stream:
+        next(stream)
+        stream.cancel()
+        assert list(stream) == []  # it ended with its connection
+        assert stream.response is None
+
+
+async def test_cancel_while_another_task_reads(real_server: Served) -> None:
+    async with AsyncClient(real_server.base_url) as client, client.connect() as socket:
+        stream = await socket.create(**ENDLESS)
+        reading = asyncio.create_task(stream.final())
+        await stream.cancel()
+        assert (await reading)["status"] == "cancelled"
+
+
+def test_leaving_a_lane_in_the_middle_harms_no_other(client: Client) -> None:
+    with client.connect() as socket:
+        left = socket.create(**ENDLESS)
+        next(left)
+        left.close()
+        assert list(left) == []
+        assert "5" in output_text(socket.create(**ASKED).final())
+        assert left.response_id is not None
+        client.responses.cancel(left.response_id)
+
+
+def test_refusals_are_typed(client: Client) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        client.responses.create(model="demo", input="x", temperature=7)
+    assert (caught.value.status, caught.value.param) == (400, "temperature")
+    with client.connect() as socket:
+        for stream in (
+            client.responses.stream(**ASKED, previous_response_id="resp_nowhere"),
+            socket.create(**ASKED, previous_response_id="resp_nowhere"),
+        ):
+            with pytest.raises(NotFoundError) as gone:
+                stream.final()
+            assert gone.value.code == "previous_response_not_found"
+            assert list(stream) == []
+
+
+def test_a_quota_is_waited_for_as_long_as_the_server_says(keyed_server: Served) -> None:
+    waits: list[tuple[PenstockError, float]] = []
+    policy = RetryPolicy(max_retries=5, on_wait=lambda *told: waits.append(told))
+    one: dict[str, Any] = ASKED | {"max_output_tokens": 1}
+    with Client(keyed_server.base_url, api_key=KEY, retries=policy) as client:
+        for _ in range(100):
+            client.responses.create(**one)
+            if waits:
+                break
+    error, wait_s = waits[0]
+    assert isinstance(error, RateLimitError)
+    assert wait_s == error.retry_after_s == float(error.headers["retry-after-ms"]) / 1000
+
+
+def test_keys(keyed_server: Served) -> None:
+    for key in (None, "sk-wrong"):
+        with Client(keyed_server.base_url, api_key=key) as client, client.connect() as socket:
+            with pytest.raises(AuthenticationError):
+                client.models.list()
+            with pytest.raises(AuthenticationError):
+                socket.create(**ASKED)
+
+
+def test_nobody_there() -> None:
+    policy = RetryPolicy(max_retries=1, first_wait_s=0.01)
+    with Client("http://127.0.0.1:1", retries=policy) as client, client.connect() as socket:
+        for ask in (client.models.list, lambda: socket.create(**ASKED)):
+            with pytest.raises(UnreachableError, match="is `penstock serve` running"):
+                ask()

@@ -1,0 +1,19 @@
+"""The page and the library are plain JavaScript; their types, in comments, are checked all the same."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import PAGE
+
+
+@pytest.mark.node
+def test_the_types_in_comments_are_right(packages: Path) -> None:
+    command = [packages / ".bin" / "tsc", "--noEmit", "--allowJs", "--checkJs", "--strict"]
+    command += ["--target", "es2022", "--module", "esnext", "--moduleResolution", "bundler"]
+    command += ["--lib", "es2023,dom,dom.iterable,dom.asynciterable", *sorted(PAGE.rglob("*.js"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
