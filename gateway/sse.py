@@ -3,7 +3,8 @@
 One task writes, the request's own watches for the client leaving, and a timer fills silence. The
 response starts with the first event or the first silence, so that what is refused at once can still
 be a plain error with its status. No `id:` and no `retry:` fields, and a comment is a block of its
-own: stock OpenAI clients break on anything else. Not known here: what the events say.
+own: stock OpenAI clients break on anything else. sse-starlette's writer, measured beside this one
+(`load.gateway.writers`), takes twice the CPU per event. Not known here: what the events say.
 """
 
 from __future__ import annotations

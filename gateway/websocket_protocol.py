@@ -3,6 +3,9 @@ where uvicorn has only a traceback.
 
     1007   a text message that is not UTF-8 (RFC 6455 §8.1)
     1013   "try again later": the reader was too slow; it connects again and resumes
+
+A code is heard: uvicorn closes at once, and what the client was still sending then resets the
+connection, often before the client has read why.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stall = StallTimer(self.loop, self._on_stall)
+        self._has_failed = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stall.stop()
@@ -37,8 +41,30 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         self._stall.stop()
         super().resume_writing()
 
+    def data_received(self, data: bytes) -> None:
+        if not self._has_failed:
+            super().data_received(data)
+
+    def handle_ping(self) -> None:
+        if not self._has_failed:
+            super().handle_ping()
+
+    def handle_parser_exception(self) -> None:
+        """Tell both sides of the close code that is due, and wait for the client to go."""
+        close = self.conn.close_sent
+        assert close is not None
+        self._has_failed = self.close_sent = self.disconnected = True
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": close.code, "reason": close.reason}
+        )
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.close_timer = self.loop.call_later(_FAREWELL_S, self.transport.abort)
+
     def send_receive_event_to_app(self) -> None:
-        if self.curr_msg_data_type == "text" and not _is_utf8(b"".join(self.frames)):
+        is_text = self.curr_msg_data_type == "text" and not self.close_sent
+        if is_text and not _is_utf8(b"".join(self.frames)):
             self.frames = []
             self.conn.send_close(1007, "text must be UTF-8")
             self.handle_parser_exception()
@@ -49,7 +75,7 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         """Say why, behind what is in the buffer; who never reads is cut off."""
         if not (self.close_sent or self.transport.is_closing()):
             self.conn.send_close(1013, "too slow; connect again and resume")
-            self.handle_parser_exception()  # tells the application, writes, closes
+            self.handle_parser_exception()
         self.loop.call_later(_FAREWELL_S, self.transport.abort)
 
 

@@ -8,6 +8,7 @@ import { byId, confirmOn, copyText, make } from "./dom.js";
 import { liveText, queueText } from "./figures.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
+import { quietly } from "./quietly.js";
 import { Settings } from "./settings.js";
 import { listenForShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
@@ -129,12 +130,7 @@ function listenToPane() {
 
 /** Shows what others have done meanwhile. What is gone from the server stays on the page. */
 async function catchUp() {
-  if (client.state !== "open") return;
-  try {
-    await pane.refresh();
-  } catch (error) {
-    if (!(error instanceof PenstockError)) throw error;
-  }
+  if (client.state === "open") await quietly(() => pane.refresh());
 }
 
 // ---- the answer under way ------------------------------------------------------------------

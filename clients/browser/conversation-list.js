@@ -2,8 +2,8 @@
  * The list of conversations beside the open one: the server's, newest first.
  */
 
-import { PenstockError } from "./penstock-client.js";
 import { button, byId, make } from "./dom.js";
+import { quietly } from "./quietly.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
 
@@ -31,7 +31,7 @@ export class ConversationList extends EventTarget {
 
   /** Fetches as much of it as is shown. A server that cannot be reached leaves it as it is. */
   async refresh() {
-    await this.#quietly(async () => {
+    await quietly(async () => {
       const limit = Math.min(100, Math.max(30, this.#shown.length));
       const page = await this.#conversations.list({ limit });
       this.#shown = page.data;
@@ -56,7 +56,7 @@ export class ConversationList extends EventTarget {
   }
 
   async #loadMore() {
-    await this.#quietly(async () => {
+    await quietly(async () => {
       const page = await this.#conversations.list({ after: this.#shown.at(-1)?.id });
       const known = new Set(this.#shown.map(({ id }) => id));
       this.#shown.push(...page.data.filter(({ id }) => !known.has(id)));
@@ -67,7 +67,7 @@ export class ConversationList extends EventTarget {
 
   async #delete(/** @type {Conversation} */ { id }) {
     if (!confirm("Delete this conversation? The server forgets all of it.")) return;
-    await this.#quietly(() => this.#conversations.delete(id));
+    await quietly(() => this.#conversations.delete(id));
     this.dispatchEvent(new CustomEvent("deleted", { detail: id }));
     await this.refresh();
   }
@@ -83,7 +83,7 @@ export class ConversationList extends EventTarget {
     const title = titleInput.value.trim();
     const renamed = this.#renamed;
     if (!renamed || !title) return;
-    await this.#quietly(() => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
+    await quietly(() => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
     await this.refresh();
   }
 
@@ -106,14 +106,6 @@ export class ConversationList extends EventTarget {
       button({ label: `Delete “${title}”`, picture: "delete", run: () => void this.#delete(conversation) }),
     );
     return row;
-  }
-
-  async #quietly(/** @type {() => Promise<any>} */ work) {
-    try {
-      await work();
-    } catch (error) {
-      if (!(error instanceof PenstockError)) throw error;
-    }
   }
 }
 

@@ -9,8 +9,9 @@
 
 import { cutText, problemText, wasKept } from "./endings.js";
 import { leafOf, PenstockError, pathTo } from "./penstock-client.js";
+import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
-import { grouped, placeOf, userItem } from "./turns.js";
+import { grouped, inputOf, placeOf, runningOf, titleFrom, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -26,7 +27,6 @@ import { grouped, placeOf, userItem } from "./turns.js";
  */
 
 const MAX_ANNOUNCED_CHARACTERS = 1_000;
-const MAX_TITLE_CHARACTERS = 80;
 
 /** Events: `change` (of anything), `created` and `moved` (of the server's state). */
 export class ConversationPane extends EventTarget {
@@ -103,15 +103,13 @@ export class ConversationPane extends EventTarget {
 
   /** A turn that another tab, or this page before it was loaded anew, has begun. */
   #followRunning(/** @type {Turn | undefined} */ last) {
-    const tree = /** @type {Tree} */ (this.#tree);
-    const onHead = tree.data.find((turn) => turn.parent === tree.head && turn.status === "in_progress");
-    const running = tree.running ?? onHead?.turn;
+    const running = runningOf(/** @type {Tree} */ (this.#tree));
     if (!running) return;
     const answer = this.#around.client.follow(running);
     if (last?.turn === running) this.#watch(/** @type {TurnView} */ (this.views.at(-1)), answer);
     else {
       const { id } = this;
-      void answer.done.then(() => { if (id === this.id) void this.#quietly(() => this.refresh()); });
+      void answer.done.then(() => { if (id === this.id) void quietly(() => this.refresh()); });
     }
   }
 
@@ -153,14 +151,12 @@ export class ConversationPane extends EventTarget {
     }
     this.isBusy = false;
     if (epoch !== this.#epoch) return;
-    const input = items.map(({ role, content }) => ({ role, content: messageText({ content }) }));
-    const answer = client.respond({ ...this.#around.parameters(), input, conversation: this.id });
-    this.#watch(view, answer, after);
+    const request = { ...this.#around.parameters(), input: items.map(inputOf), conversation: this.id };
+    this.#watch(view, client.respond(request), after);
   }
 
   async #create(/** @type {string} */ text, /** @type {number} */ epoch) {
-    const title = text.replace(/\s+/g, " ").slice(0, MAX_TITLE_CHARACTERS);
-    const { id } = await this.#around.client.conversations.create({ metadata: { title } });
+    const { id } = await this.#around.client.conversations.create({ metadata: { title: titleFrom(text) } });
     if (epoch !== this.#epoch) return;
     this.id = id;
     this.dispatchEvent(new Event("created"));
@@ -199,7 +195,7 @@ export class ConversationPane extends EventTarget {
     this.answer = null;
     this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
     this.#changed();
-    await this.#quietly(() => this.#compare());
+    await quietly(() => this.#compare());
   }
 
   /** Fetches the tree; shows it anew where it is not what the page shows. */
@@ -281,7 +277,7 @@ export class ConversationPane extends EventTarget {
   }
 
   #moveHead(/** @type {string} */ id, /** @type {string | null} */ turn, /** @type {string | null} */ expected) {
-    return this.#quietly(async () => {
+    return quietly(async () => {
       await this.#around.client.conversations.setHead(id, turn, expected);
       this.#moved();
     });
@@ -324,7 +320,7 @@ export class ConversationPane extends EventTarget {
     try {
       await work();
     } catch (error) {
-      await this.#quietly(() => this.refresh());
+      await quietly(() => this.refresh());
       const text = error instanceof PenstockError ? error.message : String(error);
       this.views.at(-1)?.addNote(text, { isError: true });
     } finally {
@@ -337,15 +333,6 @@ export class ConversationPane extends EventTarget {
     const last = view.turnIds.at(-1);
     if (!last?.startsWith("resp_")) return null;
     return this.#around.client.response(last).then((response) => response.usage, () => null);
-  }
-
-  /** What may fail without harm: the next refresh makes up for it. */
-  async #quietly(/** @type {() => Promise<void>} */ work) {
-    try {
-      await work();
-    } catch (error) {
-      if (!(error instanceof PenstockError)) throw error;
-    }
   }
 
   #moved() {

@@ -35,6 +35,7 @@ export { isSendableKey, PenstockError } from "./http.js";
  * @property {string} baseUrl
  * @property {string | null} [apiKey]
  * @property {typeof WebSocket | null} [WebSocket]  e.g. of `ws` in Node 20; null: server-sent events
+ * @property {number} [quietMs]  how long an answer may be silent before the connection is asked after
  */
 
 const PROBE_TIMEOUT_MS = 10_000;
@@ -65,6 +66,7 @@ export class PenstockClient extends EventTarget {
 
   #http;
   #WebSocket;
+  #quietMs;
   /** @type {SocketTransport | SseTransport | null} */ #transport = null;
   /** Those that have not ended. @type {Set<Answer>} */ #answers = new Set();
   /** @type {ReturnType<typeof setTimeout> | undefined} */ #retryTimer;
@@ -73,8 +75,9 @@ export class PenstockClient extends EventTarget {
   #numBlocked = 0;
 
   /** @param {ClientOptions} options */
-  constructor({ baseUrl, apiKey = null, WebSocket = globalThis.WebSocket ?? null }) {
+  constructor({ baseUrl, apiKey = null, WebSocket = globalThis.WebSocket ?? null, quietMs = 8_000 }) {
     super();
+    this.#quietMs = quietMs;
     this.#http = new Http({ baseUrl, apiKey });
     this.#WebSocket = WebSocket;
     this.conversations = new Conversations(this.#http);
@@ -195,7 +198,10 @@ export class PenstockClient extends EventTarget {
       onBroken: (/** @type {Answer} */ answer) => void this.#recover(answer),
     };
     this.#transport = usesSocket
-      ? new SocketTransport(url, /** @type {typeof WebSocket} */ (this.#WebSocket), carrier)
+      ? new SocketTransport(url, carrier, {
+          WebSocket: /** @type {typeof WebSocket} */ (this.#WebSocket),
+          quietMs: this.#quietMs,
+        })
       : new SseTransport(this.#http, carrier);
   }
 

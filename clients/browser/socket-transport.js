@@ -16,8 +16,6 @@
 
 const MAX_IN_FLIGHT = 16; // the server's limit of one connection
 const LANES = Array.from({ length: MAX_IN_FLIGHT }, (_, number) => `lane-${number}`);
-// A browser tells nobody that a line is dead: silence is asked about, and then taken for death.
-const QUIET_MS = 8_000;
 
 export class SocketTransport {
   name = /** @type {const} */ ("websocket");
@@ -28,21 +26,23 @@ export class SocketTransport {
   #isClosed = false;
   #wasPinged = false;
   #heardAt = performance.now();
+  #quietMs;
   #heart;
 
   /**
    * @param {URL} url
-   * @param {typeof WebSocket} WebSocketClass
    * @param {Carrier} carrier
+   * @param {{ WebSocket: typeof WebSocket, quietMs: number }} options
    */
-  constructor(url, WebSocketClass, carrier) {
+  constructor(url, carrier, { WebSocket: WebSocketClass, quietMs }) {
     this.#carrier = carrier;
+    this.#quietMs = quietMs;
     this.#socket = new WebSocketClass(url.href);
     this.#socket.addEventListener("open", () => { if (!this.#isClosed) carrier.onOpen(); });
     this.#socket.addEventListener("message", (message) => this.#receive(String(message.data)));
     this.#socket.addEventListener("error", () => {}); // `close` follows, and says as much
     this.#socket.addEventListener("close", () => this.#down());
-    this.#heart = setInterval(() => this.#listen(), QUIET_MS / 4);
+    this.#heart = setInterval(() => this.#listen(), quietMs / 4);
     /** @type {any} */ (this.#heart).unref?.(); // Node: it keeps no process alive
   }
 
@@ -112,12 +112,15 @@ export class SocketTransport {
     this.#carrier.onBroken(answer, problem);
   }
 
-  /** Asks whether anybody is there when an answer has been silent for long. */
+  /**
+   * A browser tells nobody that a line is dead. An answer's silence is asked about, and taken for
+   * death when nothing comes of that.
+   */
   #listen() {
     const quietMs = performance.now() - this.#heardAt;
     if (this.#answers.size === 0) this.#heardAt = performance.now();
-    else if (quietMs > 2 * QUIET_MS && this.#wasPinged) this.#down();
-    else if (quietMs > QUIET_MS && !this.#wasPinged) {
+    else if (quietMs > 2 * this.#quietMs && this.#wasPinged) this.#down();
+    else if (quietMs > this.#quietMs && !this.#wasPinged) {
       this.#wasPinged = true;
       this.#send({ type: "penstock.ping" });
     }

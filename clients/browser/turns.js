@@ -6,6 +6,9 @@ import { childrenOf } from "./penstock-client.js";
 
 /** @typedef {import("./conversations.js").Tree} Tree */
 /** @typedef {import("./conversations.js").Turn} Turn */
+/** @typedef {Pick<import("./conversations.js").Item, "role" | "content">} Said */
+
+const MAX_TITLE_CHARACTERS = 80;
 
 /** @returns {{ role: "user", content: { type: string, text: string }[] }} */
 export function userItem(/** @type {string} */ text) {
@@ -28,4 +31,19 @@ export function grouped(/** @type {Turn[]} */ path) {
     else groups.push([turn]);
   }
   return groups;
+}
+
+/** The turn that is being answered: on the head, or going on with it. */
+export function runningOf(/** @type {Tree} */ { data, head, running }) {
+  return running ?? data.find((turn) => turn.parent === head && turn.status === "in_progress")?.turn;
+}
+
+/** An item as it is sent. */
+export function inputOf(/** @type {Said} */ { role, content }) {
+  return { role, content: content.map((part) => part.text).join("\n") };
+}
+
+/** What a conversation is called by its first message. */
+export function titleFrom(/** @type {string} */ text) {
+  return text.replace(/\s+/g, " ").slice(0, MAX_TITLE_CHARACTERS);
 }

@@ -32,12 +32,14 @@ class EventStream(Resource[R], Generic[R]):
     Attributes:
         text: all text that was read.
         response: as its terminal event has it; None before.
+        on_wait: is told of every failure that is made up for, and the seconds until then.
     """
 
     def __init__(self, runner: R, source: Source, retries: RetryPolicy) -> None:
         super().__init__(runner)
         self.text = ""
         self.response: Response | None = None
+        self.on_wait = retries.on_wait
         self._source = source
         self._retries = retries
         self._unread: deque[Event] = deque()  # come while `cancel` waited for the id
@@ -156,7 +158,7 @@ class EventStream(Resource[R], Generic[R]):
 
     def _patiently(self, attempted: Callable[[], Steps[T]]) -> Steps[T]:
         """Its result, over as many connections as it takes."""
-        source, retries, num_attempts = self._source, self._retries, 0
+        source, num_attempts = self._source, 0
         num_received = source.num_received
         while True:
             try:
@@ -171,7 +173,7 @@ class EventStream(Resource[R], Generic[R]):
                     self._is_closed = True
                     yield from source.close()
                     raise
-                retries.on_wait(error, wait_s)
+                self.on_wait(error, wait_s)
                 yield Sleep(wait_s)
             except GeneratorExit:
                 raise

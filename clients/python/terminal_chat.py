@@ -52,7 +52,13 @@ _NOTICES = {
 }
 
 
-def run(base_url: str, *, api_key: str | None = None, model: str | None = None) -> int:
+def run(
+    base_url: str,
+    *,
+    api_key: str | None = None,
+    model: str | None = None,
+    retries: RetryPolicy | None = None,
+) -> int:
     """Chats until the input ends; returns the exit code (1: no server, or a turn failed)."""
     reconfigure = getattr(sys.stdin, "reconfigure", None)
     if reconfigure is not None:
@@ -60,7 +66,8 @@ def run(base_url: str, *, api_key: str | None = None, model: str | None = None) 
     screen = Screen()
     try:
         with LoopThread() as loop:
-            return TerminalChat(base_url, api_key=api_key, screen=screen, loop=loop).run(model)
+            client = AsyncClient(base_url, api_key=api_key, retries=retries)
+            return TerminalChat(client, screen, loop).run(model)
     except (PenstockError, ValueError) as error:
         screen.complain(str(error))
         return 1
@@ -82,17 +89,10 @@ def choose_model(offered: list[str], wanted: str | None) -> str:
 
 
 class TerminalChat:
-    """The conversation.
+    """The conversation."""
 
-    Raises:
-        ValueError: `base_url` is no address.
-    """
-
-    def __init__(
-        self, base_url: str, *, api_key: str | None, screen: Screen, loop: LoopThread
-    ) -> None:
-        retries = RetryPolicy(on_wait=self._tell_of_loss)
-        self._client = AsyncClient(base_url, api_key=api_key, retries=retries)
+    def __init__(self, client: AsyncClient, screen: Screen, loop: LoopThread) -> None:
+        self._client = client
         self._socket = self._client.connect()
         self._screen = screen
         self._loop = loop
@@ -100,7 +100,6 @@ class TerminalChat:
         self._transcript = Transcript()
         self._asked: tuple[str, Turn | None] | None = None  # the last question, and after what
         self._stream: EventStream[AsyncRunner] | None = None
-        self._answer: Answer | None = None
         self._text = ""  # of the answer under way, also of one that was lost
         self._num_failed = 0
         self._is_interactive = screen.is_styled and sys.stdin.isatty()
@@ -226,13 +225,13 @@ class TerminalChat:
 
     async def _turn(self) -> None:
         timing = Timing(time.monotonic())
-        self._answer = answer = self._screen.answer()
+        answer = self._screen.answer()
         try:
             self._stream = stream = await self._begin()
+            stream.on_wait = lambda error, _: answer.note(f"[{error}; trying to go on]")
             async for event in stream:
                 self._show(event, answer, timing)
         finally:
-            self._answer = None
             answer.end()
         self._conclude(stream, timing)
 
@@ -296,10 +295,6 @@ class TerminalChat:
     @property
     def _is_resumable(self) -> bool:
         return self._stream is not None and self._stream.response_id is not None
-
-    def _tell_of_loss(self, error: PenstockError, _: float) -> None:
-        if self._answer is not None and isinstance(error, TransportError):
-            self._answer.note("[connection lost: trying to go on]")
 
     def _hang_up(self) -> None:
         for farewell in (self._socket.close, self._client.close):

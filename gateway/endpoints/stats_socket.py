@@ -25,7 +25,7 @@ from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.websocket import accepted_subprotocol
 
-INTERVAL_S = 0.5
+INTERVAL_S = 0.5  # between two messages
 _PREFIX = "penstock:"
 _INNER_LABELS = frozenset({"model_name", "worker"})
 
@@ -46,18 +46,11 @@ class Sample:
 
 
 class StatsSocket:
-    """The endpoint. However many watch, the metrics are collected at most twice an interval.
+    """The endpoint. However many watch, the metrics are collected at most twice an interval."""
 
-    Args:
-        interval_s: between two messages.
-    """
-
-    def __init__(
-        self, engine: EngineClient, metrics: Metrics, *, interval_s: float = INTERVAL_S
-    ) -> None:
+    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._interval_s = interval_s
         self._newest = Sample(0.0, {})
         self._fresh_until_s = 0.0
         self._collecting = asyncio.Lock()
@@ -77,7 +70,7 @@ class StatsSocket:
                     message["engine"] = engine
                 await websocket.send_text(orjson.dumps(message).decode())
                 said, said_engine = sample, engine
-                await asyncio.wait([leaving], timeout=self._interval_s)
+                await asyncio.wait([leaving], timeout=INTERVAL_S)
         except WebSocketDisconnect:
             pass
         finally:
@@ -89,7 +82,7 @@ class StatsSocket:
             if time.monotonic() >= self._fresh_until_s:
                 series = series_of(await self._metrics.families())
                 self._newest = Sample(time.time(), series)
-                self._fresh_until_s = time.monotonic() + self._interval_s / 2
+                self._fresh_until_s = time.monotonic() + INTERVAL_S / 2
         return self._newest
 
     def _description(self) -> dict[str, Any] | None:

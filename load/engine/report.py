@@ -36,7 +36,8 @@ token; decode: while all sequences took a token each. Medians of the repeats.
 Parts: schedule and update are the scheduler's, prepare makes the tensors of a step, forward runs
 the model to its logits (the CPU's kernels draw the tokens in the same call), sample chooses tokens,
 other is all the rest of the step. They are timed in runs of their own; on a GPU each part waits for
-the device there. Shares are of the sum over all steps, so they add up; medians need not. Detokenising is the gateway's and no part of the step."""
+the device there. Shares are of the sum over all steps, so they add up; medians need not.
+Detokenising is the gateway's and no part of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

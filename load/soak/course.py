@@ -30,6 +30,7 @@ _IDLE_WITHIN_S = 20.0
 _BROKEN_PAUSE_S = 0.2
 _KILLS = 6  # in a soak, if that leaves some seconds between them
 _KILL_EVERY_S = (3.0, 30.0)
+_KILLS_SHARE = 0.5  # of a soak; the rest shows what memory does without
 
 # Who acts, and how often.
 ALWAYS: tuple[tuple[Actor, float], ...] = (
@@ -112,7 +113,8 @@ async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
         for number in range(plan.concurrency)
     ]
     if plan.has_kills:
-        works.append(_kill_until(until_s, scene.journal, target, plan))
+        last_kill_s = time.perf_counter() + plan.duration_s * _KILLS_SHARE
+        works.append(_kill_until(last_kill_s, scene.journal, target, plan))
     try:
         await asyncio.gather(*works)
     finally:

@@ -20,6 +20,8 @@ from penstock.load.soak.target import Target, given_server, own_server, syntheti
 from penstock.load.soak.verdict import Bounds, findings
 from penstock.load.tables import write_report
 
+_REDIS_CONNECTIONS = 128  # that a gateway keeps open once it had to open them
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers = parser.add_argument_group("server", "one of these; by default the demo model")
@@ -84,7 +86,11 @@ def run(parsed: argparse.Namespace) -> int:
         has_kills=parsed.base_url is None if parsed.kills is None else parsed.kills,
         api_key=parsed.api_key,
     )
-    bounds = Bounds(memory_kib_per_min=parsed.max_memory_growth)
+    spare = _REDIS_CONNECTIONS if "--redis-url" in parsed.serve_flags else 0
+    bounds = Bounds(
+        memory_kib_per_min=parsed.max_memory_growth,
+        spare_descriptors=Bounds().spare_descriptors + spare,
+    )
     with _target(parsed) as target:
         title = f"{parsed.minutes:g} minutes of {plan.concurrency} clients at once: {target.name}"
         print(title, flush=True)

@@ -27,6 +27,7 @@ from penstock.load.synthetic.server import serve as serve_synthetic
 _OWN_FLAGS = "--session-store-bytes 4M --num-blocks 512 --num-host-blocks 512"
 _READY_WITHIN_S = 60.0
 _DOWN_S = 0.3
+_NUM_READY = 10  # times in a row, as each of several gateways may answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +54,21 @@ def own_server(model: str | None, flags: str) -> Iterator[Target]:
         names = [name for name in started.family() if name == "engine" or "gateway" in name]
         victims = itertools.cycle(names if len(names) > 2 else ["engine"])
 
-        def is_whole(num_processes: int) -> bool:
-            return len(started.family()) == num_processes and _is_ready(started.base_url)
+        def num_returns() -> int:
+            return started.log.read_text().count(" is back after ")
 
         async def kill() -> None:
-            num_processes = len(started.family())
+            num_before = num_returns()
             started.family()[next(victims)].kill()
-            await asyncio.sleep(_DOWN_S)
             async with asyncio.timeout(_READY_WITHIN_S):
-                while not await asyncio.to_thread(is_whole, num_processes):  # noqa: ASYNC110
+                # A gateway that has not noticed yet says it is ready: the supervisor knows.
+                while num_returns() == num_before:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
+                num_ready = 0
+                while num_ready < _NUM_READY:
+                    await asyncio.sleep(0.05)
+                    is_ready = await asyncio.to_thread(_is_ready, started.base_url)
+                    num_ready = num_ready + 1 if is_ready else 0
 
         name = f"penstock serve {shlex.join([model or 'demo', *arguments])}"
         yield Target(name=name, base_url=started.base_url, family=started.family, kill=kill)

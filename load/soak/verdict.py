@@ -36,7 +36,7 @@ class Bounds:
         memory_kib_per_min: growth of one process, by a straight line through its samples.
         memory_floor_mib: growth in all that is no leak whatever its rate: an allocator takes
             memory in steps, which a short soak sees as a slope.
-        warmup_share: of the samples, the first, in which caches fill.
+        warmup_share: of a process's samples, the first, in which caches fill.
         spare_descriptors: more than before that are no leak.
     """
 
@@ -114,11 +114,12 @@ def is_forgiven(outcome: Outcome, kills: Sequence[tuple[float, float]]) -> bool:
 def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
     """Of every process with enough samples after the warm-up."""
     by_process: defaultdict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
-    for sample in samples[round(len(samples) * warmup_share) :]:
+    for sample in samples:
         for process in sample.processes:
             by_process[process.name, process.pid].append((sample.at_s, process.rss_bytes))
     found = []
-    for (name, pid), points in by_process.items():
+    for (name, pid), life in by_process.items():
+        points = life[round(len(life) * warmup_share) :]
         if len(points) >= _MIN_FIT_SAMPLES:
             times, sizes = zip(*points, strict=True)
             bytes_per_s = statistics.linear_regression(times, sizes).slope

@@ -28,15 +28,17 @@ class CuttingProxy:
     """Listens while it is open as a context.
 
     Args:
+        upstream_url: may be set anew; it counts for connections from then on.
         cuts: behind how many events each connection is cut, from the first connection on; the last
             counts for all that follow. None: not at all.
     """
 
     def __init__(self, upstream_url: str, *cuts: int | None) -> None:
-        self._server = ("127.0.0.1", int(upstream_url.rpartition(":")[2]))
+        self.upstream_url = upstream_url
         self._cuts = itertools.chain(cuts, itertools.repeat(cuts[-1]))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
         self.num_cut = 0
         self._open: set[socket.socket] = set()
 
@@ -59,6 +61,11 @@ class CuttingProxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
+    def accept(self) -> None:
+        """Take connections again."""
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        threading.Thread(target=self._accept, daemon=True).start()
+
     def cut_all(self) -> None:
         for connection in list(self._open):
             _end(connection)
@@ -67,7 +74,8 @@ class CuttingProxy:
         with contextlib.suppress(OSError):  # closed
             for number in itertools.count():
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._server)
+                port = int(self.upstream_url.rpartition(":")[2])
+                server = socket.create_connection(("127.0.0.1", port))
                 self._open |= {client, server}
                 pump = (client, server)
                 threading.Thread(target=self._up, args=pump, daemon=True).start()

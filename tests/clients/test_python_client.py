@@ -83,7 +83,11 @@ def test_a_response_and_those_that_follow_it(client: Client) -> None:
 
 def test_conversations(client: Client) -> None:
     made = client.conversations.create(
-        items=[{"role": "user", "content": "Hi, my name is Velora."}], metadata={"title": "names"}
+        items=[
+            {"role": "user", "content": "Hi, my name is Velora."},
+            {"role": "assistant", "content": "Nice to meet you, Velora!"},
+        ],
+        metadata={"title": "names"},
     )
     one = made["id"]
     assert client.conversations.list(limit=1)["data"][0]["id"] == one
@@ -93,7 +97,7 @@ def test_conversations(client: Client) -> None:
     )
     assert "Velora" in output_text(answer)
     items = client.conversations.items.list(one, order="asc")["data"]
-    assert [item["role"] for item in items] == ["user", "user", "assistant"]
+    assert [item["role"] for item in items] == ["user", "assistant"] * 2
     assert client.conversations.items.retrieve(one, items[0]["id"]) == items[0]
     added = client.conversations.items.create(one, items=[{"role": "user", "content": "Bye."}])
     client.conversations.items.delete(one, added["data"][0]["id"])
@@ -123,18 +127,20 @@ async def test_the_same_on_asyncio(real_server: Served) -> None:
 
 async def test_sixteen_at_once_on_one_socket_and_no_more(real_server: Served) -> None:
     policy = RetryPolicy(max_retries=0)
-    async with AsyncClient(real_server.base_url, retries=policy) as client:
-        async with client.connect() as socket:
-            streams = [await socket.create(**ENDLESS) for _ in range(16)]
-            one_more = await socket.create(**ASKED)
-            with pytest.raises(RateLimitError) as caught:
-                await one_more.final()
-            assert caught.value.code == "websocket_stream_limit_reached"
-            await asyncio.gather(*(stream.cancel() for stream in streams))
-            ended = await asyncio.gather(*(stream.final() for stream in streams))
-            assert {response["status"] for response in ended} == {"cancelled"}
-            again = await socket.create(**ASKED)  # their lanes are free again
-            assert "5" in output_text(await again.final())
+    async with (
+        AsyncClient(real_server.base_url, retries=policy) as client,
+        client.connect() as socket,
+    ):
+        streams = [await socket.create(**ENDLESS) for _ in range(16)]
+        one_more = await socket.create(**ASKED)
+        with pytest.raises(RateLimitError) as caught:
+            await one_more.final()
+        assert caught.value.code == "websocket_stream_limit_reached"
+        await asyncio.gather(*(stream.cancel() for stream in streams))
+        ended = await asyncio.gather(*(stream.final() for stream in streams))
+        assert {response["status"] for response in ended} == {"cancelled"}
+        again = await socket.create(**ASKED)  # their lanes are free again
+        assert "5" in output_text(await again.final())
 
 
 def test_streams_of_one_socket_in_threads_of_their_own(client: Client) -> None:
@@ -199,8 +205,8 @@ def test_leaving_a_lane_in_the_middle_harms_no_other(client: Client) -> None:
 
 def test_refusals_are_typed(client: Client) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        client.responses.create(model="demo", input="x", temperature=7)
-    assert (caught.value.status, caught.value.param) == (400, "temperature")
+        client.responses.create(model="demo", input="x", top_p=7)
+    assert (caught.value.status, caught.value.param) == (400, "top_p")
     with client.connect() as socket:
         for stream in (
             client.responses.stream(**ASKED, previous_response_id="resp_nowhere"),

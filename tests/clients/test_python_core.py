@@ -85,12 +85,11 @@ def test_a_track_takes_each_event_once(num_events: int, data: st.DataObject) -> 
               range(num_events)]  # fmt: skip
     events[0] |= {"type": "response.created", "response": {"id": "resp_1"}}
     events[-1]["type"] = "response.completed"
-    track, taken, position = Track(), [], 0
-    while position < num_events:
-        position = data.draw(st.integers(0, position))
-        upto = data.draw(st.integers(position + 1, num_events))
-        taken += [event for event in events[position:upto] if track.take(event)]
-        position = max(upto, len(taken))
+    track, taken = Track(), []
+    while len(taken) < num_events:
+        begin = data.draw(st.integers(0, len(taken)))
+        end = num_events - data.draw(st.integers(0, num_events - len(taken) - 1))
+        taken += [event for event in events[begin:end] if track.take(event)]
     assert taken == events
     assert (track.response_id, track.is_ended) == ("resp_1", True)
 
@@ -265,7 +264,6 @@ def test_the_package_is_light_and_tells_what_it_has() -> None:
         "import sys, penstock.clients, penstock.clients.browser\n"
         "assert 'httpx' not in sys.modules\n"
         "from penstock.clients import AsyncClient, Client, PenstockError\n"
-        "assert 'rich' not in sys.modules\n"
         "assert not hasattr(penstock.clients, 'nonsense')\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -1,7 +1,7 @@
-"""`penstock chat` as a process: piped, and at a pseudo-terminal where keys are pressed.
+"""`penstock chat` as a process against the real server: piped, and at a pseudo-terminal where keys
+are pressed."""
 
-`PENSTOCK_TEST_URL` adds a run of the main flow against the server at that address.
-"""
+from __future__ import annotations
 
 import codecs
 import contextlib
@@ -14,34 +14,58 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from penstock.clients.python.responses_socket import ClientError, Endpoint
-from penstock.clients.python.terminal_chat import Timing, choose_model
+from penstock.clients.python.terminal_chat import choose_model
 
-from .stub_server import MODEL, StubServer, running
+from ..system.processes import Served
+from .cutting_proxy import CuttingProxy
+from .real_server import KEY
 
 # Takes the terminal as its own first, so that Ctrl-C there becomes a signal here.
 CHAT = """
-import fcntl, os, sys, termios
+import fcntl, os, sys, termios, penstock.clients
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from penstock.clients.python.terminal_chat import run
 url, key, model = (argument or None for argument in sys.argv[1:])
 sys.exit(run(url, api_key=key, model=model))
 """
+WITH_RETRIES = "model=model, retries=penstock.clients.RetryPolicy({}))"
 PROMPT = "› "
 CTRL_C, CTRL_D = "\x03", "\x04"
+TOLD, ASKED = "Hi, my name is Orlan.", "What is my name?"
+LONG = "Tell me a long story about a lighthouse."
+COLOURS = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
 def command(url: str, key: str = "", model: str = "") -> list[str]:
     return [sys.executable, "-c", CHAT, url, key, model]
 
 
-def pipe(lines: str, url: str, key: str = "", model: str = "") -> subprocess.CompletedProcess[str]:
+def started(
+    url: str, key: str = "", *, cwd: Path | None = None, options: str = ""
+) -> subprocess.Popen[str]:
+    """A chat at pipes.
+
+    Args:
+        options: of its `RetryPolicy`.
+    """
+    program, flag, code, *arguments = command(url, key)
+    code = code.replace("model=model)", WITH_RETRIES.format(options))
+    return subprocess.Popen(
+        [program, flag, code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=cwd,
+    )  # fmt: skip
+
+
+def pipe(
+    lines: str, url: str, key: str = "", model: str = "", *, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(url, key, model), input=lines, capture_output=True, text=True, timeout=60
+        command(url, key, model), input=lines, capture_output=True, text=True, timeout=60, cwd=cwd
     )
 
 
@@ -52,7 +76,7 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         self._process = subprocess.Popen(
             command(url), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env=os.environ | {"TERM": "xterm"},
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
         )  # fmt: skip
         os.close(theirs)
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -71,11 +95,15 @@ class Terminal:
         seen, _, self._unread = self._unread.partition(wanted)
         return seen + wanted
 
-    def ask(self, text: str) -> str:
-        """Types a line at the prompt; returns what is printed until its last line."""
+    def say(self, text: str) -> None:
+        """Types a line at the prompt."""
         self.read_until(PROMPT)
         self.press(text + "\n")
-        return self.read_until(" tokens\x1b[0m")
+
+    def ask(self, text: str) -> str:
+        """What is printed until an answer's last line, without colours."""
+        self.say(text)
+        return COLOURS.sub("", self.read_until(" tokens\x1b[0m"))
 
     def leave(self, key: str) -> int:
         """Presses a key at the prompt until the chat ends; returns its exit code.
@@ -97,85 +125,112 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(stub: StubServer) -> Iterator[Terminal]:
-    opened = Terminal(stub.base_url)
+def terminal(real_server: Served) -> Iterator[Terminal]:
+    opened = Terminal(real_server.base_url)
     yield opened
     opened.close()
 
 
-@pytest.fixture(params=["stub", *filter(None, [os.environ.get("PENSTOCK_TEST_URL")])])
-def any_server(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param != "stub":
-        yield request.param
-        return
-    with running(StubServer()) as stub:
-        yield stub.base_url
-
-
-def test_main_flow(any_server: str) -> None:
-    """Turns from a pipe; the server remembers until `/new`."""
-    told, ask = "My name is Ada.", "What is my name?"
-    done = pipe(f"{told}\n\n{ask}\n/new\n{ask}\n", any_server)
+def test_turns_from_a_pipe(real_server: Served) -> None:
+    """The server remembers until `/new`."""
+    done = pipe(f"{TOLD}\n\n{ASKED}\n/new\n{ASKED}\n", real_server.base_url)
     assert (done.returncode, done.stderr) == (0, "")
     first, second, third = done.stdout.splitlines()
     assert first
-    assert "Ada" in second
-    assert "Ada" not in third
+    assert "Orlan" in second
+    assert "Orlan" not in third
 
 
-def test_no_newline_at_the_end_and_quit(stub: StubServer) -> None:
-    assert pipe("hello", stub.base_url).stdout == "You said: hello\n"
-    assert pipe("one\n/quit\ntwo\n", stub.base_url + "/v1/").stdout == "You said: one\n"
+def test_no_newline_at_the_end_and_quit(real_server: Served) -> None:
+    assert "Orlan" in pipe(TOLD, real_server.base_url).stdout
+    done = pipe(f"{TOLD}\n/quit\n{ASKED}\n", real_server.base_url + "/v1/")
+    assert done.stdout.count("\n") == 1
 
 
-def test_unicode_comes_through_and_control_characters_do_not(stub: StubServer) -> None:
-    done = pipe("Zoë 👋🏽 日本\nescape\n", stub.base_url)
-    assert done.stdout.splitlines() == ["You said: Zoë 👋🏽 日本", "[31mred[0m 5n ]0;title end"]
+def test_messages_of_several_lines(real_server: Served, tmp_path: Path) -> None:
+    lines = f'"""{TOLD}\n\nSecond"""\nHow\\\nare you?\n/save chat.md\n'
+    done = pipe(lines, real_server.base_url, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = (tmp_path / "chat.md").read_text()
+    assert f"> {TOLD}\n>\n> Second\n\n" in saved
+    assert "> How\n> are you?\n\n" in saved
 
 
-@pytest.mark.parametrize(
-    ("order", "output", "complaint"),
-    [
-        ("fail", "You said:", "The engine went away."),
-        ("refuse", "", "The queue is full."),
-        ("drop", "Half of an", "the connection to the server broke"),
-        ("/nonsense", "", "no command /nonsense"),
-    ],
-)
-def test_a_failed_turn_is_told_and_the_next_goes_on(
-    stub: StubServer, order: str, output: str, complaint: str
-) -> None:
-    done = pipe(f"{order}\nhi\n", stub.base_url)
-    assert done.stdout == (f"{output}\n" if output else "") + "You said: hi\n"
-    assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.returncode == (0 if order.startswith("/") else 1)
+def test_retry_branch_and_save(real_server: Served, tmp_path: Path) -> None:
+    lines = (
+        f"/retry\n{TOLD}\n{ASKED}\n/retry\n/branch 0\n{ASKED}\n/branch\n/branch 3\n/branch 9\n"
+        "/branch x\n/save a.md\n/save a.md\n/stop\n/resume\n/nonsense\n"
+    )
+    done = pipe(lines, real_server.base_url, cwd=tmp_path)
+    assert done.returncode == 0
+    answers, outline = done.stdout.splitlines()[:4], done.stdout.splitlines()[4:]
+    assert ["Orlan" in answer for answer in answers] == [True, True, True, False]
+    assert outline == [
+        f"   1  {TOLD}", f"   2  {ASKED}", f"   3  {ASKED} (after 1)", f"*  4  {ASKED} (after 0)",
+    ]  # fmt: skip
+    saved = (tmp_path / "a.md").read_text()
+    assert saved == (
+        f"# A conversation with demo\n\n> {TOLD}\n\n{answers[0]}\n\n> {ASKED}\n\n{answers[2]}\n"
+    )
+    complaints = [line.removeprefix("penstock chat: ") for line in done.stderr.splitlines()]
+    assert complaints == [
+        "nothing was asked yet",
+        "there is no turn 9; there are 4",
+        "'x' is not the number of a turn",
+        "cannot write a.md: File exists",
+        "no answer was lost",
+        "no command /nonsense; /help lists them",
+    ]
 
 
-def test_a_lost_conversation(stub: StubServer) -> None:
-    chat = subprocess.Popen(
-        command(stub.base_url), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with chat:
+def test_a_lost_conversation(real_server: Served, keyed_server: Served) -> None:
+    """The server that answers in the end does not know what another one was told."""
+    with CuttingProxy(real_server.base_url, None) as proxy, started(proxy.url, KEY) as chat:
         assert chat.stdin
         assert chat.stdout
-        chat.stdin.write("one\n")
+        chat.stdin.write(f"{TOLD}\n/branch\n")
         chat.stdin.flush()
-        assert chat.stdout.readline() == "You said: one\n"
-        time.sleep(0.2)  # the terminal event follows the last text
-        stub.forget()
-        output, complaints = chat.communicate("two\nthree\n", timeout=30)
-    assert output == "You said: three\n"
+        assert "Orlan" in chat.stdout.readline()
+        assert chat.stdout.readline().startswith("*  1")
+        proxy.upstream_url = keyed_server.base_url
+        proxy.cut_all()
+        output, complaints = chat.communicate(f"{ASKED}\n{ASKED}\n", timeout=30)
+    assert output.count("\n") == 1
+    assert "Orlan" not in output
     assert "no longer has this conversation" in complaints
 
 
-def test_a_full_context(stub: StubServer) -> None:
-    done = pipe("one\nfull\n/new\nfull\n", stub.base_url)
-    assert done.stdout == "You said: one\nYou said: full\n"
-    assert done.stderr == (
-        "penstock chat: The prompt has 2092 tokens; /new starts a new conversation\n"
-    )
+def test_an_answer_that_was_lost_for_good_is_resumed(real_server: Served, tmp_path: Path) -> None:
+    with (
+        CuttingProxy(real_server.base_url, None, 9, None) as proxy,
+        started(proxy.url, cwd=tmp_path, options="max_resumes=1") as chat,
+    ):
+        assert chat.stdin
+        assert chat.stdout
+        assert chat.stderr
+        chat.stdin.write(f"{LONG}\n")
+        chat.stdin.flush()
+        while proxy.num_cut == 0:
+            time.sleep(0.001)
+            proxy.refuse()
+        assert chat.stderr.readline().endswith("; /resume goes on with the answer\n")
+        proxy.accept()
+        output, complaints = chat.communicate("/resume\n/save a.md\n", timeout=60)
+    assert complaints == ""
+    first, rest = output.split("\n", 1)
+    saved = (tmp_path / "a.md").read_text()
+    assert first
+    assert saved == f"# A conversation with demo\n\n> {LONG}\n\n{first}{rest}"
+
+
+def test_a_full_context(real_server: Served) -> None:
+    full = "word " * 3000
+    done = pipe(f"{TOLD}\n{full}\n/new\n{full}\n{TOLD}\n", real_server.base_url)
+    assert done.stdout.count("Orlan") == 2
+    first, second = done.stderr.splitlines()
+    assert first.endswith("the model's context of 2048 tokens; /new starts a new conversation")
+    assert second.endswith("the model's context of 2048 tokens")
+    assert done.returncode == 1
 
 
 def test_no_server() -> None:
@@ -188,75 +243,66 @@ def test_no_server() -> None:
     )
 
 
-def test_key_and_model(keyed_stub: StubServer) -> None:
-    url = keyed_stub.base_url
-    assert "asks for an API key" in pipe("hi\n", url).stderr
-    assert "did not accept this API key" in pipe("hi\n", url, "sk-wrong").stderr
-    assert pipe("hi\n", url, "sk-right", MODEL).stdout == "You said: hi\n"
-    wrong = pipe("hi\n", url, "sk-right", "other")
+def test_key_and_model(keyed_server: Served) -> None:
+    url = keyed_server.base_url
+    assert "refused (HTTP 401)" in pipe("hi\n", url).stderr
+    assert "refused (HTTP 401)" in pipe("hi\n", url, "sk-wrong").stderr
+    assert "Orlan" in pipe(f"{TOLD}\n", url, KEY, "demo").stdout
+    wrong = pipe("hi\n", url, KEY, "other")
     assert wrong.returncode == 1
-    assert "does not offer the model 'other' (it offers: stub-model)" in wrong.stderr
+    assert "does not offer the model 'other' (it offers: demo)" in wrong.stderr
 
 
-def test_in_a_terminal(terminal: Terminal, stub: StubServer) -> None:
+def test_a_connection_that_is_cut_again_and_again_does_not_show(real_server: Served) -> None:
+    whole = pipe(f"{TOLD}\n{ASKED}\n", real_server.base_url)
+    with CuttingProxy(real_server.base_url, None, 3) as proxy:  # the first one lists the models
+        done = pipe(f"{TOLD}\n{ASKED}\n", proxy.url)
+        assert proxy.num_cut > 4
+    assert (done.stdout.count("Orlan"), done.stderr) == (whole.stdout.count("Orlan"), "")
+
+
+def test_in_a_terminal(terminal: Terminal, real_server: Served) -> None:
     greeting = terminal.read_until("/help for help")
-    assert f"{MODEL} at {stub.base_url}" in greeting
-    answer = terminal.ask("My name is Ada.")
-    assert "You said: My name is Ada." in answer
-    assert re.search(r"\x1b\[2m[\d.]+ tokens/s · first token after [\d.]+ s · \d+", answer)
-
-    terminal.read_until(PROMPT)
-    terminal.press("slow one\n")
-    terminal.read_until("Line 2 of")
-    terminal.press(CTRL_C)
-    assert "stopped · " in terminal.read_until(" tokens\x1b[0m")
-    assert stub.received[-1] == {"type": "penstock.cancel", "response_id": "resp_2"}
-
-    assert "Your name is Ada." in terminal.ask("What is my name?")
-    assert terminal.leave(CTRL_C) == 0
-
-
-def test_a_pause_is_told_and_taken_back(terminal: Terminal) -> None:
-    terminal.read_until(PROMPT)
-    terminal.press("pause please\n")
-    note = " [paused: the server is short of memory]"
-    assert terminal.read_until(note).endswith(f"You said:\x1b[2m{note}")
-    assert "\x1b[K pause please" in terminal.read_until(" tokens\x1b[0m")
-
-
-def test_ctrl_d_leaves_and_an_idle_connection_is_reopened(
-    terminal: Terminal, stub: StubServer
-) -> None:
-    terminal.read_until(PROMPT)
-    terminal.press("drop\n")
-    terminal.read_until("broke")
-    assert "You said: hi" in terminal.ask("hi")
+    assert f"demo at {real_server.base_url}" in greeting
+    answer = terminal.ask(TOLD)
+    assert "Orlan" in answer
+    assert re.search(r"[\d.]+ tokens/s · first token after [\d.]+ s · \d+ tokens$", answer)
+    assert "Orlan" in terminal.ask(ASKED)
+    terminal.say("/help")
+    terminal.read_until("/branch [N]")
     assert terminal.leave(CTRL_D) == 0
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "", "http://[", "http://h:port"])
-def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(ClientError, match="not the address of a server"):
-        Endpoint.parse(url, None)
+@pytest.mark.parametrize("stop", [CTRL_C, "/stop\n"])
+def test_stopping_an_answer_and_going_on(terminal: Terminal, stop: str) -> None:
+    terminal.ask(TOLD)
+    terminal.say(LONG)
+    terminal.read_until("\x1b[2K")  # the answer is being drawn
+    terminal.press(stop)
+    assert "stopped · " in terminal.read_until(" tokens\x1b[0m")
+    assert "Orlan" in terminal.ask(ASKED)
+    assert terminal.leave(CTRL_C) == 0
 
 
-@pytest.mark.parametrize(
-    ("url", "base_url"),
-    [
-        ("localhost:8000", "http://localhost:8000"),
-        ("http://h:1/v1/", "http://h:1"),
-        ("https://h/below/", "https://h/below"),
-    ],
-)
-def test_addresses(url: str, base_url: str) -> None:
-    assert Endpoint.parse(url, None).base_url == base_url
+def test_what_is_typed_ahead_is_asked_next(terminal: Terminal) -> None:
+    terminal.say(TOLD + "\n" + ASKED)
+    terminal.read_until(" tokens\x1b[0m")
+    assert "Orlan" in COLOURS.sub("", terminal.read_until(" tokens\x1b[0m"))
 
 
-def test_timing_and_choice() -> None:
-    assert Timing(0.0).summary(0) == "0 tokens"
-    assert Timing(1.0, 1.5, 3.5).summary(21) == (
-        "10.0 tokens/s · first token after 0.50 s · 21 tokens"
-    )
+def test_a_connection_that_is_lost_in_the_middle(real_server: Served) -> None:
+    with CuttingProxy(real_server.base_url, None) as proxy:
+        opened = Terminal(proxy.url)
+        try:
+            opened.say(LONG)
+            opened.read_until("\x1b[2K")
+            proxy.cut_all()
+            assert "stopped" not in opened.read_until(" tokens\x1b[0m")
+        finally:
+            opened.close()
+
+
+def test_choosing_a_model() -> None:
     assert choose_model(["a", "b"], None) == "a"
-    with pytest.raises(ClientError, match="offers: none"):
+    with pytest.raises(ValueError, match="offers: none"):
         choose_model([], None)

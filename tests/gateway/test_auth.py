@@ -79,6 +79,10 @@ async def test_allowed_origin_gets_cors(serve: Serve) -> None:
         assert preflight.headers["access-control-allow-origin"] == origin
         response = await served.http.post("/v1/completions", json=ASK, headers={"Origin": origin})
         assert response.headers["access-control-allow-origin"] == origin
+        exposed = response.headers["access-control-expose-headers"].lower().split(", ")
+        assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= {*exposed}
+        delete = {"Origin": origin, "Access-Control-Request-Method": "DELETE"}
+        assert (await served.http.options("/v1/responses/r", headers=delete)).status_code == 200
         refused = await served.http.post(
             "/v1/completions", json=ASK, headers={"Origin": origin, "Authorization": "Bearer no"}
         )
@@ -105,7 +109,9 @@ async def test_the_page_and_its_policy(served: Served) -> None:
     response = await served.http.get("/")
     assert response.status_code == 200
     assert "<title>penstock" in response.text
-    assert response.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+    assert response.headers["content-security-policy"].startswith(
+        "default-src 'none'; script-src 'self'"
+    )
     assert response.headers["x-content-type-options"] == "nosniff"
     with pytest.raises(websockets.InvalidStatus):
         await websockets.connect(f"ws://127.0.0.1:{served.port}/elsewhere")

@@ -191,6 +191,24 @@ async def test_the_tree_and_its_head(served: Served) -> None:
     assert again.headers["x-should-retry"] == "false"
 
 
+async def test_the_tree_with_what_was_said_on_the_way_to_its_head(served: Served) -> None:
+    made = await make(served, "root", "left")
+    root, left = (turn["turn"] for turn in (await tree(served, made))["data"])
+    await served.http.post(f"{URL}/{made}/head", json={"turn": root, "expected": left})
+    body = {"model": "tiny", "input": "right", "conversation": made}
+    answered = (await served.http.post("/v1/responses", json=body)).json()
+    response = await served.http.get(f"{URL}/{made}/tree", params={"items": "true"})
+    first, beside, last = response.json()["data"]
+    assert [item["content"][0]["text"] for item in first["items"]] == ["root"]
+    assert first["output"] is None
+    assert "items" not in beside
+    assert [item["content"][0]["text"] for item in last["items"]] == ["right"]
+    assert last["output"] == answered["output"][0]
+    wrong = await served.http.get(f"{URL}/{made}/tree", params={"items": "some"})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "items"
+
+
 async def test_a_head_is_a_turn_of_the_conversation(served: Served) -> None:
     made, other = await make(served, "a"), await make(served, "b")
     head = (await tree(served, made))["head"]

@@ -136,7 +136,8 @@ def said(objects: list[dict[str, Any]]) -> Any:
         for name, value in {**choice, **choice.get("delta", {})}.items():
             if isinstance(value, dict) and name == "logprobs":
                 for inner, values in value.items():
-                    sums[inner] = (sums.get(inner) or []) + (values or [])
+                    told = f"logprobs.{inner}"
+                    sums[told] = (sums.get(told) or []) + (values or [])
             elif isinstance(value, (str, list)):
                 sums[name] = (sums.get(name) or value[:0]) + value
             elif name not in ("delta", "logprobs"):

@@ -105,7 +105,8 @@ async def test_retrieve_and_delete(served: Served) -> None:
     response = await client.responses.create(model="tiny", input="one")
     assert (await client.responses.retrieve(response.id)).output_text == ANSWER
     stream = await client.responses.retrieve(response.id, stream=True, starting_after=5)
-    assert [event.sequence_number async for event in stream][0] == 6
+    numbers = [event.sequence_number async for event in stream]
+    assert numbers[0] == 6
     await client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(response.id)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 import zmq.asyncio
 
+from penstock.engine.config import ModelConfig
 from penstock.engine.messages import EngineStats
+from penstock.gateway.app import create_app
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.engine_metrics import EngineCollector
 
@@ -105,6 +112,37 @@ async def answers(served: Served, path: str, status: int) -> None:
             await asyncio.sleep(0.01)
 
 
+POSTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x", "stream": True},
+    "/v1/responses": {"input": "x"},
+}
+
+
+def wait_ms(refused: httpx.Response) -> int:
+    """What the client is told to wait: both headers say the same."""
+    milliseconds = int(refused.headers["retry-after-ms"])
+    assert 1000 <= milliseconds <= 5000
+    assert int(refused.headers["retry-after"]) == math.ceil(milliseconds / 1000)
+    return milliseconds
+
+
+async def test_before_the_first_engine(model_path: Path, tmp_path: Path) -> None:
+    config = GatewayConfig(
+        engine_address=f"ipc://{tmp_path}/engine.sock", model=ModelConfig(model=str(model_path))
+    )
+    app = create_app(config)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
+    ):
+        for path, body in POSTS.items():
+            refused = await http.post(path, json=body)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "engine_unavailable"
+            wait_ms(refused)
+
+
 async def test_engine_death_and_return(serve: Serve) -> None:
     async with serve() as served:
         assert (await served.http.get("/health")).status_code == 200
@@ -114,6 +152,15 @@ async def test_engine_death_and_return(serve: Serve) -> None:
         ready = await served.http.get("/ready")
         assert ready.status_code == 503
         assert ready.json()["error"]["code"] == "engine_unavailable"
+        waits = set()
+        for path, body in POSTS.items():
+            refused = await served.http.post(path, json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                503,
+                "engine_unavailable",
+            )
+            waits.add(wait_ms(refused))
+        assert len(waits | {wait_ms(ready)}) > 1  # spread, lest all return at once
         with pytest.raises(openai.InternalServerError) as caught:
             await served.client.completions.create(model="tiny", prompt="x")
         assert (caught.value.status_code, caught.value.code) == (503, "engine_unavailable")

@@ -33,6 +33,14 @@ async def test_turns_on_one_socket(served: Served) -> None:
     assert served.prompt_of() == f"<user>one\n<assistant>{ANSWER}\n<user>two\n<assistant>"
 
 
+async def test_a_ping_is_answered_on_its_lane(served: Served) -> None:
+    async with served.connect() as socket:
+        await send(socket, type="penstock.ping")
+        assert json.loads(await socket.recv()) == {"type": "penstock.pong"}
+        await send(socket, type="penstock.ping", stream_id="a")
+        assert json.loads(await socket.recv()) == {"type": "penstock.pong", "stream_id": "a"}
+
+
 async def test_stock_client(served: Served) -> None:
     async with served.client.responses.connect() as connection:
         await connection.response.create(model="tiny", input="hello")

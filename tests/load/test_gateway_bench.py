@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load.gateway import bench
+from penstock.load.gateway import bench, writers
+from penstock.load.gateway.readme import NAME, README, summary
+from penstock.load.marked_text import marked
 
 
 def run(out: Path, *arguments: str) -> int:
@@ -42,3 +44,16 @@ def test_every_wire_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_window_beyond_the_clock_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="clock file"):
         run(tmp_path, "--frames-per-s", "5000", "--window-s", "5")
+
+
+def test_writers_are_measured_before_the_same_streams() -> None:
+    parsed = Namespace(streams=3, ticks_per_s=20.0, window_s=1.0)
+    for writer in writers.WRITERS:
+        events_per_s, cpu_us = writers.measure(writer, parsed)
+        assert 20 < events_per_s <= 3 * 20 * 1.5
+        assert cpu_us > 0
+
+
+def test_the_readme_shows_the_newest_run() -> None:
+    newest = max((README.parent / "load" / "results").glob("*-gateway.json"))
+    assert marked(README, NAME) == summary(newest)

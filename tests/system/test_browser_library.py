@@ -24,18 +24,23 @@ pytestmark = pytest.mark.node
 
 @asynccontextmanager
 async def _control(proxy: ToxicProxy) -> AsyncIterator[str]:
-    """An address at which a POST cuts all connections of the proxy."""
+    """Where a POST to `/cut` resets all connections of the proxy, and has it refuse others for a
+    while; one to `/silence` makes it swallow what the server sends, until a cut."""
 
-    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        await proxy.refuse()
-        proxy.reset_all()
-        asyncio.get_running_loop().call_later(_REFUSES_S, proxy.accept)
+    async def obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readuntil(b"\r\n\r\n")
+        if line.startswith(b"POST /silence"):
+            proxy.downstream.is_black_hole = True
+        else:
+            proxy.downstream.is_black_hole = False
+            await proxy.refuse()
+            proxy.reset_all()
+            asyncio.get_running_loop().call_later(_REFUSES_S, proxy.accept)
         writer.write(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(cut, "127.0.0.1", 0)
+    server = await asyncio.start_server(obey, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -63,4 +68,4 @@ async def test_the_library_in_node(demo_server: Served) -> None:
         )
         told, _ = await asyncio.wait_for(process.communicate(), timeout=200)
     assert process.returncode == 0, told.decode()
-    assert b"# pass 15" in told
+    assert b"# pass 16" in told

@@ -23,6 +23,7 @@ const page = {
   bannerText: byId("banner-text"),
   bannerAction: byId("banner-action"),
   window: /** @type {HTMLSelectElement} */ (byId("window")),
+  span: byId("span"),
   main: byId("main"),
 };
 
@@ -67,6 +68,7 @@ function drawSoon() {
 
 function draw(/** @type {View} */ view, /** @type {number} */ now) {
   for (const tile of tiles) tile.show(view, now);
+  page.span.textContent = `Charts of ${tiles[0].spanS / 60} min`;
   const bytesPerBlock = engine?.bytes_per_block ?? 0;
   const numSlots = view.value('kv_slots{state="allocated"}');
   const emptyShare = numSlots ? (view.value('kv_slots{state="empty"}') ?? 0) / numSlots : 0;

@@ -44,7 +44,7 @@ export const requestFigures = () => [
   },
   {
     id: "preemptions",
-    title: "Preemptions, per second",
+    title: "Preemptions / s",
     lines: [{ name: "", read: rate("num_preemptions_total") }],
     text: amount,
     least: 1,
@@ -74,7 +74,7 @@ export const speedFigures = () => [
   },
   {
     id: "tokens-out",
-    title: "Tokens out, per second",
+    title: "Tokens out / s",
     lines: [{ name: "", read: rate("generation_tokens_total") }],
     text: amount,
     least: 1,
@@ -82,7 +82,7 @@ export const speedFigures = () => [
   },
   {
     id: "tokens-in",
-    title: "Tokens in, per second",
+    title: "Tokens in / s",
     lines: [
       { name: "", read: rate("prompt_tokens_total") },
       { name: "not cached", read: (view) => uncached((name) => view.perSecond(name)) },
@@ -117,7 +117,7 @@ export const speedFigures = () => [
   },
   {
     id: "swaps",
-    title: "KV swapped, per second",
+    title: "KV swapped / s",
     lines: [
       { name: "out", read: rate('swapped_bytes_total{direction="out"}') },
       { name: "in", read: rate('swapped_bytes_total{direction="in"}') },
@@ -128,7 +128,7 @@ export const speedFigures = () => [
   },
   {
     id: "evictions",
-    title: "Evicted blocks, per second",
+    title: "Blocks evicted / s",
     lines: [
       { name: "device", read: rate('kv_blocks_evicted_total{tier="device"}') },
       { name: "host", read: rate('kv_blocks_evicted_total{tier="host"}') },

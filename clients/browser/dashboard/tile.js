@@ -31,7 +31,8 @@ export class Tile {
   /** @type {import("./sparkline.js").Point[]} */ #points = [];
   /** @type {(number | null)[]} */ #values = [];
   #now = 0;
-  #span = SPAN_S;
+  /** How many seconds the chart shows. */
+  spanS = SPAN_S;
   /** Where the reader points, as a share of the chart's width. @type {number | null} */ #cursor = null;
 
   constructor(/** @type {Figure} */ figure) {
@@ -69,13 +70,12 @@ export class Tile {
     this.#values = this.#read(view);
     const { text, title, least = 0, note } = this.#figure;
     const points = [...this.#points, { time: now, values: this.#values }];
-    this.#span = SPANS_S.find((span) => span >= now - points[0].time) ?? SPAN_S;
+    this.spanS = SPANS_S.find((span) => span >= now - points[0].time) ?? SPAN_S;
     const all = points.flatMap(({ values }) => values.filter((value) => value !== null));
     const peak = Math.max(0, ...all);
-    this.#chart.draw(points, { now, span: this.#span, max: Math.max(peak, least) });
-    const most = `max ${text(all.length > 0 ? peak : null)} in ${this.#span / 60} min`;
-    this.#peak.textContent = most;
-    this.#chart.describe(`${title}: ${text(this.#values[0] ?? null)} now, ${most}`);
+    this.#chart.draw(points, { now, span: this.spanS, max: Math.max(peak, least) });
+    this.#peak.textContent = `max ${text(all.length > 0 ? peak : null)}`;
+    this.#chart.describe(`${title}: ${text(this.#values[0] ?? null)}, ${this.#peak.textContent} in ${this.spanS / 60} min`);
     this.#note.textContent = note?.(view) ?? "";
     this.#showNumbers();
   }
@@ -88,7 +88,7 @@ export class Tile {
   }
 
   #showNumbers() {
-    const values = this.#cursor === null ? this.#values : this.#valuesAt(this.#now - this.#span * (1 - this.#cursor));
+    const values = this.#cursor === null ? this.#values : this.#valuesAt(this.#now - this.spanS * (1 - this.#cursor));
     this.#numbers.forEach((number, index) => { number.textContent = this.#figure.text(values[index] ?? null); });
   }
 

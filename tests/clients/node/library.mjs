@@ -21,9 +21,8 @@ const NAMES = [
 ];
 /** @type {PenstockClient[]} */ const clients = [];
 
-function connect({ baseUrl = PENSTOCK_URL, transport = "websocket" } = {}) {
-  const options = transport === "sse" ? { baseUrl, WebSocket: null } : { baseUrl };
-  const client = new PenstockClient(options);
+function connect({ baseUrl = PENSTOCK_URL, transport = "websocket", ...options } = {}) {
+  const client = new PenstockClient({ baseUrl, ...options, ...(transport === "sse" && { WebSocket: null }) });
   clients.push(client);
   return client;
 }
@@ -31,7 +30,9 @@ function connect({ baseUrl = PENSTOCK_URL, transport = "websocket" } = {}) {
 after(() => clients.forEach((client) => client.close()));
 
 /** Resets every connection through the proxy, and has it refuse new ones for a while. */
-const cut = () => fetch(PENSTOCK_CONTROL_URL, { method: "POST" });
+const cut = () => fetch(`${PENSTOCK_CONTROL_URL}/cut`, { method: "POST" });
+/** What the server sends goes nowhere, and nobody is told; until a cut. */
+const silence = () => fetch(`${PENSTOCK_CONTROL_URL}/silence`, { method: "POST" });
 
 async function read(answer) {
   let text = "";
@@ -118,6 +119,23 @@ for (const transport of ["websocket", "sse"]) {
     assert.equal(tree.head, answer.responseId);
   });
 }
+
+test("a line that is dead and does not say so is found out", { timeout: 60_000 }, async () => {
+  const client = connect({ baseUrl: PENSTOCK_CUT_URL, quietMs: 500 });
+  const answer = client.respond(STORY);
+  let isSilenced = false;
+  let text = "";
+  for await (const piece of answer) {
+    text += piece;
+    if (isSilenced || text.length < 100) continue;
+    isSilenced = true;
+    await silence();
+    await until(() => client.state !== "open");
+    await cut();
+  }
+  assert.ok(isSilenced);
+  assert.equal(text, undisturbed);
+});
 
 test("what the server refuses", async () => {
   const client = connect();

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from penstock.gateway.conversations.ids import new_conversation_id, new_response_id
-from penstock.gateway.responses.log_store import LogStore, MemoryLogStore
-from penstock.gateway.responses.record import EndEntry
+from penstock.gateway.responses.log_store import LogExistsError, LogStore, MemoryLogStore
+from penstock.gateway.responses.record import DeltaEntry, EndEntry
 
 from ...redis_server import RedisServer
 from .conftest import Gateways
@@ -32,6 +33,18 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 async def test_a_running_response_is_found_as_itself(store: LogStore) -> None:
     log = await store.create(header())
     assert await store.find(TENANT, log.header.response_id) is log
+
+
+async def test_of_one_id_there_is_one_log(store: LogStore) -> None:
+    first = await store.create(header())
+    again = dataclasses.replace(first.header, item_id="msg_2")
+    for _ in range(2):
+        with pytest.raises(LogExistsError):
+            await store.create(again)
+        assert await store.find(TENANT, again.response_id) is first
+        add_delta(first)
+    add_end(first)
+    assert [type(entry) for entry in await read_to_end(first)] == [DeltaEntry] * 2 + [EndEntry]
 
 
 async def test_what_is_appended_is_read_in_order_to_the_end(store: LogStore) -> None:

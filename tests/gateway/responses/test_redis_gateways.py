@@ -9,9 +9,8 @@ import weakref
 import pytest
 
 from penstock.gateway.conversations.store import StoreUnavailableError
-from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
 from penstock.gateway.responses.record import DeltaEntry
-from penstock.gateway.responses.log import ResponseMovedError
 from penstock.gateway.responses.redis_stream import add_fence, log_key, round_trip
 
 from ...redis_server import RedisServer

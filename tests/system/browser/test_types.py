@@ -1,4 +1,4 @@
-"""The page and the library are plain JavaScript; their types, in comments, are checked all the same."""
+"""Page and library are plain JavaScript; their types, in comments, are checked all the same."""
 
 from __future__ import annotations
 

@@ -1,0 +1,159 @@
+"""Our writer of event streams beside sse-starlette's: CPU of the server per event.
+
+python -m penstock.load.gateway.writers
+
+Each in a server process of its own, before the same streams: one event of a delta's size per
+stream and tick, on a raw connection each. What wins is on the token path (`gateway/sse.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+
+import psutil
+import uvicorn
+import uvloop
+from sse_starlette.sse import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock.gateway.errors import failure_of
+from penstock.gateway.sse import EventStream, named
+from penstock.load.tables import table
+
+WRITERS = ("penstock", "sse-starlette")
+_KIND = "response.output_text.delta"
+_JSON = (
+    b'{"type":"response.output_text.delta","item_id":"msg_0123456789abcdef0123456789abcdef",'
+    b'"output_index":0,"content_index":0,"sequence_number":17,"delta":" word","logprobs":[]}'
+)
+_PING_S = 15.0
+_LISTEN_FD = "PENSTOCK_LISTEN_FD"
+
+
+class Ticker:
+    """Wakes all streams so many times a second."""
+
+    def __init__(self, ticks_per_s: float) -> None:
+        self._period_s = 1.0 / ticks_per_s
+        self._tick: asyncio.Future[None] | None = None
+
+    async def next(self) -> None:
+        if self._tick is None:
+            loop = asyncio.get_running_loop()
+            self._tick = loop.create_future()
+            loop.call_later(self._period_s, self._fire)
+        await asyncio.shield(self._tick)
+
+    def _fire(self) -> None:
+        tick, self._tick = self._tick, None
+        assert tick is not None
+        tick.set_result(None)
+
+
+def app_of(writer: str, ticks_per_s: float) -> Starlette:
+    """A server of endless streams."""
+    ticker = Ticker(ticks_per_s)
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        while True:
+            await ticker.next()
+            yield named(_KIND, _JSON)
+
+    async def events() -> AsyncGenerator[dict[str, str], None]:
+        text = _JSON.decode()
+        while True:
+            await ticker.next()
+            yield {"event": _KIND, "data": text}
+
+    async def stream(_: Request) -> ASGIApp:
+        if writer == "sse-starlette":
+            return EventSourceResponse(events(), ping=round(_PING_S))
+        return EventStream(
+            chunks(), ping_s=_PING_S, on_error=lambda error: failure_of(error).message.encode()
+        )
+
+    return Starlette(routes=[Route("/", stream)])
+
+
+def serve(writer: str, ticks_per_s: float) -> None:
+    """The server process, on the socket it inherited."""
+    config = uvicorn.Config(
+        app_of(writer, ticks_per_s), http="httptools", loop="uvloop", log_level="critical"
+    )
+    uvicorn.Server(config).run([socket.socket(fileno=int(os.environ[_LISTEN_FD]))])
+
+
+class _Counter(asyncio.Protocol):
+    """Counts the events of all streams."""
+
+    num_events = 0
+
+    def data_received(self, data: bytes) -> None:
+        _Counter.num_events += data.count(b"data: ")
+
+
+async def _read(port: int, num_streams: int, pid: int, window_s: float) -> tuple[int, float]:
+    """Events in the window, and the server's CPU seconds."""
+    loop, process = asyncio.get_running_loop(), psutil.Process(pid)
+    for _ in range(num_streams):
+        transport, _ = await loop.create_connection(_Counter, "127.0.0.1", port)
+        transport.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    await asyncio.sleep(1.0)
+    before, num_before = process.cpu_times(), _Counter.num_events
+    await asyncio.sleep(window_s)
+    after, num_after = process.cpu_times(), _Counter.num_events
+    cpu_s = after.user + after.system - before.user - before.system
+    return num_after - num_before, cpu_s
+
+
+def measure(writer: str, parsed: argparse.Namespace) -> tuple[float, float]:
+    """Events a second, and CPU microseconds of the server per event."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        command = [sys.executable, "-m", "penstock.load.gateway.writers", "--serve", writer]
+        server = subprocess.Popen(  # noqa: S603  (ourselves)
+            [*command, "--ticks-per-s", str(parsed.ticks_per_s)],
+            env={**os.environ, _LISTEN_FD: str(listener.fileno())},
+            pass_fds=[listener.fileno()],
+        )
+        try:
+            port = listener.getsockname()[1]
+            num_events, cpu_s = uvloop.run(_read(port, parsed.streams, server.pid, parsed.window_s))
+        finally:
+            server.kill()
+            server.wait()
+    return num_events / parsed.window_s, 1e6 * cpu_s / max(num_events, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--ticks-per-s", type=float, default=20.0)
+    parser.add_argument("--window-s", type=float, default=5.0)
+    parser.add_argument("--serve", choices=WRITERS, help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.serve:
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(parsed.serve, parsed.ticks_per_s)
+        return 0
+    rows = []
+    for writer in WRITERS:
+        per_s, cpu_us = measure(writer, parsed)
+        rows.append([writer, f"{per_s:,.0f}", f"{cpu_us:.1f}"])
+    print(table(["writer", "events/s", "CPU µs per event"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

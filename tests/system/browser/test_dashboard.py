@@ -1,0 +1,227 @@
+"""The dashboard against the real engine under load: what it says is what `/metrics` says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from playwright.async_api import Page, expect
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.gateway.endpoints.stats_socket import series_of
+
+from ..processes import Served, serve
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+KEYS = """
+[[keys]]
+key = "sk-web"
+tenant = "web"
+
+[[keys]]
+key = "sk-batch"
+tenant = "batch"
+
+[tenants.web]
+[tenants.batch]
+"""
+# So little memory that the load below is preempted and swapped.
+SMALL = (
+    "--num-blocks", "48", "--num-host-blocks", "24", "--max-model-len", "512",
+    "--max-num-seqs", "8", "--preemption", "swap",
+)  # fmt: skip
+TIMEOUT_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def loaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One with two tenants and little memory."""
+    folder = tmp_path_factory.mktemp("dashboard")
+    keys = folder / "keys.toml"
+    keys.write_text(KEYS)
+    with serve(*SMALL, "--api-keys-file", str(keys), log=folder / "log") as served:
+        yield served
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(loaded_server: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=loaded_server.base_url, timeout=60) as client:
+        yield client
+
+
+async def complete(client: httpx.AsyncClient, key: str, *, num: int, max_tokens: int = 150) -> None:
+    """As many requests at once; each prompt is half new and half as the others'."""
+
+    async def one(index: int) -> None:
+        body = {
+            "model": "demo",
+            "prompt": "Once upon a time there was a mill. " * 6 + f"Its number was {index}. " * 4,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+        }
+        headers = {"Authorization": f"Bearer {key}"}
+        (await client.post("/v1/completions", json=body, headers=headers)).raise_for_status()
+
+    await asyncio.gather(*map(one, range(num)))
+
+
+async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
+    return series_of(text_string_to_metric_families((await client.get("/metrics")).text))
+
+
+async def sign_in(page: Page, base_url: str) -> None:
+    await page.goto(f"{base_url}/dashboard")
+    for key, said in (("sk-wrong", "did not accept"), ("sk-web", "")):
+        await page.get_by_role("textbox", name="API key").fill(key)
+        await page.keyboard.press("Enter")
+        if said:
+            await expect(page.locator("#key-error")).to_contain_text(said)
+    await expect(page.locator("#connection")).to_have_attribute("data-state", "open")
+    await expect(page.locator("#key-dialog")).to_be_hidden()
+
+
+def quantile(series: Mapping[str, float], name: str, share: float) -> float:
+    """As PromQL's `histogram_quantile` has it."""
+    buckets = sorted(
+        (float(key.split('"')[1]), value)
+        for key, value in series.items()
+        if key.startswith(f"{name}_bucket{{")
+    )
+    rank = share * buckets[-1][1]
+    below, num_below = 0.0, 0.0
+    for bound, num in buckets:
+        if num >= rank:
+            if math.isinf(bound):
+                return below
+            return below + (bound - below) * (rank - num_below) / (num - num_below)
+        below, num_below = bound, num
+    raise AssertionError("the last bucket has them all")
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
+
+
+def percent(text: str) -> float:
+    return float(text.removesuffix(" %"))
+
+
+async def expect_numbers(page: Page, series: Mapping[str, float]) -> None:
+    """Everything on the page that does not depend on when one looks."""
+    for tier in ("device", "host"):
+        for state in ("used", "cached", "free"):
+            number = series[f'kv_blocks{{state="{state}",tier="{tier}"}}']
+            place = page.locator(f"#{tier}-blocks .legend .{state} dd")
+            await expect(place).to_have_text(re.compile(rf"^{number:,.0f} · "))
+    for tile, name in {
+        "running": "num_requests_running",
+        "waiting": "num_requests_waiting",
+        "swapped": "num_requests_swapped",
+    }.items():
+        await expect(page.locator(f"#tile-{tile} b")).to_have_text(f"{series[name]:,.0f}")
+    for tile, name in {
+        "preemptions": "num_preemptions_total",
+        "ttft": "time_to_first_token_seconds_count",
+        "itl": "inter_token_latency_seconds_count",
+        "tokens-out": "generation_tokens_total",
+        "tokens-in": "prompt_tokens_total",
+        "step": "engine_steps_total",
+    }.items():
+        note = page.locator(f"#tile-{tile} .note")
+        await expect(note).to_contain_text(re.compile(rf"(^| ){series[name]:,.0f} (steps )?in all"))
+
+
+async def expect_tenants(page: Page, series: Mapping[str, float]) -> None:
+    totals = {
+        tenant: sum(
+            series[f'tenant_{kind}_tokens_total{{tenant="{tenant}"}}']
+            for kind in ("prompt", "generation")
+        )
+        for tenant in ("web", "batch")
+    }
+    for tenant, total in totals.items():
+        row = page.get_by_role("row", name=tenant)
+        await expect(row.locator("td").last).to_have_text(f"{total:,.0f}")
+        said = await row.locator(".share span").inner_text()
+        assert percent(said) == pytest.approx(100 * total / sum(totals.values()), abs=0.51)
+
+
+async def test_what_it_says_is_what_the_metrics_say(
+    page: Page, loaded_server: Served, client: httpx.AsyncClient
+) -> None:
+    await sign_in(page, loaded_server.base_url)
+    await page.get_by_label("Averages over").select_option("300")  # everything since now
+    await expect_numbers(page, await scraped(client))
+    await expect(page.locator("#more-tenants")).to_have_text("No tokens for anybody yet.")
+    picture = page.get_by_role("img", name="KV on the device")
+    await expect(picture).to_have_attribute("aria-label", re.compile("48 blocks 0 in use"))
+    assert await picture.locator(".used").get_attribute("d") == ""
+
+    load = asyncio.gather(
+        complete(client, "sk-web", num=18), complete(client, "sk-batch", num=6, max_tokens=60)
+    )
+    used = re.compile(r"blocks [1-9]\d* in use")
+    await expect(picture).to_have_attribute("aria-label", used, timeout=TIMEOUT_MS)
+    await expect(picture.locator(".used")).to_have_attribute("d", re.compile("^M0 0h"))
+    await expect(page.locator("#tile-running b")).to_have_text(re.compile("[1-8]"))
+    await load
+
+    series = await scraped(client)
+    assert series["num_preemptions_total"] > 0
+    assert series["prefix_cache_hits_total"] > 0
+    await expect_numbers(page, series)
+    await expect_tenants(page, series)
+    hits = series["prefix_cache_hits_total"] / series["prefix_cache_queries_total"]
+    said = await page.locator("#tile-hits b").inner_text()
+    assert percent(said) == pytest.approx(100 * hits, abs=0.51)
+    for tile, name in {"ttft": "time_to_first_token", "itl": "inter_token_latency"}.items():
+        for index, share in enumerate((0.5, 0.99)):
+            text = await page.locator(f"#tile-{tile} .number-{index} b").inner_text()
+            wanted = quantile(series, f"{name}_seconds", share)
+            assert seconds(text) == pytest.approx(wanted, rel=0.01, abs=0.0006)
+    assert re.match(r"M\d", await page.locator("#tile-tokens-out .line").get_attribute("d") or "")
+
+
+async def test_it_goes_on_after_gateway_and_engine_were_killed(
+    page: Page, loaded_server: Served, client: httpx.AsyncClient
+) -> None:
+    await sign_in(page, loaded_server.base_url)
+    state = page.locator("#connection")
+    loaded_server.child("penstock-gateway").send_signal(signal.SIGKILL)
+    await expect(state).to_have_attribute("data-state", "waiting")
+    await expect(page.locator("#banner")).to_contain_text("from before")
+    await expect(state).to_have_attribute("data-state", "open", timeout=TIMEOUT_MS)
+    await expect(page.locator("#banner")).to_be_hidden()
+    await complete(client, "sk-web", num=2)
+    await expect_numbers(page, await scraped(client))
+
+    loaded_server.child("penstock-engine").send_signal(signal.SIGKILL)
+    await expect(state).to_have_attribute("data-state", "no-engine", timeout=TIMEOUT_MS)
+    await expect(state).to_have_attribute("data-state", "open", timeout=TIMEOUT_MS)
+    await complete(client, "sk-web", num=2)
+    await expect_numbers(page, await scraped(client))
+
+
+@pytest.mark.node
+async def test_axe_finds_nothing_on_a_narrow_screen(
+    page: Page, loaded_server: Served, packages: Path
+) -> None:
+    await page.set_viewport_size({"width": 390, "height": 760})
+    await sign_in(page, loaded_server.base_url)
+    await page.evaluate((packages / "axe-core" / "axe.min.js").read_text())
+    for scheme in ("light", "dark"):
+        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        found: dict[str, Any] = await page.evaluate("axe.run()")
+        assert [(v["id"], [n["target"] for n in v["nodes"]]) for v in found["violations"]] == []
+    width = await page.evaluate("document.documentElement.scrollWidth")
+    assert width <= 390
