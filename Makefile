@@ -21,7 +21,7 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -50,6 +50,7 @@ _EXPOSED_HEADERS = (
     REQUEST_ID_HEADER,
     "Retry-After",
     "retry-after-ms",
+    "x-should-retry",
     "RateLimit",
     "RateLimit-Policy",
     *(

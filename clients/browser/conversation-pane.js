@@ -340,12 +340,9 @@ export class ConversationPane extends EventTarget {
   }
 
   #changed() {
-    const tree = this.#tree;
-    if (tree) {
-      for (const view of this.views) {
-        const { siblings, index } = placeOf(tree, view);
-        view.showBranches(index, siblings.length);
-      }
+    for (const view of this.views) {
+      const { siblings, index } = placeOf(this.#tree, view);
+      view.showBranches(index, siblings.length);
     }
     this.dispatchEvent(new Event("change"));
   }

@@ -16,9 +16,9 @@ export function userItem(/** @type {string} */ text) {
 }
 
 /** The turns that begin where a view begins, and which of them it shows. */
-export function placeOf(/** @type {Tree} */ tree, /** @type {{ turnIds: string[] }} */ view) {
-  const own = tree.data.find((turn) => turn.turn === view.turnIds[0]);
-  const siblings = own ? childrenOf(tree, own.parent) : [];
+export function placeOf(/** @type {Tree | null} */ tree, /** @type {{ turnIds: string[] }} */ view) {
+  const own = tree?.data.find((turn) => turn.turn === view.turnIds[0]);
+  const siblings = tree && own ? childrenOf(tree, own.parent) : [];
   return { siblings, index: siblings.findIndex((turn) => turn === own) };
 }
 

@@ -225,7 +225,8 @@ class RedisLogStore:
         return stored
 
     async def _look(self, tenant: str, response_id: str) -> bool | None:
-        """Whether a response has ended; None if it is not there, or another tenant's."""
+        """Whether a response has ended, as far as is known; None if it is not there, or another
+        tenant's. One whose log is broken may still run."""
         key = log_key(response_id)
         if key is None:
             return None
@@ -239,7 +240,7 @@ class RedisLogStore:
         except BrokenLogError:
             return None
         fields = last[0][1]
-        return None if BROKEN in fields else ends(fields)
+        return BROKEN not in fields and ends(fields)
 
     # -- owning -------------------------------------------------------------------------------
 

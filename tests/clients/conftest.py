@@ -1,6 +1,5 @@
-"""What the tests of the clients share: a stub server, and a system Chromium for the page."""
+"""What the tests of the clients share: a stub server."""
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -19,9 +18,3 @@ def stub() -> Iterator[StubServer]:
 def keyed_stub() -> Iterator[StubServer]:
     with running(StubServer(api_key="sk-right")) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def chromium_path() -> str:
-    """The system's browser; tests that need one are skipped where there is none."""
-    return shutil.which("chromium") or pytest.skip("chromium is not installed")

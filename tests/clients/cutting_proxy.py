@@ -35,10 +35,9 @@ class CuttingProxy:
 
     def __init__(self, upstream_url: str, *cuts: int | None) -> None:
         self.upstream_url = upstream_url
-        self._cuts = itertools.chain(cuts, itertools.repeat(cuts[-1]))
+        self.cut_behind(*cuts)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.num_cut = 0
         self._open: set[socket.socket] = set()
 
@@ -61,10 +60,9 @@ class CuttingProxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def accept(self) -> None:
-        """Take connections again."""
-        self._listener = socket.create_server(("127.0.0.1", self._port))
-        threading.Thread(target=self._accept, daemon=True).start()
+    def cut_behind(self, *cuts: int | None) -> None:
+        """From now on."""
+        self._cuts = itertools.chain(cuts, itertools.repeat(cuts[-1]))
 
     def cut_all(self) -> None:
         for connection in list(self._open):

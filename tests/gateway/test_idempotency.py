@@ -3,86 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
 
-from penstock.engine.config import ModelConfig
-from penstock.gateway.app import create_app
-from penstock.gateway.config import GatewayConfig
-
-from ..redis_server import RedisServer
-from .conftest import ANSWER, Serve, Served, listen
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": "hello"}]},
-    COMPLETIONS: {"prompt": "hello", "max_tokens": 1000},
-}
-KEY = {"Idempotency-Key": "7c4a8d09-ca37"}
-_PATIENCE_S = 60.0
-
-
-async def post(
-    http: httpx.AsyncClient, path: str = CHAT, headers: dict[str, str] = KEY, **extra: Any
-) -> httpx.Response:
-    body = BODIES[path] | extra
-    return await http.post(path, json=body, headers=headers, timeout=_PATIENCE_S)
-
-
-def chunks_of(text: str) -> list[dict[str, Any]]:
-    blocks = [block for block in text.split("\n\n") if not block.startswith(":")]
-    assert blocks[-2:] == ["data: [DONE]", ""]
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
-
-
-def text_of(chunks: list[dict[str, Any]]) -> str:
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    return "".join(
-        choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices
-    )
-
-
-async def read_chunks(response: httpx.Response, num: int) -> str:
-    """The first chunks of a stream, as they came."""
-    text = ""
-    async for piece in response.aiter_text():
-        text += piece
-        if text.count("\n\n") >= num:
-            break
-    return text
-
-
-@dataclass
-class Gateway:
-    """Another gateway before the engine of the one that `serve` started."""
-
-    app: Starlette
-    http: httpx.AsyncClient
-
-
-@contextlib.asynccontextmanager
-async def another(model_path: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[Gateway]:
-    config = GatewayConfig(
-        engine_address=f"ipc://{tmp_path}/engine.sock",
-        served_model_names=("tiny",),
-        model=ModelConfig(model=str(model_path)),
-        **settings,
-    )
-    app = create_app(config)
-    async with (
-        listen(app, config) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
-    ):
-        yield Gateway(app, http)
+from .conftest import ANSWER, Serve, Served
+from .keyed import BODIES, CHAT, COMPLETIONS, KEY, chunks_of, post, read_chunks, text_of
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -313,65 +243,3 @@ async def test_the_stock_client(served: Served) -> None:
             **options, seed=1, extra_headers=KEY
         )
     assert len(served.engine.submitted) == 1
-
-
-@pytest.mark.redis
-async def test_another_gateway_gives_the_same_answer(
-    serve: Serve, model_path: Path, tmp_path: Path
-) -> None:
-    with RedisServer(tmp_path / "redis") as redis:
-        async with (
-            serve(step_s=0.01, redis_url=redis.url) as served,
-            another(model_path, tmp_path, redis_url=redis.url) as other,
-        ):
-            body = BODIES[CHAT] | {"stream": True}
-            async with served.http.stream("POST", CHAT, json=body, headers=KEY) as response:
-                begun = await read_chunks(response, 3)
-            again = await post(other.http, stream=True)  # while it runs
-            assert again.text.startswith(begun[: begun.rindex("\n\n")])
-            assert text_of(chunks_of(again.text)) == ANSWER
-            assert (await post(other.http, stream=True)).text == again.text  # and from Redis
-            assert (await post(other.http, stream=True, seed=1)).status_code == 409
-            assert len(served.engine.submitted) == 1
-
-
-@pytest.mark.redis
-async def test_gateways_race_for_a_key(serve: Serve, model_path: Path, tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as redis:
-        async with (
-            serve(redis_url=redis.url) as served,
-            another(model_path, tmp_path, redis_url=redis.url) as other,
-        ):
-            for number in range(20):
-                headers = {"Idempotency-Key": f"race-{number}"}
-                gateways = (served.http, other.http) * 2
-                answers = await asyncio.gather(
-                    *(post(each, CHAT, headers, max_tokens=5) for each in gateways)
-                )
-                assert len({answer.content for answer in answers}) == 1
-            assert len(served.engine.submitted) == 20
-
-
-@pytest.mark.redis
-async def test_it_outlives_its_gateway(serve: Serve, model_path: Path, tmp_path: Path) -> None:
-    body = BODIES[COMPLETIONS] | {"stream": True, "logprobs": 1}
-    with RedisServer(tmp_path / "redis") as redis:
-        async with serve(redis_url=redis.url) as served:
-            async with another(model_path, tmp_path, redis_url=redis.url) as first:
-                served.engine.step_s = 3600.0  # one token, and silence
-                read = asyncio.create_task(post(first.http, COMPLETIONS, **body))
-                await served.submitted()
-                [request] = served.engine.submitted.values()
-                served.engine.step_s = 0.0
-                await first.app.state.log_store.hand_over()
-                followed = (await read).text
-            again = (await post(served.http, COMPLETIONS, **body)).text
-            [carried_on] = served.engine.submitted.values()
-            assert carried_on.sampling_params == request.sampling_params
-            assert carried_on.output_token_ids == tuple(served.engine.script[:1])
-    assert again == followed
-    chunks = chunks_of(again)
-    assert text_of(chunks) == ANSWER
-    lists = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
-    tokens = [token for each in lists if each for token in each["tokens"]]
-    assert len(tokens) == len(served.engine.script)

@@ -140,6 +140,7 @@ export const speedFigures = () => [
 ];
 
 function perStep(/** @type {View} */ view) {
+  if ((view.growth("engine_steps_total") ?? 0) < 10) return null; // prompts are counted before their steps
   const decoded = view.ratio("engine_generation_tokens_total", "engine_steps_total");
   const prefilled = uncached((name) => view.ratio(name, "engine_steps_total"));
   return decoded === null || prefilled === null ? null : decoded + prefilled;

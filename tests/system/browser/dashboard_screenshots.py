@@ -22,7 +22,7 @@ _FOLDER = Path(__file__).parents[3] / "clients" / "browser" / "screenshots"
 _SIZE = ViewportSize(width=1280, height=1040)
 _LOAD_S = 75.0  # longer than the shortest chart
 _SMALL = (
-    "--num-blocks", "420", "--num-host-blocks", "160", "--max-num-seqs", "12",
+    "--num-blocks", "280", "--num-host-blocks", "160", "--max-num-seqs", "12",
     "--max-model-len", "1024", "--preemption", "swap",
 )  # fmt: skip
 _CLIENTS = {"web-app": 9, "batch-jobs": 5, "research": 3, "night-shift": 1}
