@@ -37,6 +37,7 @@ _JSON = (
     b'"output_index":0,"content_index":0,"sequence_number":17,"delta":" word","logprobs":[]}'
 )
 _PING_S = 15.0
+_START_S = 30.0
 _LISTEN_FD = "PENSTOCK_LISTEN_FD"
 
 
@@ -105,13 +106,21 @@ class _Counter(asyncio.Protocol):
 async def _read(port: int, num_streams: int, pid: int, window_s: float) -> tuple[int, float]:
     """Events in the window, and the server's CPU seconds."""
     loop, process = asyncio.get_running_loop(), psutil.Process(pid)
+    transports = []
     for _ in range(num_streams):
         transport, _ = await loop.create_connection(_Counter, "127.0.0.1", port)
+        transports.append(transport)
         transport.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    await asyncio.sleep(1.0)
+    num_at_start = _Counter.num_events
+    async with asyncio.timeout(_START_S):
+        while _Counter.num_events < num_at_start + num_streams:  # noqa: ASYNC110  (a poll will do)
+            await asyncio.sleep(0.05)
     before, num_before = process.cpu_times(), _Counter.num_events
     await asyncio.sleep(window_s)
     after, num_after = process.cpu_times(), _Counter.num_events
+    for transport in transports:  # a loop that closes with them open waits for ever
+        transport.abort()
+    await asyncio.sleep(0.1)
     cpu_s = after.user + after.system - before.user - before.system
     return num_after - num_before, cpu_s
 

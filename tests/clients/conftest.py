@@ -1,20 +1,5 @@
-"""What the tests of the clients share: a stub server."""
+"""What the tests of the clients share: real servers."""
 
-from collections.abc import Iterator
+from .real_server import keyed_server, real_server
 
-import pytest
-
-from .real_server import keyed_server, real_server  # noqa: F401 (fixtures)
-from .stub_server import StubServer, running
-
-
-@pytest.fixture
-def stub() -> Iterator[StubServer]:
-    with running(StubServer()) as server:
-        yield server
-
-
-@pytest.fixture
-def keyed_stub() -> Iterator[StubServer]:
-    with running(StubServer(api_key="sk-right")) as server:
-        yield server
+__all__ = ["keyed_server", "real_server"]

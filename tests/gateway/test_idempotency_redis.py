@@ -19,7 +19,17 @@ from penstock.gateway.config import GatewayConfig
 
 from ..redis_server import RedisServer
 from .conftest import ANSWER, Serve, listen
-from .keyed import BODIES, CHAT, COMPLETIONS, KEY, chunks_of, post, read_chunks, text_of
+from .keyed import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    KEY,
+    PATIENCE_S,
+    chunks_of,
+    post,
+    read_chunks,
+    text_of,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -89,12 +99,15 @@ async def test_it_outlives_its_gateway(serve: Serve, model_path: Path, tmp_path:
         async with serve(redis_url=redis.url) as served:
             async with another(model_path, tmp_path, redis_url=redis.url) as first:
                 served.engine.step_s = 3600.0  # one token, and silence
-                read = asyncio.create_task(post(first.http, COMPLETIONS, **body))
-                await served.submitted()
-                [request] = served.engine.submitted.values()
-                served.engine.step_s = 0.0
-                await first.app.state.log_store.hand_over()
-                followed = (await read).text
+                async with first.http.stream(
+                    "POST", COMPLETIONS, json=body, headers=KEY, timeout=PATIENCE_S
+                ) as response:
+                    pieces = response.aiter_text()
+                    followed = await anext(pieces)
+                    [request] = served.engine.submitted.values()
+                    served.engine.step_s = 0.0
+                    await first.app.state.log_store.hand_over()
+                    followed += "".join([piece async for piece in pieces])
             again = (await post(served.http, COMPLETIONS, **body)).text
             [carried_on] = served.engine.submitted.values()
             assert carried_on.sampling_params == request.sampling_params

@@ -1,0 +1,156 @@
+"""Each example of `clients/examples`, run as its first lines say, against the real server."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from playwright.async_api import async_playwright, expect
+
+from ..system.processes import Served, serve
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "clients" / "examples"
+PACKAGES = Path(__file__).parent / "examples"
+CACHE = ROOT / "build" / "examples"
+LANGCHAIN = "langchain-openai==1.7.3"
+RUN_BY_A_TEST = {
+    "openai_python.py", "openai_node.mjs", "ai_sdk.mjs", "langchain_python.py",
+    "penstock_python.py", "curl.sh", "page.html",
+}  # fmt: skip
+
+
+def output(command: list[str], server: Served, *, cwd: Path | None = None) -> str:
+    environment = os.environ | {"PENSTOCK_URL": server.base_url}
+    result = subprocess.run(
+        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def fresh(folder: Path, wanted: bytes) -> bool:
+    """Whether a folder of the cache holds what is wanted; else it is emptied."""
+    mark = folder / "installed"
+    if mark.is_file() and mark.read_bytes() == wanted:
+        return True
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return False
+
+
+@pytest.fixture(scope="module")
+def node_modules() -> Path:
+    """The examples beside their packages, which come from the registry once and are kept."""
+    folder, lock = CACHE / "node", (PACKAGES / "package-lock.json").read_bytes()
+    if not fresh(folder, lock):
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(PACKAGES / name, folder)
+        command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=240)
+        (folder / "installed").write_bytes(lock)
+    for example in EXAMPLES.glob("*.mjs"):
+        shutil.copy(example, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def langchain() -> Path:
+    """A Python that has LangChain, apart from the project's own packages; made once and kept."""
+    folder = CACHE / "langchain"
+    python = folder / "bin" / "python"
+    if not fresh(folder, LANGCHAIN.encode()):
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+        command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", LANGCHAIN]
+        subprocess.run(command, check=True, capture_output=True, timeout=240)
+        (folder / "installed").write_bytes(LANGCHAIN.encode())
+    return python
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == RUN_BY_A_TEST
+
+
+def test_openai_python(real_server: Served) -> None:
+    told = output([sys.executable, str(EXAMPLES / "openai_python.py")], real_server)
+    assert "block" in told.splitlines()[0]
+    assert told.splitlines()[1]
+
+
+def test_penstock_python(real_server: Served) -> None:
+    told = output([sys.executable, str(EXAMPLES / "penstock_python.py")], real_server)
+    lines = told.splitlines()
+    assert lines[0] == "What is paged attention?"
+    assert "block" in lines[1]
+
+
+@pytest.mark.node
+def test_openai_node(real_server: Served, node_modules: Path) -> None:
+    told = output(["node", "openai_node.mjs"], real_server, cwd=node_modules)
+    assert "block" in told.splitlines()[0]
+    assert told.splitlines()[1]
+
+
+@pytest.mark.node
+def test_ai_sdk(real_server: Served, node_modules: Path) -> None:
+    told = output(["node", "ai_sdk.mjs"], real_server, cwd=node_modules)
+    text, tokens = told.splitlines()
+    assert "block" in text
+    assert int(tokens.removeprefix("(").split()[0]) > 5
+
+
+@pytest.mark.slow
+def test_langchain(real_server: Served, langchain: Path) -> None:
+    told = output([str(langchain), str(EXAMPLES / "langchain_python.py")], real_server)
+    assert "block" in told
+
+
+def test_curl(real_server: Served) -> None:
+    """What comes after the break begins where the first part ended."""
+    told = output([str(EXAMPLES / "curl.sh")], real_server)
+    numbers = [
+        int(line.partition('"sequence_number":')[2].split(",")[0]) for line in told.splitlines()
+    ]
+    assert numbers == list(range(len(numbers)))
+    assert '"type":"response.completed"' in told.splitlines()[-1]
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """A web server that has the examples' page and nothing to do with penstock."""
+    handler = partial(_Quiet, directory=str(EXAMPLES))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.browser
+async def test_page(elsewhere: str, tmp_path: Path) -> None:
+    with serve("--dtype", "float32", "--allowed-origins", elsewhere, log=tmp_path / "log") as own:
+        async with async_playwright() as playwright:
+            browser = await playwright.chromium.launch(
+                executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+            )
+            page = await browser.new_page()
+            await page.goto(f"{elsewhere}/page.html?server={own.base_url}")
+            for number, question in enumerate(("Hi, my name is Orlan.", "What is my name?")):
+                await page.get_by_placeholder("Ask something").fill(question)
+                await page.keyboard.press("Enter")
+                answer = page.locator("#talk p").nth(number)
+                await expect(answer).to_contain_text("Orlan", timeout=60_000)
+                await page.wait_for_timeout(300)  # the terminal event follows the last text
+            await browser.close()
