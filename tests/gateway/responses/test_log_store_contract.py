@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gateway.conversations.ids import new_conversation_id, new_response_id
 from penstock.gateway.responses.log_store import LogExistsError, LogStore, MemoryLogStore
 from penstock.gateway.responses.record import DeltaEntry, EndEntry
 
@@ -96,9 +95,7 @@ async def test_another_tenants_response_is_not_there(store: LogStore) -> None:
     assert await store.find(TENANT, response_id)
 
 
-@pytest.mark.parametrize(
-    "response_id", ["", "resp_1", "resp_*", new_response_id(new_conversation_id())]
-)
+@pytest.mark.parametrize("response_id", ["", "resp_1", "resp_*", f"resp_{48 * '0'}"])
 async def test_a_response_nobody_knows_is_not_there(store: LogStore, response_id: str) -> None:
     with expired():
         await store.find(TENANT, response_id)
