@@ -194,6 +194,7 @@ def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
             if not readers.stdout.readline():
                 raise ConfigError("the readers could not connect")
             grown: int = process.memory_info().rss - before
+            readers.stdout.read()  # until they end
     return float(grown / parsed.idle_sockets)
 
 

@@ -27,7 +27,7 @@ _NUM_READERS = 2
 _READ_S = 5.0
 _STALL_S = 10.0  # until the gateway lets go
 _LATE_S = 20.0  # for the last to be let go, on a machine that does much else
-_KIB_PER_CLIENT = 320  # the transport's 64, a batch of events with logprobs, the connection
+_KIB_PER_CLIENT = 512  # the transport's 64, a batch of events with logprobs, the connection
 _BODY: dict[str, Any] = {"model": "demo", "input": "Tell me a story.", "ignore_eos": True}
 
 
