@@ -188,10 +188,11 @@ class FakeEngine:
                 error=self.refusal, is_refused=True, param=self.refused_param,
             )  # fmt: skip
             return
-        prompt_logprobs = _prompt_logprobs(request) if index == 0 else ()
-        if len(prompt_logprobs) > 1:  # a prompt computed in two chunks
+        entries = _prompt_logprobs(request)
+        prompt_logprobs = entries if index == 0 else ()
+        if len(entries) > 1:  # a prompt computed in two chunks; no branch has a token before that
             yield RequestOutput(
-                request_id=request_id, prompt_logprobs=prompt_logprobs[:1],
+                request_id=request_id, index=index, prompt_logprobs=prompt_logprobs[:1],
                 num_cached_tokens=NUM_CACHED,
             )  # fmt: skip
             prompt_logprobs = prompt_logprobs[1:]

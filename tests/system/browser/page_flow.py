@@ -5,6 +5,7 @@ What it does not know: which server answers.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -56,13 +57,11 @@ async def ask(page: Page, text: str) -> str:
 
 async def growing(turn: Locator, num_chars: int = 40) -> str:
     """Waits until the answer has got so far; returns what is there."""
-    prose = turn.locator("> .assistant .prose").last
-    await turn.page.wait_for_function(
-        "([node, length]) => node.innerText.length >= length",
-        arg=[await prose.element_handle(), num_chars],
-        timeout=ANSWER_TIMEOUT_MS,
-    )
-    return await prose.inner_text()
+    prose = turn.locator("> .assistant .prose").last  # found anew each time: it may be replaced
+    async with asyncio.timeout(ANSWER_TIMEOUT_MS / 1e3):
+        while len(text := await prose.inner_text()) < num_chars:  # noqa: ASYNC110  (a page has none)
+            await asyncio.sleep(0.02)
+    return text
 
 
 def conversation_of(page: Page) -> str:
