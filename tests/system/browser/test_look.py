@@ -141,7 +141,7 @@ async def test_scrolling_follows_until_the_reader_scrolls_up(
     })()"""
     said = [("assistant", f"Paragraph {number}.") for number in range(20)]
     conversation = await make_conversation(api, said)
-    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await open_page(page, f"{demo_server.base_url}/#{conversation}", temperature=0)
     turn = await say(page, STORY)
     await growing(turn)
     assert await page.evaluate(distance) < 40
