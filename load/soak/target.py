@@ -23,8 +23,11 @@ from penstock.load.soak.watch import Family
 from penstock.load.synthetic import settings as synthetic_settings
 from penstock.load.synthetic.server import serve as serve_synthetic
 
-# Small stores fill during the warm-up, and a small pool has to preempt.
-_OWN_FLAGS = "--session-store-bytes 4M --num-blocks 512 --num-host-blocks 512"
+# Small stores fill during the warm-up (what grows after that is a leak), and a small pool has to
+# preempt.
+_OWN_FLAGS = (
+    "--session-store-bytes 4M --response-log-bytes 4M --num-blocks 512 --num-host-blocks 512"
+)
 _READY_WITHIN_S = 60.0
 _DOWN_S = 0.3
 _NUM_READY = 10  # times in a row, as each of several gateways may answer
