@@ -11,14 +11,20 @@ has no item. Nothing here depends on when or where it runs: a replay gives the s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.responses.log import LogNotice, ResponseLog, ResponseMovedError
-from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry, ResponseHeader
+from penstock.gateway.responses.log import FindAgain, LogNotice, ResponseLog
+from penstock.gateway.responses.record import (
+    NUM_CLOSING_EVENTS,
+    DeltaEntry,
+    EndEntry,
+    Entry,
+    ResponseHeader,
+)
 
 _Object = dict[str, Any]
 
@@ -42,7 +48,7 @@ class EventWriter:
 
     Args:
         notices: kinds of `penstock.*` events that the reader asked for.
-        find_again: the log, where another gateway has taken the response over.
+        find_again: see `ResponseLog.read`.
     """
 
     def __init__(
@@ -50,11 +56,10 @@ class EventWriter:
         log: ResponseLog,
         *,
         notices: Collection[str] = (),
-        find_again: Callable[[], Awaitable[ResponseLog]] | None = None,
+        find_again: FindAgain | None = None,
     ) -> None:
         self._log = log
         self._find_again = find_again
-        self._last_number = -1  # of an event that was made
         self._notices = notices
         self._delta_start = (
             b'{"type":"response.output_text.delta","item_id":'
@@ -68,31 +73,24 @@ class EventWriter:
         Raises:
             Exception: the log cannot be followed to its end from here.
         """
-        while True:
-            try:
-                with self._log.read(after) as reader:
-                    opening = _numbered(_opening(self._log.header), first=0, after=after)
-                    if opening:
-                        yield opening
-                    while (entries := await reader.next()) is not None:
-                        events = self._events(entries, after)
-                        if events:
-                            yield events
-                return
-            except ResponseMovedError:
-                if self._find_again is None:
-                    raise
-                after = max(after, self._log.header.num_opening_events - 1, self._last_number)
-                self._log = await self._find_again()
+        with self._log.read(after, find_again=self._find_again) as reader:
+            opening = _numbered(_opening(self._log.header), first=0, after=after)
+            if opening:
+                yield opening
+            while (entries := await reader.next()) is not None:
+                events = self._events(entries, reader.log, after=after)
+                if events:
+                    yield events
 
-    def _events(self, entries: Sequence[Entry | LogNotice], after: int) -> list[Event]:
+    def _events(
+        self, entries: Sequence[Entry | LogNotice], log: ResponseLog, *, after: int
+    ) -> list[Event]:
         found: list[Event] = []
         for entry in entries:
             if isinstance(entry, DeltaEntry):
-                self._last_number = entry.number
                 found.append(self._delta(entry))
             elif isinstance(entry, EndEntry):
-                closing = _closing(self._log, entry)
+                closing = _closing(log, entry)
                 found += _numbered(closing, first=entry.number, after=after)
             elif entry.kind in self._notices:
                 found.append(self._notice(entry))
@@ -121,7 +119,7 @@ class EventWriter:
 
 def num_closing_events(header: ResponseHeader, reason: FinishReason | None) -> int:
     """How many events end a response for this reason; None is a failure."""
-    return 4 if header.generates and reason is not None else 1
+    return NUM_CLOSING_EVENTS if header.generates and reason is not None else 1
 
 
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:

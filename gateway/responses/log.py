@@ -9,13 +9,14 @@ nothing but its place. Not known here: how entries are stored, what events they 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
+FindAgain = Callable[[], Awaitable["ResponseLog"]]
 _MAX_AT_ONCE = 32  # entries: what a reader has taken, and its client has not, is memory
 
 
@@ -139,13 +140,16 @@ class ResponseLog:
 
     # -- everybody's ------------------------------------------------------------------------
 
-    def read(self, after: int = -1) -> LogReader:
+    def read(self, after: int = -1, *, find_again: FindAgain | None = None) -> LogReader:
         """A cursor behind the event numbered `after`; open as a context.
+
+        Args:
+            find_again: the log, where another gateway has taken the response over.
 
         The header's events are not among the entries: who reads from before their end makes them
         of the header first.
         """
-        return LogReader(self, after)
+        return LogReader(self, after, find_again)
 
     def cancel(self) -> None:
         """Have the owner, if it is here, stop the response; an ended one is left alone."""
@@ -164,33 +168,40 @@ class ResponseLog:
 class LogReader:
     """A cursor.
 
+    Attributes:
+        log: what it reads; another one once the response has moved.
+
     with log.read(after) as reader:
         while (entries := await reader.next()) is not None:
             ...
     """
 
-    __slots__ = ("_after", "_log", "_next_notice", "_position", "_waiter")
+    __slots__ = ("_after", "_find_again", "_next_notice", "_position", "_waiter", "log")
 
-    def __init__(self, log: ResponseLog, after: int) -> None:
-        self._log = log
+    def __init__(self, log: ResponseLog, after: int, find_again: FindAgain | None) -> None:
+        self._find_again = find_again
+        self._waiter: asyncio.Future[None] | None = None
+        self._begin(log, after)
+
+    def _begin(self, log: ResponseLog, after: int) -> None:
+        self.log = log
         self._after = after
         self._position = _position(log, after)
         self._next_notice = len(log.notices)
-        self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> LogReader:
-        self._log.readers.add(self)
-        self._log.changed_readers()
+        self.log.readers.add(self)
+        self.log.changed_readers()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._log.readers.discard(self)
-        self._log.changed_readers()
+        self.log.readers.discard(self)
+        self.log.changed_readers()
 
     @property
     def num_behind(self) -> int:
         """Entries that it has not taken yet."""
-        return self._log.num_published - self._position
+        return self.log.num_published - self._position
 
     async def next(self) -> list[Entry | LogNotice] | None:
         """What came since the last call, in order, up to a bound; waits while there is nothing;
@@ -199,26 +210,36 @@ class LogReader:
         Raises:
             Exception: what `ResponseLog.fail` was given, after all there is.
         """
-        log = self._log
         while True:
             found = self._take()
             if found:
                 return found
             if self.num_behind:
                 continue  # those were known to the reader
-            if log.end is not None:
+            if self.log.end is not None:
                 return None
-            if log.failure is not None:
-                raise log.failure
+            if self.log.failure is not None:
+                await self._move(self.log.failure)
+                continue
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+
+    async def _move(self, failure: Exception) -> None:
+        """Go on in the log of the response's next owner, if there is one; raises `failure`."""
+        if self._find_again is None or not isinstance(failure, ResponseMovedError):
+            raise failure
+        log = await self._find_again()
+        taken = self.log.entries[: self._position]
+        self.__exit__()
+        self._begin(log, max(self._after, taken[-1].last_number) if taken else self._after)
+        self.__enter__()
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _take(self) -> list[Entry | LogNotice]:
-        log = self._log
+        log = self.log
         stop = min(log.num_published, self._position + _MAX_AT_ONCE)
         found: list[Entry | LogNotice] = []
         while self._next_notice < len(log.notices):

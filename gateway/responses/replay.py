@@ -8,7 +8,7 @@ it, the shape of any API's answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import InvalidRequestError
@@ -16,7 +16,7 @@ from penstock.engine.request import Request, TokenLogprobs
 from penstock.gateway.branch import Delta
 from penstock.gateway.delta_source import Usage
 from penstock.gateway.errors import GenerationFailedError
-from penstock.gateway.responses.log import LogNotice, LogReader, ResponseLog, ResponseMovedError
+from penstock.gateway.responses.log import FindAgain, LogNotice, ResponseLog
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry
 
 
@@ -24,33 +24,23 @@ class LoggedGeneration:
     """A `DeltaSource` of one output.
 
     Args:
-        find_again: the log, where another gateway has taken the answer over.
+        find_again: see `ResponseLog.read`.
     """
 
-    def __init__(
-        self, log: ResponseLog, *, find_again: Callable[[], Awaitable[ResponseLog]]
-    ) -> None:
-        self.log = log
-        self._find_again = find_again
-        self._last_number = log.header.num_opening_events - 1  # that was taken
+    def __init__(self, log: ResponseLog, *, find_again: FindAgain) -> None:
+        self.request: Request = log.header.request
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        self._reader: LogReader | None = None
+        self._reader = log.read(find_again=find_again)
         self._due: deque[Entry] = deque()
         self._token_ids: list[int] = []
         self._end: EndEntry | None = None
 
     def __enter__(self) -> LoggedGeneration:
-        self._reader = self.log.read(self._last_number)
         self._reader.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._reader is not None
         self._reader.__exit__()
-
-    @property
-    def request(self) -> Request:
-        return self.log.header.request
 
     @property
     def usage(self) -> Usage:
@@ -81,22 +71,12 @@ class LoggedGeneration:
             GenerationFailedError: it failed otherwise.
             RequestRefusedError: the log cannot be followed to its end from here.
         """
-        assert self._reader is not None, "next() outside of its context"
         while not self._due:
-            try:
-                entries = await self._reader.next()
-            except ResponseMovedError:
-                log = await self._find_again()
-                self.__exit__(None)
-                self.log = log
-                self.__enter__()
-                continue
+            entries = await self._reader.next()
             if entries is None:
                 return None
             self._due += [entry for entry in entries if not isinstance(entry, LogNotice)]
-        entry = self._due.popleft()
-        self._last_number = entry.last_number
-        return [self._delta(entry)]
+        return [self._delta(self._due.popleft())]
 
     def _delta(self, entry: Entry) -> Delta:
         if isinstance(entry, DeltaEntry):
