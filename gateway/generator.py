@@ -36,7 +36,8 @@ from penstock.gateway.metrics import Metrics, StreamMeter
 from penstock.gateway.model import ServedModel
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.prompt_memory import PromptMemory
-from penstock.gateway.schemas import SamplingRequest
+from penstock.gateway.schemas import ChatRequest, SamplingRequest
+from penstock.gateway.schemas.tokens import TokenizeChat
 
 _LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
 _LONG_TEXT_TOKENS = 16 << 10
@@ -56,6 +57,18 @@ class ChatPrompt:
     add_special_tokens: bool = False  # templates write their own
     template: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, asked: ChatRequest | TokenizeChat) -> ChatPrompt:
+        """As a request has it."""
+        return cls(
+            messages=[message.for_template() for message in asked.messages],
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            add_special_tokens=asked.add_special_tokens,
+            template=asked.chat_template,
+            kwargs=asked.chat_template_kwargs,
+        )
 
 
 class Generator:

@@ -12,7 +12,6 @@ the application, sends it.
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, ClassVar
@@ -194,12 +193,9 @@ def limited_protocol(limits: HttpLimits) -> type[LimitedHttpProtocol]:
 
 
 def _too_many_connections() -> Failure:
-    wait_s = random.uniform(1, 5)  # noqa: S311  (so that they do not all come back at once)
-    failure = refusal(
+    return refusal(
         503, code="too_many_connections", message="the server has as many connections as it takes"
     )
-    headers = {"Retry-After": f"{wait_s:.0f}", "retry-after-ms": f"{wait_s * 1000:.0f}"}
-    return replace(failure, headers=headers)
 
 
 def _header_too_large(max_bytes: int) -> Failure:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 
 from penstock.engine.text import Tokenizer
 from penstock.gateway.conversations.prompt_ids import Reused, rendering_of, reuse_any
@@ -36,7 +35,7 @@ class PromptMemory:
         prompts = self._tenants.get(tenant)
         if prompts is None or len(text) < _MIN_CHARS:
             return Reused((), text)
-        known = [(rendering, partial(_same, ids)) for rendering, ids in prompts.items()]
+        known = [(rendering, (token_ids,)) for rendering, token_ids in prompts.items()]
         return reuse_any(text, known, self._tokenizer)
 
     def remember(self, tenant: str, text: str, token_ids: Sequence[int]) -> None:
@@ -60,7 +59,3 @@ class PromptMemory:
 
     def _forget(self, prompts: _Prompts, rendering: Rendering) -> None:
         self.num_tokens -= len(prompts.pop(rendering, ()))
-
-
-def _same(token_ids: array[int]) -> array[int]:
-    return token_ids

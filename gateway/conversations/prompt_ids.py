@@ -13,8 +13,10 @@ rendered.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from penstock.engine.text import Tokenizer
 from penstock.gateway.conversations.records import Rendering, StoredTurn
@@ -47,13 +49,14 @@ def reuse(text: str, turns: Sequence[StoredTurn], tokenizer: Tokenizer) -> Reuse
     return reuse_any(text, [known for turn in turns for known in _known_of(turn)], tokenizer)
 
 
-Known = tuple[Rendering, Callable[[], Sequence[int]]]  # a text, and the ids that stand for it
+# A text, and the ids that stand for it, in parts: they are joined only where it is found.
+Known: TypeAlias = "tuple[Rendering, Sequence[array[int]]]"
 
 
 def reuse_any(text: str, known: Sequence[Known], tokenizer: Tokenizer) -> Reused:
     """The same of texts from wherever."""
-    for num_chars, token_ids in reversed(list(_beginnings(text, known))):
-        reused = _cut(text, num_chars, token_ids(), tokenizer)
+    for num_chars, parts in reversed(list(_beginnings(text, known))):
+        reused = _cut(text, num_chars, sum(parts, array("I")), tokenizer)
         if reused is not None:
             return reused
     return Reused((), text)
@@ -61,23 +64,21 @@ def reuse_any(text: str, known: Sequence[Known], tokenizer: Tokenizer) -> Reused
 
 def _known_of(turn: StoredTurn) -> Iterator[Known]:
     if turn.prompt is not None:
-        yield turn.prompt, lambda: turn.prompt_token_ids
+        yield turn.prompt, (turn.prompt_token_ids,)
     if turn.whole is not None:
-        yield turn.whole, lambda: turn.prompt_token_ids + turn.output_token_ids
+        yield turn.whole, (turn.prompt_token_ids, turn.output_token_ids)
 
 
-def _beginnings(
-    text: str, known: Sequence[Known]
-) -> Iterator[tuple[int, Callable[[], Sequence[int]]]]:
+def _beginnings(text: str, known: Sequence[Known]) -> Iterator[tuple[int, Sequence[array[int]]]]:
     """What is known that `text` begins with: (length, ids), shortest first, in one pass."""
     digest, num_hashed = hashlib.sha256(), 0
-    for rendering, token_ids in sorted(known, key=lambda item: item[0].num_chars):
+    for rendering, parts in sorted(known, key=lambda item: item[0].num_chars):
         if rendering.num_chars > len(text):
             return
         digest.update(_utf8(text[num_hashed : rendering.num_chars]))
         num_hashed = rendering.num_chars
         if digest.digest() == rendering.digest:
-            yield num_hashed, token_ids
+            yield num_hashed, parts
 
 
 def _cut(

@@ -69,14 +69,7 @@ class ChatCompletions:
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
         prompt_token_ids = await self._generator.tokenise_chat(
-            ChatPrompt(
-                messages=[message.for_template() for message in chat.messages],
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                add_special_tokens=chat.add_special_tokens,
-                template=chat.chat_template,
-                kwargs=chat.chat_template_kwargs,
-            ),
+            ChatPrompt.of(chat),
             tenant=caller_of(request.scope).tenant,
         )
         return await self._generator.plan(

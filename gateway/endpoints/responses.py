@@ -81,8 +81,7 @@ class Responses:
         """Stop it, and answer with what became of it."""
         response_id = request.path_params["response_id"]
         caller = caller_of(request.scope)
-        await self._responder.cancel(caller, response_id)
-        turn = await self._responder.turn(caller, response_id)
+        turn = await self._responder.cancel(caller, response_id)
         if turn.status != "in_progress":
             return Response(turn.response, media_type="application/json")
         log = await self._responder.log(caller, response_id)

@@ -81,13 +81,4 @@ class Tokens:
             return await self._generator.tokenise(
                 asked.prompt, add_special_tokens=asked.add_special_tokens
             )
-        return await self._generator.tokenise_chat(
-            ChatPrompt(
-                messages=[message.for_template() for message in asked.messages],
-                add_generation_prompt=asked.add_generation_prompt,
-                continue_final_message=asked.continue_final_message,
-                add_special_tokens=asked.add_special_tokens,
-                template=asked.chat_template,
-                kwargs=asked.chat_template_kwargs,
-            )
-        )
+        return await self._generator.tokenise_chat(ChatPrompt.of(asked))

@@ -242,19 +242,20 @@ class Responder:
         except NotFoundError as error:
             raise _not_found(response_id) from error
 
-    async def cancel(self, caller: Caller, response_id: str) -> None:
-        """Stop a response wherever it runs; one that has ended is left alone. Raises as `turn`."""
+    async def cancel(self, caller: Caller, response_id: str) -> StoredTurn:
+        """Stop a response wherever it runs; one that has ended is left alone. Raises as `turn`.
+
+        Returns: what was stored of it before.
+        """
         turn = await self.turn(caller, response_id)
         if turn.status == "in_progress":
             await self._logs.cancel(caller.tenant, response_id)
+        return turn
 
     async def delete(self, caller: Caller, response_id: str) -> None:
         """Forget a response and its KV; what continued it cannot be continued any more. One that
         runs is stopped. Raises as `turn`."""
-        turn = await self.turn(caller, response_id)
-        if turn.status == "in_progress":
-            await self._logs.cancel(caller.tenant, response_id)
-        self._drop_prefix_of(turn)
+        self._drop_prefix_of(await self.cancel(caller, response_id))
         await self._conversations.delete_turn(caller.tenant, response_id)
         await self._logs.delete(caller.tenant, response_id)
 

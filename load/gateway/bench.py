@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -141,22 +141,16 @@ def _measure(
         settings = {
             "wire": wire,
             "port": port,
-            "model": "stub",
             "num_streams": num_streams,
             "num_tokens": int(parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)),
-            "warm_up_s": _WARM_UP_S,
             "window_s": parsed.window_s,
             "clock_file": str(clock_file),
         }
-        command = [sys.executable, "-m", "penstock.load.gateway.readers", json.dumps(settings)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as readers:  # noqa: S603
-            assert readers.stdout is not None
-            if not readers.stdout.readline():
-                raise ConfigError("the readers could not connect")
+        with _readers(settings) as told:
             before = process.cpu_times()
             time.sleep(parsed.window_s - 0.05)
             after = process.cpu_times()
-            seen: dict[str, Any] = json.loads(readers.stdout.readline())
+            seen: dict[str, Any] = json.loads(told.readline())
     cpu_s = after.user + after.system - before.user - before.system
     num_tokens = max(seen["num_tokens"], 1)
     return seen, Row(
@@ -181,21 +175,27 @@ def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
         settings = {
             "wire": IDLE,
             "port": port,
-            "model": "stub",
             "num_streams": parsed.idle_sockets,
             "num_tokens": 1,
-            "warm_up_s": _WARM_UP_S,
             "window_s": 1.0,
             "clock_file": str(clock_file),
         }
-        command = [sys.executable, "-m", "penstock.load.gateway.readers", json.dumps(settings)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as readers:  # noqa: S603
-            assert readers.stdout is not None
-            if not readers.stdout.readline():
-                raise ConfigError("the readers could not connect")
+        with _readers(settings) as told:
             grown: int = process.memory_info().rss - before
-            readers.stdout.read()  # until they end
+            told.read()  # until they end
     return float(grown / parsed.idle_sockets)
+
+
+@contextlib.contextmanager
+def _readers(settings: Mapping[str, Any]) -> Iterator[IO[str]]:
+    """A process of readers, from the begin of their window; what they print after it."""
+    words = json.dumps({**settings, "model": "stub", "warm_up_s": _WARM_UP_S})
+    command = [sys.executable, "-m", "penstock.load.gateway.readers", words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as readers:  # noqa: S603
+        assert readers.stdout is not None
+        if not readers.stdout.readline():
+            raise ConfigError("the readers could not connect")
+        yield readers.stdout
 
 
 @contextlib.contextmanager

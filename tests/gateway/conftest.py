@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
+from ..redis_server import RedisServer
 from .fake_engine import INFO, FakeEngine
 
 ANSWER = "Hello, wörld! 😀 This is the fake engine speaking."
@@ -57,6 +58,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return path
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis that nobody kills."""
+    with RedisServer(tmp_path_factory.mktemp("redis"), appends=False) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

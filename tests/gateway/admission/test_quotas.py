@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
@@ -99,12 +99,6 @@ class RedisBed:
         for quotas, link in zip(self.made, self.links, strict=True):
             await quotas.aclose()
             await link.aclose()
-
-
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis"), appends=False) as server:
-        yield server
 
 
 @pytest.fixture

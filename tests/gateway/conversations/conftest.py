@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import pytest
@@ -47,13 +47,6 @@ class RedisBed:
 
     async def let_pass(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-
-@pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis that nobody kills."""
-    with RedisServer(tmp_path_factory.mktemp("redis"), appends=False) as server:
-        yield server
 
 
 @pytest.fixture

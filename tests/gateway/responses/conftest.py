@@ -15,6 +15,7 @@ from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.redis_log_store import RedisLogSettings, RedisLogStore
 
 from ...redis_server import RedisServer
+from .records import add_delta, header, seen
 
 # Redis answers late on a busy machine; tests of its absence say how long to wait for it.
 PATIENT = RedisLogSettings(ack_timeout_s=20.0, request_timeout_s=20.0, lease_s=1.0)
@@ -49,6 +50,16 @@ class Gateway:
         tasks, self.store._tasks = self.store._tasks, []
         for task in tasks:
             task.cancel()
+
+
+async def begin(gateway: Gateway, num_deltas: int = 0) -> ResponseLog:
+    """A response that runs there, with so many deltas stored."""
+    log = await gateway.store.create(header())
+    gateway.run(log)
+    for _ in range(num_deltas):
+        add_delta(log)
+    await seen(log, num_deltas)
+    return log
 
 
 class Gateways:

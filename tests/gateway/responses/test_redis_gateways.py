@@ -14,20 +14,10 @@ from penstock.gateway.responses.record import DeltaEntry
 from penstock.gateway.responses.redis_stream import add_fence, log_key, round_trip
 
 from ...redis_server import RedisServer
-from .conftest import Gateway, Gateways
+from .conftest import Gateways, begin
 from .records import TENANT, add_delta, add_end, expired, header, read_to_end, seen, until
 
 pytestmark = pytest.mark.redis
-
-
-async def begin(gateway: Gateway, num_deltas: int = 0) -> ResponseLog:
-    """A response that runs there, with so many deltas stored."""
-    log = await gateway.store.create(header())
-    gateway.run(log)
-    for _ in range(num_deltas):
-        add_delta(log)
-    await seen(log, num_deltas)
-    return log
 
 
 def keys_without_ttl(server: RedisServer) -> list[bytes]:

@@ -15,7 +15,7 @@ from penstock.gateway.responses.record import DeltaEntry
 from penstock.gateway.responses.redis_stream import add_entry, ask, log_key
 
 from ...redis_server import RedisServer
-from .conftest import Gateway, Gateways, with_ack_timeout
+from .conftest import Gateway, Gateways, begin, with_ack_timeout
 from .records import (
     PATIENCE_S,
     TENANT,
@@ -94,16 +94,6 @@ class Wire:
 async def wire(redis_server: RedisServer) -> AsyncIterator[Wire]:
     async with Wire(redis_server.port) as made:
         yield made
-
-
-async def begin(gateway: Gateway, num_deltas: int = 0) -> ResponseLog:
-    """A response that runs there, with so many deltas stored."""
-    log = await gateway.store.create(header())
-    gateway.run(log)
-    for _ in range(num_deltas):
-        add_delta(log)
-    await seen(log, num_deltas)
-    return log
 
 
 async def up_again(gateway: Gateway) -> ResponseLog:
