@@ -28,6 +28,18 @@ async def open_page(page: Page, base_url: str, **settings: Any) -> None:
     await connected(page)
 
 
+async def long_answers(page: Page) -> None:
+    """From the next page load on, no answer ends of itself while a test still watches it grow."""
+    await page.add_init_script(
+        """const send = WebSocket.prototype.send;
+        WebSocket.prototype.send = function (data) {
+          const message = JSON.parse(data);
+          if (message.type === "response.create") message.min_tokens = 200;
+          send.call(this, JSON.stringify(message));
+        };"""
+    )
+
+
 async def connected(page: Page) -> None:
     await expect(page.locator("#connection")).to_have_attribute(
         "data-state", "open", timeout=ANSWER_TIMEOUT_MS

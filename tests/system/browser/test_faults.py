@@ -5,6 +5,7 @@ Greedy, fp32, so that an answer is to be had twice.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -15,13 +16,14 @@ import httpx
 import pytest
 import pytest_asyncio
 from playwright.async_api import Page, WebSocketRoute, expect
+from playwright.async_api import TimeoutError as PlaywrightTimeoutError
 
 from penstock.load.toxic_proxy import ToxicProxy
 from tests.redis_server import RedisServer
 
 from ..processes import Served, serve, wait_gone
 from .conftest import NewPage
-from .page_flow import STORY, ask, connected, finished, growing, open_page, say
+from .page_flow import STORY, ask, connected, finished, growing, long_answers, open_page, say
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -72,7 +74,8 @@ async def test_the_network_breaks_in_an_answer(
         await page.get_by_role("textbox", name="Your message").fill("kept while offline")
         await expect(story.locator("> .assistant")).to_have_attribute("aria-busy", "true")
         proxy.accept()
-        await page.get_by_role("button", name="Try now").click()
+        with contextlib.suppress(PlaywrightTimeoutError):  # the page may be quicker
+            await page.get_by_role("button", name="Try now").click(timeout=2_000)
     await _same(page, await finished(story), undisturbed)
     await expect(page.get_by_role("textbox")).to_have_value("kept while offline")
     assert await ask(page, "Hello!")
@@ -186,6 +189,7 @@ async def test_a_key_and_a_queue(new_page: NewPage, small_server: Served) -> Non
 
 async def test_a_server_that_has_forgotten_everything(page: Page, small_server: Served) -> None:
     await page.add_init_script(f"sessionStorage.setItem('penstock.apiKey', '{_KEY}')")
+    await long_answers(page)
     await open_page(page, small_server.base_url)
     story = await say(page, STORY)
     await growing(story)

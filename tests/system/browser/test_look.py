@@ -13,7 +13,7 @@ from playwright.async_api import Page, expect
 
 from ..processes import Served
 from .conftest import make_conversation
-from .page_flow import STORY, connected, finished, growing, open_page, say
+from .page_flow import STORY, connected, finished, growing, long_answers, open_page, say
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -141,7 +141,9 @@ async def test_scrolling_follows_until_the_reader_scrolls_up(
     })()"""
     said = [("assistant", f"Paragraph {number}.") for number in range(20)]
     conversation = await make_conversation(api, said)
-    await open_page(page, f"{demo_server.base_url}/#{conversation}", temperature=0)
+    await long_answers(page)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await expect(page.locator(".message")).to_have_count(20)
     turn = await say(page, STORY)
     await growing(turn)
     assert await page.evaluate(distance) < 40

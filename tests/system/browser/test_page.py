@@ -18,6 +18,7 @@ from .page_flow import (
     conversation_of,
     finished,
     growing,
+    long_answers,
     open_page,
     say,
 )
@@ -103,6 +104,7 @@ async def test_regenerate_edit_and_branches(
 
 
 async def test_the_list_of_conversations(page: Page, demo_server: Served) -> None:
+    await long_answers(page)
     await open_page(page, demo_server.base_url)
     await ask(page, "My name is Ada.")
     await page.get_by_role("button", name="New chat").click()
@@ -244,6 +246,7 @@ async def test_settings_and_figures(
 
 
 async def test_keyboard(page: Page, demo_server: Served) -> None:
+    await long_answers(page)
     await open_page(page, demo_server.base_url)
     await page.keyboard.type("Tell me a")  # the message box has the focus from the start
     await page.keyboard.press("Shift+Enter")
