@@ -1,4 +1,4 @@
-"""The wire between gateway and engine: msgpack frames over ZeroMQ.
+"""The wire between gateway and engine: msgpack frames over a Unix socket.
 
     gateway (DEALER, fresh random identity)            engine (ROUTER, mandatory)
       Hello        ─────────────────────────────►

@@ -28,7 +28,7 @@ from penstock.engine.process import Status, run_child
 from penstock.engine.request import FinishReason, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.stats import snapshot
-from penstock.engine.wire import GatewayGone, Inbound, Wire
+from penstock.engine.wire import GatewayGone, GatewayId, Inbound, Wire
 
 _STATS_INTERVAL_S = 0.1  # while nothing ends and nothing begins
 
@@ -40,7 +40,7 @@ class EngineServer:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
         self._wire = Wire(address, info)
-        self._owners: dict[str, bytes] = {}  # request id → gateway's identity
+        self._owners: dict[str, GatewayId] = {}  # by request id
         self._is_stopping = False
         self._stats_due_s = 0.0
 
@@ -71,25 +71,25 @@ class EngineServer:
             self._core.close()
 
     def _handle(self, inbound: Inbound) -> None:
-        identity, message = inbound
+        gateway_id, message = inbound
         if isinstance(message, Submit):
-            self._submit(identity, message.request)
+            self._submit(gateway_id, message.request)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
-                if self._owners.get(request_id) == identity:
+                if self._owners.get(request_id) == gateway_id:
                     self._abort(request_id)
             for request_id, index in message.branches:
-                if self._owners.get(request_id) == identity:
+                if self._owners.get(request_id) == gateway_id:
                     self._abort(request_id, index=index)
         elif isinstance(message, DropPrefix):
             self._core.drop_prefix(message.token_ids, cache_salt=message.cache_salt)
         elif isinstance(message, GatewayGone):
-            for request_id in [key for key, owner in self._owners.items() if owner == identity]:
+            for request_id in [key for key, owner in self._owners.items() if owner == gateway_id]:
                 self._abort(request_id)
         self._publish_stats()
         self._stats_due_s = 0.0  # the next step will show what came of it
 
-    def _submit(self, identity: bytes, request: Request) -> None:
+    def _submit(self, gateway_id: GatewayId, request: Request) -> None:
         try:
             self._core.add(request)
         except InvalidRequestError as error:
@@ -101,10 +101,9 @@ class EngineServer:
                 is_refused=True,
                 param=error.param,
             )
-            self._wire.send(identity, (refusal,))
-            self._wire.flush()
+            self._wire.send(gateway_id, (refusal,))
         else:
-            self._owners[request.request_id] = identity
+            self._owners[request.request_id] = gateway_id
 
     def _abort(self, request_id: str, *, index: int | None = None) -> None:
         self._core.abort(request_id, index=index)
@@ -113,7 +112,7 @@ class EngineServer:
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """Hand an iteration's outputs to the wire, one frame per gateway."""
-        frames: defaultdict[bytes, list[RequestOutput]] = defaultdict(list)
+        frames: defaultdict[GatewayId, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
             frames[self._owners[output.request_id]].append(output)
             if output.is_last:
@@ -121,9 +120,8 @@ class EngineServer:
                 self._stats_due_s = 0.0
         if time.monotonic() >= self._stats_due_s:
             self._publish_stats()
-        for identity, frame in frames.items():
-            self._wire.send(identity, tuple(frame))
-        self._wire.flush()
+        for gateway_id, frame in frames.items():
+            self._wire.send(gateway_id, tuple(frame))
 
     def _publish_stats(self) -> None:
         self._wire.stats = snapshot(self._core.scheduler, bytes_per_block=self._bytes_per_block)

@@ -1,26 +1,31 @@
-"""The engine's end of the wire: a thread of its own that owns the ZeroMQ socket.
+"""The engine's end of the wire: a Unix socket, a connection for each gateway.
 
-The step loop hands outputs over and takes messages in through two queues and never touches the
-socket, so it never blocks on a gateway, and heartbeats go out while a long step computes.
+A thread of its own reads, sends heartbeats while a long step computes, and sends again what a
+gateway had no room for. The step loop takes messages in through a queue. What it sends goes
+straight to the socket while that is little: to wake the thread for it costs more than the sending,
+on cores that the model wants for itself. It never blocks on a gateway.
 
 A gateway is dead when its connection is gone, when it has been silent for `SILENCE_LIMIT_S`, or
-when frames for it could not be sent for as long: nothing is dropped silently.
+when it took no frame for as long: nothing is dropped silently.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
+import selectors
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import zmq
+from pathlib import Path
 
 from penstock.engine.codec import decode, encode
+from penstock.engine.frames import FrameReader, framed
 from penstock.engine.messages import (
     HEARTBEAT_INTERVAL_S,
     PROTOCOL_VERSION,
@@ -39,8 +44,10 @@ from penstock.engine.messages import (
 from penstock.engine.request import RequestOutput
 
 _LOG = logging.getLogger(__name__)
-_SEND_QUEUE_FRAMES = 256  # in ZeroMQ, before frames wait in `_Gateway.pending`
 _RETRY_S = 0.005  # while frames wait
+_READ_BYTES = 1 << 18
+_SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
+_FEW_OUTPUTS = 16  # are written by the step loop itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +55,16 @@ class GatewayGone:
     """A gateway was declared dead: its sequences are to be aborted."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Gateway:
+    number: int
+    connection: socket.socket
     last_heard_s: float
+    frames: FrameReader = field(default_factory=FrameReader)
+    has_said_hello: bool = False
     num_steps: int = 0
     stats: EngineStats | None = None  # the last that a step's frame carried
-    pending: deque[bytes] = field(default_factory=deque)
+    pending: deque[memoryview] = field(default_factory=deque)
     pending_since_s: float = 0.0
 
 
@@ -61,33 +72,33 @@ class WireBrokenError(Exception):
     """The wire's thread has ended by a bug of ours: the engine is deaf and must not live on."""
 
 
-Inbound = tuple[bytes, Submit | Abort | DropPrefix | GatewayGone]
+GatewayId = int  # of a connection; no other ever has the same
+Inbound = tuple[GatewayId, Submit | Abort | DropPrefix | GatewayGone]
 
 
 class Wire(threading.Thread):
-    """Owns the ROUTER socket bound at `address`."""
+    """Listens at `address`, the path of a Unix socket; one that was left there is replaced."""
 
     def __init__(self, address: str, info: EngineInfo) -> None:
         super().__init__(name="penstock-wire", daemon=True)
         self.stats = EngineStats()  # replaced by the step loop, read here
         self._info = info
         self._inbox: queue.SimpleQueue[Inbound | WireBrokenError | None] = queue.SimpleQueue()
-        self._outbox: deque[tuple[bytes, tuple[RequestOutput, ...]]] = deque()
-        self._gateways: dict[bytes, _Gateway] = {}
+        # Both threads send: this lock is of the gateways, what waits for them, and the outbox.
+        self._lock = threading.Lock()
+        self._gateways: dict[GatewayId, _Gateway] = {}
+        self._outbox: deque[tuple[GatewayId, tuple[RequestOutput, ...]]] = deque()
+        self._numbers = itertools.count(1)
         self._next_heartbeat_s = 0.0
         self._is_closing = False
         self._failure: str | None = None
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._router = context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.SNDHWM, _SEND_QUEUE_FRAMES)
-        self._router.setsockopt(zmq.LINGER, 200)
-        self._router.bind(address)
-        # Wakes the thread out of its poll; each end is used by one thread alone.
-        self._wake_in = context.socket(zmq.PAIR)
-        self._wake_in.bind(f"inproc://wake-{id(self)}")
-        self._wake_out = context.socket(zmq.PAIR)
-        self._wake_out.connect(f"inproc://wake-{id(self)}")
+        self._listener = _listen(address)
+        self._woken, self._waker = socket.socketpair()  # ends the thread's wait
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
 
     # -- called by the step loop ------------------------------------------------------------
 
@@ -109,14 +120,15 @@ class Wire(threading.Thread):
         """Make a waiting `receive` return; safe in a signal handler."""
         self._inbox.put(None)
 
-    def send(self, identity: bytes, outputs: tuple[RequestOutput, ...]) -> None:
+    def send(self, gateway_id: GatewayId, outputs: tuple[RequestOutput, ...]) -> None:
         """One frame with all of a gateway's outputs of this iteration."""
-        self._outbox.append((identity, outputs))
-
-    def flush(self) -> None:
-        """Let the thread send what `send` queued."""
-        if self._outbox:
-            self._wake()
+        with self._lock:
+            if len(outputs) <= _FEW_OUTPUTS and not self._outbox:
+                if self._send_step(gateway_id, outputs):
+                    return
+            else:
+                self._outbox.append((gateway_id, outputs))
+        self._wake()
 
     def close(self, failure: str | None = None) -> None:
         """Tell the gateways why, if there is a reason, and end the thread."""
@@ -124,11 +136,12 @@ class Wire(threading.Thread):
         self._is_closing = True
         self._wake()
         self.join(timeout=2.0)
-        self._wake_out.close()
+        self._waker.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # as many wake-ups as fit are already waiting
-            self._wake_out.send(b"", zmq.NOBLOCK)
+        # As many wake-ups as fit are already waiting, or the thread has ended.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
 
     # -- the thread -------------------------------------------------------------------------
 
@@ -139,122 +152,162 @@ class Wire(threading.Thread):
             _LOG.exception("the wire broke")
             self._inbox.put(WireBrokenError(f"{type(error).__name__}: {error}"))
         finally:
-            self._router.close()
-            self._wake_in.close()
+            self._listener.close()
+            self._woken.close()
+            with self._lock:
+                for gateway in self._gateways.values():
+                    gateway.connection.close()
+                self._gateways.clear()
+            self._selector.close()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_in, zmq.POLLIN)
         while not self._is_closing:
-            events = dict(poller.poll(self._poll_timeout_ms()))
-            if self._wake_in in events:
-                self._wake_in.recv()
-            if self._router in events:
-                self._read_all()
-            self._send_outbox()
-            self._retry_pending()
+            for key, _ in self._selector.select(self._timeout_s()):
+                if key.fileobj is self._woken:
+                    self._woken.recv(_READ_BYTES)
+                elif key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            with self._lock:
+                self._send_outbox()
+                self._retry_pending()
             if time.monotonic() >= self._next_heartbeat_s:
                 self._beat()
         self._say_goodbye()
 
-    def _poll_timeout_ms(self) -> int:
+    def _timeout_s(self) -> float:
         if any(gateway.pending for gateway in self._gateways.values()):
-            return int(_RETRY_S * 1000)
-        return max(0, int((self._next_heartbeat_s - time.monotonic()) * 1000)) + 1
+            return _RETRY_S
+        return max(0.0, self._next_heartbeat_s - time.monotonic())
 
-    def _read_all(self) -> None:
-        while True:
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._handle(identity, decode(frames[-1]))
-            except (ValueError, IndexError) as error:
-                _LOG.warning("a frame nobody understands: %s", error)
-
-    def _handle(self, identity: bytes, message: Message) -> None:
-        gateway = self._gateways.get(identity)
-        if isinstance(message, Hello):
-            gateway = self._gateways.setdefault(identity, _Gateway(time.monotonic()))
-            if message.protocol_version != PROTOCOL_VERSION:
-                self._post(identity, Failure(message=_version_text(message.protocol_version)))
-            else:
-                self._post(identity, self._info)
-        elif gateway is None:
-            # Declared dead, or from before this engine started: it must say hello again.
-            self._post_unknown(identity)
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:  # it has gone again, or we have too many files
+            _LOG.warning("a gateway could not connect: %s", error)
             return
-        elif isinstance(message, Submit | Abort | DropPrefix):
-            self._inbox.put((identity, message))
-        gateway.last_heard_s = time.monotonic()
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        gateway = _Gateway(next(self._numbers), accepted, time.monotonic())
+        with self._lock:
+            self._gateways[gateway.number] = gateway
+        self._selector.register(accepted, selectors.EVENT_READ, gateway)
 
-    def _send_outbox(self) -> None:
-        while self._outbox:
-            identity, outputs = self._outbox.popleft()
-            gateway = self._gateways.get(identity)
-            if gateway is not None:
-                gateway.num_steps += 1
-                stats = self.stats if self.stats is not gateway.stats else None
-                gateway.stats = stats or gateway.stats
-                step = Step(number=gateway.num_steps, outputs=outputs, stats=stats)
-                self._post(identity, step)
+    def _read(self, gateway: _Gateway) -> None:
+        try:
+            data = gateway.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._bury(gateway, "its connection closed", level=logging.DEBUG)
+            return
+        try:
+            for frame in gateway.frames.feed(data):
+                self._take(gateway, frame)
+        except ValueError as error:
+            self._bury(gateway, str(error))
+
+    def _take(self, gateway: _Gateway, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+        except (ValueError, IndexError) as error:
+            _LOG.warning("a frame nobody understands: %s", error)
+            return
+        gateway.last_heard_s = time.monotonic()
+        if isinstance(message, Hello):
+            gateway.has_said_hello = True
+            is_ours = message.protocol_version == PROTOCOL_VERSION
+            text = _version_text(message.protocol_version)
+            self._post_now(gateway, self._info if is_ours else Failure(message=text))
+        elif not gateway.has_said_hello:
+            self._post_now(gateway, Failure(message="unknown gateway: say hello first"))
+        elif isinstance(message, Submit | Abort | DropPrefix):
+            self._inbox.put((gateway.number, message))
 
     def _beat(self) -> None:
         now = time.monotonic()
         self._next_heartbeat_s = now + HEARTBEAT_INTERVAL_S
-        for identity, gateway in list(self._gateways.items()):
+        for gateway in list(self._gateways.values()):
             if now - gateway.last_heard_s > SILENCE_LIMIT_S:
-                self._bury(identity, f"silent for {SILENCE_LIMIT_S:.0f} s")
-            else:
-                self._post(identity, Heartbeat(stats=self.stats))
+                self._bury(gateway, f"silent for {SILENCE_LIMIT_S:.0f} s")
+            elif gateway.pending and now - gateway.pending_since_s > SILENCE_LIMIT_S:
+                self._bury(gateway, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
+            elif gateway.has_said_hello:
+                self._post_now(gateway, Heartbeat(stats=self.stats))
 
-    def _post(self, identity: bytes, message: Message) -> None:
-        gateway = self._gateways[identity]
-        gateway.pending.append(encode(message))
-        if len(gateway.pending) == 1:
-            gateway.pending_since_s = time.monotonic()
-            self._drain(identity, gateway)
+    def _post_now(self, gateway: _Gateway, message: Message) -> None:
+        with self._lock:
+            self._post(gateway, message)
 
-    def _post_unknown(self, identity: bytes) -> None:
-        try:
-            failure = Failure(message="unknown gateway: say hello first")
-            self._router.send_multipart([identity, encode(failure)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            pass  # it does not listen either
-
-    def _drain(self, identity: bytes, gateway: _Gateway) -> None:
-        while gateway.pending:
-            try:
-                self._router.send_multipart([identity, gateway.pending[0]], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except zmq.ZMQError as error:  # EHOSTUNREACH: its connection is gone
-                self._bury(identity, error.strerror or str(error), level=logging.DEBUG)
-                return
-            gateway.pending.popleft()
-            gateway.pending_since_s = time.monotonic()
-
-    def _retry_pending(self) -> None:
-        now = time.monotonic()
-        for identity, gateway in list(self._gateways.items()):
-            if not gateway.pending:
-                continue
-            self._drain(identity, gateway)
-            if gateway.pending and now - gateway.pending_since_s > SILENCE_LIMIT_S:
-                self._bury(identity, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
-
-    def _bury(self, identity: bytes, reason: str, *, level: int = logging.WARNING) -> None:
-        if self._gateways.pop(identity, None) is not None:
-            _LOG.log(level, "gateway %s is gone: %s", identity.hex()[:8], reason)
-            self._inbox.put((identity, GatewayGone()))
+    def _bury(self, gateway: _Gateway, reason: str, *, level: int = logging.WARNING) -> None:
+        _LOG.log(level, "gateway %d is gone: %s", gateway.number, reason)
+        self._selector.unregister(gateway.connection)
+        with self._lock:
+            del self._gateways[gateway.number]
+            gateway.connection.close()
+        self._inbox.put((gateway.number, GatewayGone()))
 
     def _say_goodbye(self) -> None:
-        self._send_outbox()
-        if self._failure is not None:
-            for identity in list(self._gateways):
-                self._post(identity, Failure(message=self._failure))
+        with self._lock:
+            self._send_outbox()
+            if self._failure is not None:
+                for gateway in self._gateways.values():
+                    self._post(gateway, Failure(message=self._failure))
+
+    # -- under the lock ---------------------------------------------------------------------
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            self._send_step(*self._outbox.popleft())
+
+    def _send_step(self, gateway_id: GatewayId, outputs: tuple[RequestOutput, ...]) -> bool:
+        """Whether nothing is left to be sent."""
+        gateway = self._gateways.get(gateway_id)
+        if gateway is None:
+            return True
+        gateway.num_steps += 1
+        stats = self.stats if self.stats is not gateway.stats else None
+        gateway.stats = stats or gateway.stats
+        self._post(gateway, Step(number=gateway.num_steps, outputs=outputs, stats=stats))
+        return not gateway.pending
+
+    def _post(self, gateway: _Gateway, message: Message) -> None:
+        gateway.pending.append(memoryview(framed(encode(message))))
+        if len(gateway.pending) == 1:
+            gateway.pending_since_s = time.monotonic()
+            self._drain(gateway)
+
+    def _drain(self, gateway: _Gateway) -> None:
+        while gateway.pending:
+            first = gateway.pending[0]
+            try:
+                num_sent = gateway.connection.send(first)
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone: reading will find the same
+                gateway.pending.clear()
+                return
+            gateway.pending_since_s = time.monotonic()
+            if num_sent < len(first):
+                gateway.pending[0] = first[num_sent:]
+            else:
+                gateway.pending.popleft()
+
+    def _retry_pending(self) -> None:
+        for gateway in self._gateways.values():
+            self._drain(gateway)
+
+
+def _listen(address: str) -> socket.socket:
+    Path(address).unlink(missing_ok=True)  # of an engine that was killed
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen()
+    listener.setblocking(False)
+    return listener
 
 
 def _version_text(theirs: int) -> str:

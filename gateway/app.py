@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-import zmq.asyncio
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -70,8 +69,7 @@ def create_app(config: GatewayConfig) -> Starlette:
         ModelLoadError: the model's tokenizer or settings cannot be read.
     """
     model = load_model(config)
-    context = zmq.asyncio.Context()
-    engine = EngineClient(config.engine_address, context, engine_wait_s=config.engine_wait_s)
+    engine = EngineClient(config.engine_address, engine_wait_s=config.engine_wait_s)
     metrics = Metrics(engine, model.name, _workers(config))
     gate = make_gate(config, engine)
     generator = Generator(
@@ -111,7 +109,6 @@ def create_app(config: GatewayConfig) -> Starlette:
             await metrics.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
-            context.destroy(linger=200)
 
     routes = [
         Mount(

@@ -21,7 +21,7 @@ class GatewayConfig:
     """What a gateway needs to know.
 
     Attributes:
-        engine_address: ZeroMQ endpoint that the engine binds.
+        engine_address: path of the Unix socket at which the engine listens.
         host: the address the listening socket is bound to; on loopback the Host header is
             checked.
         host_name: what the user called it.

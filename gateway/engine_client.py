@@ -1,9 +1,9 @@
 """The gateway's end of the wire: submits requests to the engine and hands out its streams.
 
-A connection to the engine is one *life*: a DEALER socket under a fresh identity, `Hello`, then
-`EngineInfo`. It ends when the engine says `Failure`, is silent for too long, loses a frame, or
-somebody calls `mark_dead`. The next life begins by saying hello again, so a restarted engine is
-found without anyone's help, and goes on with the streams that are open (`open_streams`).
+A connection to the engine is one *life*: it begins with `Hello` and `EngineInfo`, and ends when the
+connection is lost, the engine says `Failure`, is silent for too long, loses a frame, or somebody
+calls `mark_dead`. Then the next is tried, so a restarted engine is found without anyone's help, and
+goes on with the streams that are open (`open_streams`).
 
 Not known here: text, APIs, clients.
 """
@@ -15,8 +15,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-
-import zmq.asyncio
 
 from penstock.engine.codec import decode, encode
 from penstock.engine.errors import EngineDeadError
@@ -41,8 +39,7 @@ MAX_ENGINE_LIVES = 5
 ENGINE_WAIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
-_LAST_WORDS_S = 0.1
-_RETRY_S = 0.005  # while ZeroMQ has no room
+_RETRY_S = 0.05  # while no engine listens
 _MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 # What of the stats is over when an engine dies: all but its counters and the sizes of its pools.
 _GAUGES = tuple(
@@ -56,7 +53,7 @@ class EngineClient:
     """A gateway's link to one engine.
 
     Args:
-        address: the ZeroMQ endpoint that the engine binds; it may not be there yet.
+        address: path of the Unix socket at which the engine listens; it may not be there yet.
         max_engine_lives: engines that may die with a request before it fails.
         engine_wait_s: how long the streams of an engine that died wait for the next.
     """
@@ -64,7 +61,6 @@ class EngineClient:
     def __init__(
         self,
         address: str,
-        context: zmq.asyncio.Context,
         *,
         max_engine_lives: int = MAX_ENGINE_LIVES,
         engine_wait_s: float = ENGINE_WAIT_S,
@@ -72,7 +68,6 @@ class EngineClient:
         self.stats = EngineStats()
         self.info: EngineInfo | None = None  # None while no engine answers
         self._address = address
-        self._context = context
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._streams = OpenStreams(
             lambda message: self._outbox.put_nowait(message),
@@ -176,9 +171,10 @@ class EngineClient:
     async def _keep_connected(self) -> None:
         try:
             while True:
+                socket = await self._connected()
                 try:
-                    reason = await self._live()
-                except Exception as error:  # a socket that cannot be made, say: tell, and try again
+                    reason = await self._live(socket)
+                except Exception as error:  # a bug: tell, and try again
                     reason = f"{type(error).__name__}: {error}"
                     self._bury(reason)
                 _LOG.error("the engine is gone: %s", reason)
@@ -188,12 +184,19 @@ class EngineClient:
             self.info = None
             self._streams.fail_all(_SHUTDOWN)
 
-    async def _live(self) -> str:
+    async def _connected(self) -> EngineSocket:
+        """As soon as an engine listens."""
+        while True:
+            with contextlib.suppress(OSError):
+                return await EngineSocket.connect(self._address, self._take_frame)
+            self._streams.tick()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _live(self, socket: EngineSocket) -> str:
         """From hello to death; returns the cause."""
         self._death = asyncio.get_running_loop().create_future()
         self._num_silent_beats = self._num_steps = 0
         self._outbox = asyncio.Queue()
-        socket = EngineSocket(self._context, self._address, self._take_frame)
         tasks = [
             asyncio.create_task(self._guarded(work))
             for work in (self._send(socket), self._beat(), self._watch(socket))
@@ -206,8 +209,8 @@ class EngineClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            while not self._outbox.empty() and socket.send(encode(self._outbox.get_nowait())):
-                pass  # aborts that are still queued
+            while not self._outbox.empty():  # aborts
+                socket.send_last(encode(self._outbox.get_nowait()))
             socket.close()
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
@@ -226,15 +229,11 @@ class EngineClient:
 
     async def _send(self, socket: EngineSocket) -> None:
         while True:
-            frame = encode(await self._outbox.get())
-            while not socket.send(frame):  # noqa: ASYNC110  (the engine is slow or gone)
-                await asyncio.sleep(_RETRY_S)
+            await socket.send(encode(await self._outbox.get()))
 
     async def _watch(self, socket: EngineSocket) -> None:
         """A killed engine's socket closes at once: no need to wait until it has been silent."""
         await socket.disconnected.wait()
-        # What it sent before is still to be read, a `Failure` with its reason above all.
-        await asyncio.sleep(_LAST_WORDS_S)
         self.mark_dead("its connection closed")
 
     async def _beat(self) -> None:

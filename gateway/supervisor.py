@@ -60,7 +60,7 @@ class Supervisor:
         is_well = False
         with _listen(self._settings) as listener, run_directory() as directory, self._signals():
             try:
-                self._children = self._plan(f"ipc://{directory}/engine.sock", listener)
+                self._children = self._plan(f"{directory}/engine.sock", listener)
                 for child in self._children:
                     self._start(child)
                 self._await_ready()

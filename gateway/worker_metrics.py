@@ -19,7 +19,6 @@ import orjson
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 _TIMEOUT_S = 1.0
-_IPC = "ipc://"
 Collect = Callable[[], Awaitable[Sequence[Metric]]]
 
 
@@ -33,7 +32,7 @@ class Workers:
     """
 
     def __init__(self, engine_address: str, *, index: int, num: int) -> None:
-        self._directory = Path(engine_address.removeprefix(_IPC)).parent
+        self._directory = Path(engine_address).parent
         self._index = index
         self._num = num
         self._server: asyncio.Server | None = None

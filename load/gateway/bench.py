@@ -208,7 +208,7 @@ def _servers(parsed: argparse.Namespace, interval_ms: float) -> Iterator[tuple[i
         listener.listen(1024)
         clock_file = Path(directory) / "clock"
         ClockFile(clock_file, create=True)
-        address = f"ipc://{directory}/engine.sock"
+        address = f"{directory}/engine.sock"
         engine = Child(
             "the stub engine",
             "penstock.load.gateway.stub_engine",

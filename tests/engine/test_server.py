@@ -1,20 +1,23 @@
-"""The engine's end of the wire, spoken to over a real ZeroMQ socket."""
+"""The engine's end of the wire, spoken to over a real socket."""
 
 from __future__ import annotations
 
+import select
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import zmq
 
 from penstock.engine.blocks import BlockManager
 from penstock.engine.codec import decode, encode
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.frames import FrameReader, framed
 from penstock.engine.messages import (
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
@@ -79,21 +82,28 @@ class Gateway:
     """A gateway's socket."""
 
     def __init__(self, address: str) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(address)
+        self._frames = FrameReader()
+        self._messages: deque[Message] = deque()
 
     def send(self, message: Message) -> None:
-        self.socket.send(encode(message))
+        self.socket.sendall(framed(encode(message)))
 
     def receive(self, *, timeout_s: float = 5.0, beats: bool = False) -> Message:
-        """The next message that is no heartbeat."""
+        """The next message that is no heartbeat. Raises EOFError where the engine has closed."""
         deadline_s = time.monotonic() + timeout_s
-        while self.socket.poll(max(0, int((deadline_s - time.monotonic()) * 1000))):
-            message = decode(self.socket.recv())
-            if beats or not isinstance(message, Heartbeat):
-                return message
-        raise TimeoutError
+        while True:
+            while self._messages:
+                message = self._messages.popleft()
+                if beats or not isinstance(message, Heartbeat):
+                    return message
+            if not select.select([self.socket], [], [], max(0, deadline_s - time.monotonic()))[0]:
+                raise TimeoutError
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self._messages += map(decode, self._frames.feed(data))
 
     def hello(self) -> EngineInfo:
         self.send(Hello())
@@ -153,7 +163,7 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    running = Engine(f"ipc://{tmp_path}/e.sock")
+    running = Engine(f"{tmp_path}/e.sock")
     running.server.start()
     running.thread.start()
     yield running
@@ -247,6 +257,32 @@ def test_a_silent_gateway_is_declared_dead(engine: Engine, connect: Connect) -> 
     assert waited_s > SILENCE_LIMIT_S - 1
 
 
+def test_a_gateway_that_reads_late_loses_nothing(engine: Engine, connect: Connect) -> None:
+    """Its frames wait, longer than the kernel has room for them, and nobody else's do."""
+    gateway, other = connect(), connect()
+    gateway.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    params = SamplingParams(max_tokens=300, logprobs=20)
+    request = Request(request_id="a", prompt_token_ids=(1,), sampling_params=params)
+    gateway.send(Submit(request=request))
+    [wired] = [one for one in engine.server._wire._gateways.values() if one.number == 1]
+    wired.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    other.submit("b", (2,), 100)
+    assert other.finish("b")[0] == expected_output([2], 100)
+    assert wired.pending
+    tokens, _, numbers = gateway.finish("a")
+    assert tokens == expected_output([1], 300)
+    assert numbers == list(range(1, 301))
+
+
+def test_what_speaks_something_else_is_let_go(engine: Engine, connect: Connect) -> None:
+    stranger, gateway = connect(says_hello=False), connect()
+    stranger.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises((EOFError, ConnectionResetError)):
+        stranger.receive()
+    gateway.submit("a", (1,), 5)
+    assert gateway.finish("a")[0] == expected_output([1], 5)
+
+
 def test_heartbeats_carry_stats_even_while_a_step_is_long(engine: Engine, connect: Connect) -> None:
     gateway = connect()
     engine.device.step_s = 2.5
@@ -269,7 +305,7 @@ def test_refusals_name_the_reason(connect: Connect) -> None:
 
 def test_strangers_are_told_to_say_hello(connect: Connect) -> None:
     gateway = connect(says_hello=False)
-    gateway.socket.send(b"\xc1 junk")
+    gateway.socket.sendall(framed(b"\xc1 junk"))
     gateway.submit("a", (1,), 5)
     assert gateway.receive() == Failure(message="unknown gateway: say hello first")
     other = connect(says_hello=False)
@@ -297,7 +333,7 @@ def test_a_broken_wire_ends_the_engine(
     def fail(_: object) -> None:
         raise MemoryError("a bug")
 
-    monkeypatch.setattr(engine.server._wire, "_read_all", lambda: fail(None))
+    monkeypatch.setattr(engine.server._wire, "_read", fail)
     connect(says_hello=False).send(Hello())
     engine.thread.join(timeout=5)
     assert isinstance(engine.error, WireBrokenError)

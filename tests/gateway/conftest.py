@@ -116,7 +116,7 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
     async def start(
         *, step_s: float = 0.0, info: Mapping[str, Any] | None = None, **settings: Any
     ) -> AsyncIterator[Served]:
-        address = f"ipc://{tmp_path}/engine.sock"
+        address = f"{tmp_path}/engine.sock"
         config = GatewayConfig(
             engine_address=address,
             served_model_names=("tiny",),

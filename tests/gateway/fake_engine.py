@@ -1,4 +1,4 @@
-"""An engine without a model: a real ROUTER that speaks `messages` and streams scripted tokens."""
+"""An engine without a model: a real socket that speaks `messages` and streams scripted tokens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import socket
 from collections.abc import Callable, Coroutine, Iterator
-
-import zmq
-import zmq.asyncio
+from pathlib import Path
 
 from penstock.engine.codec import decode, encode
+from penstock.engine.frames import FrameReader, framed
 from penstock.engine.messages import (
     Abort,
     DropPrefix,
@@ -75,12 +75,14 @@ class FakeEngine:
         self.num_deaths = 0
         self.submitted: dict[str, Request] = {}
         self.aborted: set[str] = set()
-        self._stopped: set[tuple[bytes, str]] = set()  # by gateway: another may run it now
+        self._stopped: set[tuple[int, str]] = set()  # by gateway: another may run it now
         self.aborted_branches: set[tuple[str, int]] = set()
         self.dropped: list[DropPrefix] = []
         self.stats = EngineStats(num_requests_running=1, num_blocks_used=16, num_blocks=64)
         self.address = address
-        self.num_steps: dict[bytes, int] = {}
+        self.num_steps: dict[int, int] = {}  # by gateway
+        self._sockets: dict[int, socket.socket] = {}  # those that listen, and by gateway
+        self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> FakeEngine:
@@ -91,12 +93,13 @@ class FakeEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=0)
+        for connection in self._sockets.values():
+            connection.close()
 
     async def die(self) -> None:
         """Tell the gateways, as an engine does that cannot go on, and fall silent."""
-        for identity in list(self.num_steps):
-            await self.send(identity, Failure(message="out of memory"))
+        for gateway in list(self.num_steps):
+            await self.send(gateway, Failure(message="out of memory"))
         self.fall_silent()
 
     def kill(self) -> None:
@@ -104,22 +107,29 @@ class FakeEngine:
         self.num_deaths += 1
         self.fall_silent()
         self.num_steps.clear()
-        self._context.destroy(linger=0)  # unlike a socket's close it is over when this returns
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):  # the other end was quicker
+                connection.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
         """Begin a life that knows nothing of those before."""
-        self._context = zmq.asyncio.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(self.address)
-        self._start(self._receive())
+        Path(self.address).unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self.address)
+        listener.listen()
+        listener.setblocking(False)
+        self._sockets[next(self._numbers)] = listener
+        self._start(self._accept(listener))
         self._start(self._beat())
 
     def fall_silent(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    async def send(self, identity: bytes, message: Message) -> None:
-        await self._router.send_multipart([identity, encode(message)])
+    async def send(self, gateway: int, message: Message) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # it has gone
+            await loop.sock_sendall(self._sockets[gateway], framed(encode(message)))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -128,35 +138,47 @@ class FakeEngine:
 
     async def _beat(self) -> None:
         while True:
-            for identity in list(self.num_steps):
-                await self.send(identity, Heartbeat(stats=self.stats))
+            for gateway in list(self.num_steps):
+                await self.send(gateway, Heartbeat(stats=self.stats))
             await asyncio.sleep(0.5)
 
-    async def _receive(self) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         while True:
-            identity, frame = await self._router.recv_multipart()
-            message = decode(frame)
-            if isinstance(message, Hello):
-                self.num_steps.setdefault(identity, 0)
-                await self.send(identity, self.info)
-            elif isinstance(message, Abort):
-                self.aborted.update(message.request_ids)
-                self._stopped.update((identity, name) for name in message.request_ids)
-                self.aborted_branches.update(message.branches)
-            elif isinstance(message, DropPrefix):
-                self.dropped.append(message)
-            elif isinstance(message, Submit):
-                self.submitted[message.request.request_id] = message.request
-                if self.poison(message.request):
-                    self.kill()
-                    return
-                self._start(self._stream(identity, message.request))
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            gateway = next(self._numbers)
+            self._sockets[gateway] = connection
+            self._start(self._receive(gateway, connection))
 
-    async def _stream(self, identity: bytes, request: Request) -> None:
+    async def _receive(self, gateway: int, connection: socket.socket) -> None:
+        frames = FrameReader()
+        with contextlib.suppress(OSError):
+            while data := await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
+                for frame in frames.feed(data):
+                    await self._take(gateway, decode(frame))
+        self.num_steps.pop(gateway, None)
+
+    async def _take(self, gateway: int, message: Message) -> None:
+        if isinstance(message, Hello):
+            self.num_steps.setdefault(gateway, 0)
+            await self.send(gateway, self.info)
+        elif isinstance(message, Abort):
+            self.aborted.update(message.request_ids)
+            self._stopped.update((gateway, name) for name in message.request_ids)
+            self.aborted_branches.update(message.branches)
+        elif isinstance(message, DropPrefix):
+            self.dropped.append(message)
+        elif isinstance(message, Submit):
+            self.submitted[message.request.request_id] = message.request
+            if self.poison(message.request):
+                self.kill()
+            else:
+                self._start(self._stream(gateway, message.request))
+
+    async def _stream(self, gateway: int, request: Request) -> None:
         """One step after the other: of each branch that still runs its next output."""
         num_branches = request.sampling_params.num_branches
         running = {index: self._outputs(request, index) for index in range(num_branches)}
-        while running and (identity, request.request_id) not in self._stopped:
+        while running and (gateway, request.request_id) not in self._stopped:
             await self.may_speak.wait()
             outputs = [next(branch) for branch in running.values()]
             for output in outputs:
@@ -165,14 +187,13 @@ class FakeEngine:
                     del running[output.index]
             if not running:
                 outputs[-1] = dataclasses.replace(outputs[-1], is_last=True)
-            await self._send_step(identity, outputs)
+            await self._send_step(gateway, outputs)
             await asyncio.sleep(self.step_s)
 
-    async def _send_step(self, identity: bytes, outputs: list[RequestOutput]) -> None:
-        self.num_steps[identity] += 1
-        step = Step(number=self.num_steps[identity], outputs=tuple(outputs), stats=self.stats)
-        with contextlib.suppress(zmq.ZMQError):
-            await self.send(identity, step)
+    async def _send_step(self, gateway: int, outputs: list[RequestOutput]) -> None:
+        self.num_steps[gateway] += 1
+        step = Step(number=self.num_steps[gateway], outputs=tuple(outputs), stats=self.stats)
+        await self.send(gateway, step)
         if self.dies_in is not None:
             self.dies_in -= 1
             if self.dies_in == 0:

@@ -62,13 +62,13 @@ def test_kv_memory_and_scheduling() -> None:
 def gateway_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """As the supervisor hands them on."""
     model = asdict(ModelConfig(model=settings["model"]))
-    return {**settings, "model": model, "engine_address": "ipc://x"}
+    return {**settings, "model": model, "engine_address": "x"}
 
 
 def test_the_gateways_defaults_are_those_of_its_flags() -> None:
     silent = GatewayConfig.from_settings(gateway_settings(resolve_settings({}, {})))
     assert silent == GatewayConfig(
-        engine_address="ipc://x", host_name=silent.host_name, model=ModelConfig(model="demo")
+        engine_address="x", host_name=silent.host_name, model=ModelConfig(model="demo")
     )
 
 
@@ -86,7 +86,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
     settings = resolve_settings(vars(_parser().parse_args(given)), {})
     values = {**gateway_settings(settings), "worker_index": 2, "num_workers": 3}
     assert GatewayConfig.from_settings(values) == GatewayConfig(
-        engine_address="ipc://x",
+        engine_address="x",
         worker_index=2,
         num_workers=3,
         host_name="localhost",

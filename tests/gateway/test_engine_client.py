@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import zmq.asyncio
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.messages import DropPrefix, EngineStats, Step
@@ -32,9 +31,8 @@ from .fake_engine import FakeEngine
 async def linked(
     path: Path, step_s: float = 0.0, **options: float
 ) -> AsyncIterator[tuple[EngineClient, FakeEngine]]:
-    address = f"ipc://{path}/engine.sock"
-    context = zmq.asyncio.Context()
-    client = EngineClient(address, context, **options)  # type: ignore[arg-type]
+    address = f"{path}/engine.sock"
+    client = EngineClient(address, **options)  # type: ignore[arg-type]
     client.start()  # before there is an engine
     try:
         async with FakeEngine(address, [1, 2, 3], step_s=step_s) as engine:
@@ -43,7 +41,6 @@ async def linked(
             yield client, engine
     finally:
         await client.close()
-        context.destroy(linger=0)
 
 
 def request(request_id: str, max_tokens: int = 10_000, n: int = 1) -> Request:

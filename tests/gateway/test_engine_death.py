@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq.asyncio
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import BeamSearch, FinishReason, Request, SamplingParams
@@ -73,14 +72,12 @@ Connect = Callable[..., contextlib.AbstractAsyncContextManager[Link]]
 @pytest.fixture
 def connect(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Connect:
     monkeypatch.setattr(engine_client, "HEARTBEAT_INTERVAL_S", 0.02)
-    monkeypatch.setattr(engine_client, "_LAST_WORDS_S", 0.01)
     monkeypatch.setattr(engine_client, "_MAX_SILENT_BEATS", 1000)
 
     @contextlib.asynccontextmanager
     async def start(*, step_s: float = 0.0, **options: Any) -> AsyncIterator[Link]:
-        address = f"ipc://{tmp_path}/engine.sock"
-        context = zmq.asyncio.Context()
-        client = EngineClient(address, context, **options)
+        address = f"{tmp_path}/engine.sock"
+        client = EngineClient(address, **options)
         client.start()
         try:
             async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=step_s) as engine:
@@ -95,7 +92,6 @@ def connect(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatc
                     keeper.cancel()
         finally:
             await client.close()
-            context.destroy(linger=0)
 
     return start
 

@@ -45,7 +45,7 @@ class Gateway:
 @contextlib.asynccontextmanager
 async def another(model_path: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[Gateway]:
     config = GatewayConfig(
-        engine_address=f"ipc://{tmp_path}/engine.sock",
+        engine_address=f"{tmp_path}/engine.sock",
         served_model_names=("tiny",),
         model=ModelConfig(model=str(model_path)),
         **settings,

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.gateway.engine_client import EngineClient
@@ -107,7 +106,7 @@ async def test_routes_that_are_none_share_one_series(served: Served) -> None:
 
 
 def _own_metrics(workers: Workers | None = None) -> Metrics:
-    client = EngineClient("ipc://unused", zmq.asyncio.Context.instance())
+    client = EngineClient("unused")
     return Metrics(client, "tiny", workers)
 
 
@@ -124,7 +123,7 @@ async def test_tenants_beyond_the_limit_share_one_series() -> None:
 
 @asynccontextmanager
 async def _workers(directory: Path, num: int) -> AsyncIterator[list[Metrics]]:
-    address = f"ipc://{directory}/engine.sock"
+    address = f"{directory}/engine.sock"
     all_metrics = [_own_metrics(Workers(address, index=i, num=num)) for i in range(num)]
     for metrics in all_metrics:
         await metrics.start()
@@ -174,7 +173,7 @@ async def test_a_worker_that_hangs_holds_nobody_up(
         writer.close()
 
     server = await asyncio.start_unix_server(hang, tmp_path / "gateway-1.sock")
-    metrics = _own_metrics(Workers(f"ipc://{tmp_path}/engine.sock", index=0, num=2))
+    metrics = _own_metrics(Workers(f"{tmp_path}/engine.sock", index=0, num=2))
     found = _parsed((await metrics.render()).decode())
     assert _value(found, "gateway_workers") == 1
     server.close()

@@ -40,7 +40,7 @@ def _operations(routes: Iterable[BaseRoute], prefix: str = "") -> Iterator[tuple
 
 async def test_every_route_is_described(model_path: Path, tmp_path: Path) -> None:
     model = ModelConfig(model=str(model_path))
-    app = create_app(GatewayConfig(engine_address=f"ipc://{tmp_path}/engine.sock", model=model))
+    app = create_app(GatewayConfig(engine_address=f"{tmp_path}/engine.sock", model=model))
     async with app.router.lifespan_context(app):
         served = set(_operations(app.routes))
     paths = document(["tiny"])["paths"]

@@ -88,7 +88,7 @@ async def ending(web: websockets.ClientConnection) -> AsyncIterator[str | bytes]
 
 
 async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/engine.sock"
+    address = f"{tmp_path}/engine.sock"
     with launched(str(model_path), address) as (process, port, status_fd):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
             assert (await http.get("/ready")).status_code == 503  # no engine yet
@@ -123,7 +123,7 @@ async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path
 
 
 async def test_a_bad_model_is_one_status_line(tmp_path: Path) -> None:
-    with launched(str(tmp_path), f"ipc://{tmp_path}/engine.sock") as (process, _, status_fd):
+    with launched(str(tmp_path), f"{tmp_path}/engine.sock") as (process, _, status_fd):
         line = await asyncio.to_thread(os.read, status_fd, 1000)
         event = json.loads(line)
         assert event["event"] == "failed"
@@ -137,7 +137,7 @@ _ENDLESS = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": 200
 async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_them(
     model_path: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    address = f"ipc://{tmp_path}/engine.sock"
+    address = f"{tmp_path}/engine.sock"
     patient = launched(str(model_path), address, shutdown_grace_s=600)
     with patient as (process, port, status_fd):
         async with (
@@ -179,7 +179,7 @@ async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_t
 async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
     model_path: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    address = f"ipc://{tmp_path}/engine.sock"
+    address = f"{tmp_path}/engine.sock"
     config = GatewayConfig(engine_address=address, model=ModelConfig(model=str(model_path)))
     app = create_app(config)
     server = _Server(_uvicorn_config(config, app), app, grace_s=0.1)

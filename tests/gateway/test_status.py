@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import zmq.asyncio
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.messages import EngineStats
@@ -52,7 +51,7 @@ async def test_metrics(served: Served) -> None:
 
 def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
     """What is exported of the engine, by name and labels."""
-    engine = EngineClient("ipc://unused", zmq.asyncio.Context.instance())
+    engine = EngineClient("unused")
     engine.stats = stats
     return {
         (sample.name, str(sorted(sample.labels.items()))): sample.value
@@ -129,7 +128,7 @@ def wait_ms(refused: httpx.Response) -> int:
 
 async def test_before_the_first_engine(model_path: Path, tmp_path: Path) -> None:
     config = GatewayConfig(
-        engine_address=f"ipc://{tmp_path}/engine.sock", model=ModelConfig(model=str(model_path))
+        engine_address=f"{tmp_path}/engine.sock", model=ModelConfig(model=str(model_path))
     )
     app = create_app(config)
     async with (

@@ -25,7 +25,7 @@ from penstock.load.gpu.report import RESULTS, details
 ROOT = Path(__file__).parents[2]
 # Of what `penstock serve` needs, this is not on the machines that lend a GPU.
 ABSENT = ("httptools", "msgpack", "orjson", "redis", "setproctitle", "starlette", "uvicorn",
-          "websockets", "zmq")  # fmt: skip
+          "websockets")  # fmt: skip
 PROGRAM = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT}))

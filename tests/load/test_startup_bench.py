@@ -96,7 +96,7 @@ def test_the_probe_begins_with_the_standard_library_alone() -> None:
     program = (
         "import sys, penstock.load.startup.probe\n"
         "print([name for name in sys.modules if name.split('.')[0] in"
-        " ('torch', 'numpy', 'pydantic', 'zmq') or name.startswith('penstock.engine')])"
+        " ('torch', 'numpy', 'pydantic', 'msgpack') or name.startswith('penstock.engine')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -44,7 +44,7 @@ def test_no_torch_in_the_gateway_and_no_framework_in_the_supervisor(demo_server:
     supervisor = mapped(demo_server.process.pid)
     assert "libtorch" not in supervisor
     assert "pydantic" not in supervisor
-    assert "zmq" not in supervisor
+    assert "msgpack" not in supervisor
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
