@@ -160,10 +160,10 @@ async def test_nobody_listens() -> None:
     "script",
     [
         [FOREVER],
-        [head(), *[0.05, framed(b": ping\n\n")] * 100],  # a comment is no event
+        [head(), *[0.05, framed(b": ping\n\n")] * 1000],  # a comment is no event
         [head(), framed(_GOOD[0]), FOREVER],
         [head(), *map(framed, _GOOD), FOREVER],  # [DONE], and then the body has no end
-        [head(), *map(framed, _GOOD), *[0.05, framed(_GOOD[0])] * 100],
+        [head(), *map(framed, _GOOD), *[0.05, framed(_GOOD[0])] * 1000],
     ],
     ids=["no head", "comments", "after text", "no end of the body", "events without end"],
 )
@@ -172,7 +172,7 @@ async def test_silence_is_bounded(script: Script) -> None:
     async with connected(script, stall_s=0.3) as (server, transport):
         began_s = time.perf_counter()
         await transport.stream(CALL, record)
-        assert 0.25 < time.perf_counter() - began_s < 3.0
+        assert 0.25 < time.perf_counter() - began_s < 30
         await asyncio.wait_for(server.hung_up.wait(), 5)
     assert Fault.STALLED in record.faults
 

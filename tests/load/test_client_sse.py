@@ -73,7 +73,7 @@ async def test_times_are_those_of_arrival() -> None:
     record = await record_from([*script, framed(b"")])
     first_s, second_s, third_s = record.event_times_s
     for gap_s in (second_s - first_s, third_s - second_s):
-        assert 0.05 < gap_s < 1.0
+        assert 0.05 < gap_s < 10
     assert record.ended_s - third_s > 0.2  # the finish chunk, usage, and [DONE]
 
 

@@ -73,17 +73,17 @@ def test_a_known_latency_is_measured_right(bench: Bench, wire: str) -> None:
     arguments = ("--num-prompts", "24", "--max-concurrency", "8", "--output-len", "30")
     _, report = bench(*WIRES[wire], *arguments)
     summary = report["summary"]
-    assert TTFT_MS - 1 <= summary["ttft_ms"]["p50"] < TTFT_MS * 1.6
-    assert ITL_MS * 0.8 <= summary["itl_ms"]["p50"] < ITL_MS * 1.5
-    assert ITL_MS * 0.95 <= summary["tpot_ms"]["mean"] < ITL_MS * 1.6
+    assert TTFT_MS - 1 <= summary["ttft_ms"]["p50"] < TTFT_MS * 4
+    assert ITL_MS * 0.8 <= summary["itl_ms"]["p50"] < ITL_MS * 4
+    assert ITL_MS * 0.95 <= summary["tpot_ms"]["mean"] < ITL_MS * 4
     expected_e2e_ms = TTFT_MS + 29 * ITL_MS
-    assert expected_e2e_ms - 5 <= summary["e2e_ms"]["p50"] < expected_e2e_ms * 1.6
+    assert expected_e2e_ms - 5 <= summary["e2e_ms"]["p50"] < expected_e2e_ms * 4
     assert (summary["num_completed"], summary["num_failed"]) == (24, 0)
     assert summary["num_output_tokens"] == 24 * 30
     assert summary["peak_concurrency"] == 8
     # By Little's law, 8 streams of that length.
     expected_tokens_per_s = 8 * 30 / expected_e2e_ms * 1e3
-    assert expected_tokens_per_s * 0.5 < summary["output_tokens_per_s"] <= expected_tokens_per_s
+    assert expected_tokens_per_s * 0.2 < summary["output_tokens_per_s"] <= expected_tokens_per_s
 
 
 def test_the_report_is_printed_and_written(bench: Bench) -> None:

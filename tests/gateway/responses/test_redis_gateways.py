@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import weakref
 
@@ -14,7 +15,7 @@ from penstock.gateway.responses.record import DeltaEntry
 from penstock.gateway.responses.redis_stream import add_fence, log_key, round_trip
 
 from ...redis_server import RedisServer
-from .conftest import Gateways, begin
+from .conftest import PATIENT, Gateways, begin
 from .records import TENANT, add_delta, add_end, expired, header, read_to_end, seen, until
 
 pytestmark = pytest.mark.redis
@@ -183,13 +184,14 @@ async def test_an_owner_that_lost_its_lease_looks_before_it_says_anything(
 
 
 async def test_handing_over_is_quick(redis_server: RedisServer, gateways: Gateways) -> None:
-    leaving, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    slow = dataclasses.replace(PATIENT, lease_s=30.0)
+    leaving, other = [await gateways.make(redis_server.url, slow) for _ in range(2)]
     logs = [await begin(leaving, 2) for _ in range(5)]
     begun = asyncio.get_running_loop().time()
     await leaving.store.hand_over()
     await until(lambda: len(other.carried_on) == len(logs))
     took = asyncio.get_running_loop().time() - begun
-    assert took < 0.9  # the lease alone would have lasted a second
+    assert took < 15  # the lease alone would have lasted twice that
     with pytest.raises(StoreUnavailableError):
         await leaving.store.create(header())
     for log in logs:
