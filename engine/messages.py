@@ -7,7 +7,11 @@
                    ◄─────────────────────────────      Step (numbered), Heartbeat, Failure
 
 Frames are versioned by `PROTOCOL_VERSION` in `Hello` and in every `Submit`; `codec` writes and
-reads them.
+reads them. The version is raised with every change of what a frame holds or means: a field added
+to a message or to what it carries (an optional one too: it is read by its place, or refused by
+name), taken away, renamed, moved, or given another type or sense; a new message; another way of
+writing one. Engine and gateways of one server are of one release, so nobody reads another version:
+the engine refuses it. Only `Hello` and `Failure` must stay as they are, or it could not say so.
 """
 
 from __future__ import annotations

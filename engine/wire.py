@@ -6,7 +6,8 @@ straight to the socket while that is little: to wake the thread for it costs mor
 on cores that the model wants for itself. It never blocks on a gateway.
 
 A gateway is dead when its connection is gone, when it has been silent for `SILENCE_LIMIT_S`, or
-when it took no frame for as long: nothing is dropped silently.
+when it took no frame for as long: nothing is dropped silently. Heartbeats are counted, not seconds:
+a machine that stood still kills nobody.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from penstock.engine.messages import (
 from penstock.engine.request import RequestOutput
 
 _LOG = logging.getLogger(__name__)
+_MAX_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 _RETRY_S = 0.005  # while frames wait
 _READ_BYTES = 1 << 18
 _SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
@@ -59,13 +61,14 @@ class GatewayGone:
 class _Gateway:
     number: int
     connection: socket.socket
-    last_heard_s: float
     frames: FrameReader = field(default_factory=FrameReader)
     has_said_hello: bool = False
     num_steps: int = 0
     stats: EngineStats | None = None  # the last that a step's frame carried
     pending: deque[memoryview] = field(default_factory=deque)
-    pending_since_s: float = 0.0
+    # Heartbeats of ours since it was last heard of, and since it last took something.
+    num_silent_beats: int = 0
+    num_stuck_beats: int = 0
 
 
 class WireBrokenError(Exception):
@@ -189,7 +192,7 @@ class Wire(threading.Thread):
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        gateway = _Gateway(next(self._numbers), accepted, time.monotonic())
+        gateway = _Gateway(next(self._numbers), accepted)
         with self._lock:
             self._gateways[gateway.number] = gateway
         self._selector.register(accepted, selectors.EVENT_READ, gateway)
@@ -216,7 +219,7 @@ class Wire(threading.Thread):
         except (ValueError, IndexError) as error:
             _LOG.warning("a frame nobody understands: %s", error)
             return
-        gateway.last_heard_s = time.monotonic()
+        gateway.num_silent_beats = 0
         if isinstance(message, Hello):
             gateway.has_said_hello = True
             is_ours = message.protocol_version == PROTOCOL_VERSION
@@ -228,12 +231,13 @@ class Wire(threading.Thread):
             self._inbox.put((gateway.number, message))
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        self._next_heartbeat_s = now + HEARTBEAT_INTERVAL_S
+        self._next_heartbeat_s = time.monotonic() + HEARTBEAT_INTERVAL_S
         for gateway in list(self._gateways.values()):
-            if now - gateway.last_heard_s > SILENCE_LIMIT_S:
+            gateway.num_silent_beats += 1
+            gateway.num_stuck_beats += bool(gateway.pending)
+            if gateway.num_silent_beats > _MAX_BEATS:
                 self._bury(gateway, f"silent for {SILENCE_LIMIT_S:.0f} s")
-            elif gateway.pending and now - gateway.pending_since_s > SILENCE_LIMIT_S:
+            elif gateway.num_stuck_beats > _MAX_BEATS:
                 self._bury(gateway, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
             elif gateway.has_said_hello:
                 self._post_now(gateway, Heartbeat(stats=self.stats))
@@ -277,7 +281,6 @@ class Wire(threading.Thread):
     def _post(self, gateway: _Gateway, message: Message) -> None:
         gateway.pending.append(memoryview(framed(encode(message))))
         if len(gateway.pending) == 1:
-            gateway.pending_since_s = time.monotonic()
             self._drain(gateway)
 
     def _drain(self, gateway: _Gateway) -> None:
@@ -290,7 +293,7 @@ class Wire(threading.Thread):
             except OSError:  # it is gone: reading will find the same
                 gateway.pending.clear()
                 return
-            gateway.pending_since_s = time.monotonic()
+            gateway.num_stuck_beats = 0
             if num_sent < len(first):
                 gateway.pending[0] = first[num_sent:]
             else:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -33,9 +37,11 @@ from penstock.engine.messages import (
     Submit,
 )
 from penstock.engine.request import (
+    BeamSearch,
     FinishReason,
     Request,
     RequestOutput,
+    Retention,
     SamplingParams,
     TokenLogprobs,
 )
@@ -62,6 +68,14 @@ INFO = EngineInfo(
 )
 
 
+_BARE_WIRE = f"""
+import sys, time
+from penstock.engine.messages import EngineInfo
+from penstock.engine.wire import Wire
+Wire(sys.argv[1], {INFO!r}).start()
+time.sleep(60)
+"""
+
 Connect = Callable[..., "Gateway"]
 
 
@@ -83,7 +97,11 @@ class Gateway:
 
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(address)
+        try:
+            self.socket.connect(address)
+        except OSError:
+            self.socket.close()
+            raise
         self._frames = FrameReader()
         self._messages: deque[Message] = deque()
 
@@ -134,6 +152,17 @@ class Gateway:
                     tokens.extend(output.token_ids)
                     if output.finish_reason is not None:
                         return tokens, output, numbers
+
+
+def connected(address: str, *, timeout_s: float = 60.0) -> Gateway:
+    """As soon as somebody listens there."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Gateway(address)
+        except OSError:
+            assert time.monotonic() < until_s, "nobody listens"
+            time.sleep(0.01)
 
 
 class Engine:
@@ -283,6 +312,23 @@ def test_what_speaks_something_else_is_let_go(engine: Engine, connect: Connect) 
     assert gateway.finish("a")[0] == expected_output([1], 5)
 
 
+def test_a_machine_that_stood_still_kills_nobody(tmp_path: Path) -> None:
+    address = f"{tmp_path}/e.sock"
+    process = subprocess.Popen([sys.executable, "-c", _BARE_WIRE, address])
+    try:
+        gateway = connected(address)
+        assert gateway.hello() == INFO
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(SILENCE_LIMIT_S + 1)
+        process.send_signal(signal.SIGCONT)
+        for _ in range(2):
+            assert isinstance(gateway.receive(beats=True), Heartbeat)
+        gateway.socket.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_heartbeats_carry_stats_even_while_a_step_is_long(engine: Engine, connect: Connect) -> None:
     gateway = connect()
     engine.device.step_s = 2.5
@@ -375,6 +421,21 @@ def test_every_message_survives_the_wire() -> None:
         assert decode(encode(message)) == message
     text_level = replace(request, sampling_params=replace(params, stop=("END",)))
     assert decode(encode(Submit(request=text_level))) == Submit(request=request)
+
+
+def test_another_layout_is_another_version() -> None:
+    """Fails with every field that a frame gains, loses or has elsewhere: raise the version then,
+    and set both here anew."""
+    kinds = (
+        *(Hello, EngineInfo, Submit, Abort, DropPrefix, Step, Heartbeat, Failure),
+        *(Request, SamplingParams, BeamSearch, Retention),
+        *(RequestOutput, TokenLogprobs, EngineStats),
+    )
+    layout = [
+        [kind.__name__, *(f"{each.name}: {each.type}" for each in fields(kind))] for kind in kinds
+    ]
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+    assert (PROTOCOL_VERSION, digest) == (3, "378e298ed16f0c82")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])
