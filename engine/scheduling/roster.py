@@ -8,11 +8,14 @@ The only place that moves one. Not known here: tokens, budgets, what a request a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.engine.blocks import BlockManager
 from penstock.engine.request import Retention, Sequence, SequenceStatus
 from penstock.engine.scheduling.counters import SchedulerCounters
+from penstock.engine.scheduling.places import Places
 from penstock.engine.scheduling.preemption import PreemptionCosts, choose_victim
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
+from penstock.engine.scheduling.waiting_queue import WaitingQueue, is_returning
 
 
 class Roster:
@@ -20,6 +23,7 @@ class Roster:
 
     Args:
         max_num_seqs: running at once.
+        clock: seconds.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class Roster:
         counters: SchedulerCounters,
         *,
         max_num_seqs: int,
+        clock: Callable[[], float],
     ) -> None:
         self.blocks = blocks
         self.waiting = waiting
@@ -39,6 +44,7 @@ class Roster:
         self._costs = costs
         self._counters = counters
         self._max_num_seqs = max_num_seqs
+        self.places = Places(max_num_seqs, clock)
         # Kept free at admission, so that those who run can grow for a while before the newcomer
         # would have to leave again.
         self._watermark_blocks = max(1, blocks.num_blocks // 100)
@@ -59,8 +65,23 @@ class Roster:
 
     def enlist(self, sequence: Sequence) -> None:
         """A new sequence waits for its place."""
-        self.live[sequence.seq_id] = sequence
+        self._come(sequence)
         self.waiting.push(sequence)
+
+    def may_enter(self, sequence: Sequence, num_forks: int, *, is_first: bool) -> bool:
+        """Whether a waiting sequence may have a place and its forks theirs, were they free. One
+        that comes back always may.
+
+        Args:
+            is_first: it is nobody else's turn.
+        """
+        if is_returning(sequence):
+            return True
+        tenant, num_places = sequence.request.tenant, 1 + num_forks
+        if self.places.is_within_share(tenant, num_places):
+            return True
+        # Were others to enter instead of whose turn it is, a wide request would never get in.
+        return is_first and self.places.leaves_enough(tenant, num_places)
 
     def admit(self, sequence: Sequence, *, num_forks: int = 0) -> bool:
         """Give a waiting sequence blocks and a place; False if there are too few.
@@ -112,11 +133,12 @@ class Roster:
         self.blocks.release(sequence, retention=retention, is_spoilt=is_spoilt)
         sequence.move_to(SequenceStatus.FINISHED)
         del self.live[sequence.seq_id]
+        self.places.go(sequence.request.tenant)
 
     def fork(self, parent: Sequence, child: Sequence, *, num_tokens: int) -> None:
         """A new sequence goes on after the parent's first `num_tokens` tokens, sharing their
         blocks wherever those are. It has a token to compute, and is placed by `place_fork`."""
-        self.live[child.seq_id] = child
+        self._come(child)
         if parent.status is SequenceStatus.RUNNING or self.blocks.is_swapped(parent):
             self.blocks.fork(parent, child, num_tokens=num_tokens)
             child.num_computed_tokens = num_tokens
@@ -134,12 +156,18 @@ class Roster:
     def choose_victim(self) -> Sequence:
         return choose_victim(self.running.values(), self.waiting.order)
 
+    def _come(self, sequence: Sequence) -> None:
+        self.live[sequence.seq_id] = sequence
+        self.places.come(sequence.request.tenant, sequence.request.weight)
+
     def _run(self, sequence: Sequence) -> None:
         sequence.move_to(SequenceStatus.RUNNING)
+        self.places.take(sequence.request.tenant)
         self.running[sequence.seq_id] = sequence
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[sequence.seq_id]
+        self.places.give_back(sequence.request.tenant)
         self.reserved.pop(sequence.seq_id, None)
         if sequence.is_on_device:
             self._left.append(sequence.seq_id)

@@ -3,7 +3,8 @@
 One counter, no phases: each step a sequence's `num_computed_tokens` chases `num_tokens`, within a
 budget of tokens and sequences. Chunked prefill, prefix hits, decode and the return of a preempted
 sequence are all the same move. Running sequences come first, so decode never starves; what is left
-of the budget goes to those that wait, in the order of `waiting_queue`.
+of the budget goes to those that wait, in the order of `waiting_queue`. A tenant does not take the
+last place (`places`) nor all of a step for its prompts (`prompt_parts`) while others are here.
 
 Source: Orca (Yu et al., OSDI 2022) for iteration-level scheduling; Sarathi-Serve (Agrawal et al.,
 OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
@@ -31,6 +32,7 @@ from penstock.engine.scheduling.branches import Branches, LiveRequest
 from penstock.engine.scheduling.counters import SchedulerCounters
 from penstock.engine.scheduling.intake import Intake
 from penstock.engine.scheduling.preemption import PreemptionCosts
+from penstock.engine.scheduling.prompt_parts import prompt_limits
 from penstock.engine.scheduling.queue_watch import QueueWatch
 from penstock.engine.scheduling.request_limits import RequestLimits
 from penstock.engine.scheduling.roster import Roster
@@ -77,6 +79,7 @@ class Scheduler:
             self._costs,
             self.counters,
             max_num_seqs=config.max_num_seqs,
+            clock=clock,
         )
         self._branches = Branches(self._roster, self._stop_rule)
         self._requests: dict[str, LiveRequest] = {}
@@ -163,8 +166,11 @@ class Scheduler:
         scheduled: dict[int, ScheduledSequence] = {}
         budget = self._config.max_num_batched_tokens
         has_preempted = False
-        for sequence in self._decode_first():
+        decoding, in_prompt = self._by_phase()
+        limits = self._prompt_limits(in_prompt, budget - len(decoding))
+        for sequence in decoding + in_prompt:
             num_new = min(self._num_uncomputed(sequence), budget)
+            num_new = min(num_new, limits.get(sequence.seq_id, num_new))
             if num_new > 0:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
                 has_preempted |= num_preempted > 0
@@ -197,15 +203,25 @@ class Scheduler:
 
     # -- planning ---------------------------------------------------------------------------
 
-    def _decode_first(self) -> list[Sequence]:
-        """Who runs, those inside a prompt last: a fork may stand behind a long one in the order of
-        admission."""
+    def _by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Who runs and decodes, and who is inside a prompt, which comes after: a fork may stand
+        behind a long one in the order of admission."""
         decoding: list[Sequence] = []
         in_prompt: list[Sequence] = []
         for sequence in self._roster.running.values():
             has_more = len(sequence.token_ids) - sequence.num_computed_tokens > 1
             (in_prompt if has_more else decoding).append(sequence)
-        return decoding + in_prompt
+        return decoding, in_prompt
+
+    def _prompt_limits(self, in_prompt: list[Sequence], budget: int) -> dict[int, int]:
+        """Tokens at most of prompts under way, by seq_id, where tenants compete for the budget;
+        one that is next to enter competes too."""
+        if not in_prompt:
+            return {}
+        missing = {sequence: self._num_uncomputed(sequence) for sequence in in_prompt}
+        head = self._roster.waiting.peek() if self._roster.num_free_places > 0 else None
+        num_entering = 0 if head is None else self._num_missing(head)
+        return prompt_limits(missing, budget, entering=head, num_entering=num_entering)
 
     def _num_uncomputed(self, sequence: Sequence) -> int:
         if sequence.status is not SequenceStatus.RUNNING:
@@ -244,13 +260,17 @@ class Scheduler:
 
     def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int) -> None:
         """Start waiting sequences, in the queue's order, while budget, places and blocks last."""
+        passed: set[str] = set()  # tenants whose next leaves its place to others
         while budget > 0 and self._roster.num_free_places > 0:
-            sequence = self._roster.waiting.peek()
+            sequence = self._roster.waiting.peek(passed)
             if sequence is None or sequence.num_in_flight_tokens:
                 return  # a token still in flight must arrive before its sequence re-enters
             if not self._config.enable_chunked_prefill and budget < self._num_missing(sequence):
                 return
             live = self._requests[sequence.request.request_id]
+            if not self._roster.may_enter(sequence, live.num_forks, is_first=not passed):
+                passed.add(sequence.request.tenant)
+                continue
             was_parked = sequence.status is SequenceStatus.PREEMPTED or live.is_parked
             if not self._roster.admit(sequence, num_forks=live.num_forks):
                 return

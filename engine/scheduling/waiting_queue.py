@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from penstock.engine.config import SchedulingPolicy
 from penstock.engine.request import Sequence, SequenceStatus
@@ -100,8 +100,15 @@ class WaitingQueue:
         if change_s < math.inf:
             heapq.heappush(self._aging, (change_s, sequence.seq_id, sequence))
 
-    def peek(self) -> Sequence | None:
-        """Who is next, or None."""
+    def peek(self, passed: Collection[str] = ()) -> Sequence | None:
+        """Who is next, or None.
+
+        Args:
+            passed: tenants whose turn it may be, but whose next cannot be served now.
+        """
+        if passed:
+            heads = (self._bands[band].peek_past(passed) for band in sorted(self._bands))
+            return next((head for head in heads if head is not None), None)
         self._age()
         while self._order_of_bands:
             head = self._bands[self._order_of_bands[0]].peek()
@@ -117,7 +124,7 @@ class WaitingQueue:
             self.num_tokens -= entry[1]
 
     def take(self, sequence: Sequence, *, num_tokens: int) -> None:
-        """Take out the head because it is served.
+        """Take out a head because it is served.
 
         Args:
             num_tokens: to be computed for it now, not counting its output.
@@ -125,9 +132,7 @@ class WaitingQueue:
         entry = self._waiting[sequence.seq_id]
         self.num_taken += entry[1]
         if not is_returning(sequence):
-            turns = self._bands[entry[0][0]].turns
-            turns.serve(sequence.request.tenant)
-            turns.charge(sequence.request.tenant, sequence.request.weight, num_tokens)
+            self._bands[entry[0][0]].serve(sequence, num_tokens)
         self.discard(sequence)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
@@ -213,6 +218,25 @@ class _Band:
                 heapq.heapreplace(self._tenants, (now, tenant))
                 head = None
         return head
+
+    def peek_past(self, passed: Collection[str]) -> Sequence | None:
+        """The same without some tenants' newcomers."""
+        head = self._head(self._returning)
+        if head is not None:
+            return head
+        heads = {
+            self.turns.turn(tenant): head
+            for tenant, line in self._lines.items()
+            if tenant not in passed and (head := self._head(line)) is not None
+        }
+        return heads[min(heads)] if heads else None
+
+    def serve(self, sequence: Sequence, num_tokens: int) -> None:
+        """A head that is no returning one is served."""
+        request = sequence.request
+        if request.tenant == self._tenants[0][1]:  # else its turn has not come: others were passed
+            self.turns.serve(request.tenant)
+        self.turns.charge(request.tenant, request.weight, num_tokens)
 
     def in_order(self) -> Iterator[Sequence]:
         for *_, sequence in sorted(filter(self._is_valid, self._returning)):

@@ -8,7 +8,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.config import SchedulerConfig
@@ -55,6 +55,7 @@ class Queue:
         return head
 
 
+@settings(deadline=None)
 @given(weights=WEIGHTS, costs=COSTS, num_served=st.integers(0, 119))
 def test_shares_follow_weights_within_a_quantum(
     weights: tuple[float, ...], costs: list[int], num_served: int
@@ -74,6 +75,7 @@ def test_shares_follow_weights_within_a_quantum(
         assert ahead <= QUANTUM_TOKENS + max(costs) / of_tenant[one]
 
 
+@settings(deadline=None)
 @given(
     actions=st.lists(
         st.one_of(
@@ -106,6 +108,7 @@ def test_the_queue_serves_whoever_waits_in_the_order_it_tells(
     assert queue.queue.peek() is None
 
 
+@settings(deadline=None)
 @given(
     pushes=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 999)), max_size=60),
     weights=WEIGHTS,
@@ -124,6 +127,7 @@ def test_within_a_tenant_arrival_decides(
     assert all(ids == sorted(ids) for ids in came.values())
 
 
+@settings(deadline=None)
 @given(
     backlog=st.lists(st.integers(1, 3000), min_size=50, max_size=120),
     weight=st.sampled_from([0.1, 1.0, 10.0]),
@@ -158,6 +162,21 @@ def test_one_request_at_a_time_earns_no_more_than_its_share() -> None:
         if sequence.request.tenant == "eager":
             queue.push("eager", 100)
     assert abs(served["eager"] - served["patient"]) <= 2 * QUANTUM_TOKENS
+
+
+def test_whoever_is_passed_keeps_its_turn() -> None:
+    queue = Queue()
+    passed = queue.push("flood", 10)
+    queue.queue.charge(queue.push("small", 10), 100_000)
+    for number in range(300):
+        head = queue.queue.peek({"flood"})
+        assert head is not None
+        assert head is not passed
+        queue.queue.take(head, num_tokens=10)
+        del queue.waiting[head.seq_id]
+        queue.push(f"tenant{number}" if number % 2 else "small", 10)
+    assert queue.queue.peek({"flood", "small"}) is not None
+    assert queue.serve() is passed
 
 
 def test_output_is_charged_when_it_ends() -> None:

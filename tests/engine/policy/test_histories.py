@@ -81,7 +81,7 @@ class History:
             num_host_blocks=draw(st.sampled_from([0, smallest // 3, 4 * smallest])),
             enable_prefix_caching=draw(st.booleans()),
             config=SchedulerConfig(
-                max_num_seqs=draw(st.integers(1, 6)),
+                max_num_seqs=draw(st.sampled_from([1, 2, 3, 5, 8])),  # of eight, one is kept
                 max_num_batched_tokens=draw(st.integers(1, 40)),
                 max_steps_in_flight=draw(st.integers(1, 3)),
                 scheduling_policy="priority",
@@ -112,6 +112,8 @@ class History:
             prompt,
             priority=draw(st.integers(-1, 1)),
             cache_salt=draw(st.sampled_from(["", "tenant"])),
+            tenant=draw(st.sampled_from("ab")),
+            weight=draw(st.sampled_from([1.0, 3.0])),
             retention=draw(st.sampled_from([None, Retention(duration_s=50.0)])),
             **params,
         )
