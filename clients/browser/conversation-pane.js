@@ -7,11 +7,12 @@
  * of one conversation from crossing each other.
  */
 
-import { cutText, problemText, wasKept } from "./endings.js";
-import { leafOf, PenstockError, pathTo } from "./penstock-client.js";
+import { stepBefore, stepBeside } from "./branches.js";
+import { cutText, NOT_LOADED, problemText, refusalText, TAKEN, wasKept } from "./endings.js";
+import { PenstockError, pathTo } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
-import { grouped, inputOf, placeOf, runningOf, titleFrom, userItem } from "./turns.js";
+import { grouped, inputOf, numShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -36,6 +37,7 @@ export class ConversationPane extends EventTarget {
   /** While something is being fetched or moved. */
   isBusy = false;
   /** @type {Tree | null} */ #tree = null;
+  /** While it is being fetched. @type {Promise<void> | null} */ #loading = null;
   /** Counts what was opened, so that a late answer finds out that it is late. */
   #epoch = 0;
   #around;
@@ -43,7 +45,7 @@ export class ConversationPane extends EventTarget {
     regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
     edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => void this.#branch(view, [userItem(text)]),
     switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
-    usage: (/** @type {TurnView} */ view) => this.#usage(view),
+    usage: (/** @type {TurnView} */ view) => usageOf(this.#around.client, view.turnIds.at(-1)),
   };
 
   constructor(/** @type {Surroundings} */ around) {
@@ -51,9 +53,7 @@ export class ConversationPane extends EventTarget {
     this.#around = around;
   }
 
-  get isEmpty() {
-    return this.views.length === 0;
-  }
+  get isEmpty() { return this.views.length === 0; }
 
   // ---- opening -------------------------------------------------------------------------------
 
@@ -63,13 +63,20 @@ export class ConversationPane extends EventTarget {
     this.#show([]);
     this.id = id;
     this.answer = null;
+    this.isBusy = false;
     this.#tree = null;
     this.#changed();
     if (id) await this.refresh();
   }
 
   /** Shows what has become of it, as by another tab. Throws PenstockError. */
-  async refresh() {
+  refresh() {
+    const loading = this.#load().finally(() => { if (this.#loading === loading) this.#loading = null; });
+    this.#loading = loading;
+    return loading;
+  }
+
+  async #load() {
     const { id } = this;
     const epoch = this.#epoch;
     if (!id || this.answer) return;
@@ -85,10 +92,7 @@ export class ConversationPane extends EventTarget {
   /** Makes the page show these turns, keeping what it shows of them already. */
   #show(/** @type {Turn[]} */ path) {
     const groups = grouped(path);
-    const isSame = (/** @type {TurnView} */ view, /** @type {number} */ index) =>
-      view.turnIds.length > 0 && view.turnIds.join() === groups[index]?.map((turn) => turn.turn).join();
-    let kept = this.views.findIndex((view, index) => !isSame(view, index));
-    if (kept < 0) kept = this.views.length;
+    const kept = numShown(this.views, groups);
     this.views.splice(kept).forEach((view) => view.remove());
     for (const group of groups.slice(kept)) this.views.push(this.#viewOf(group));
   }
@@ -115,8 +119,17 @@ export class ConversationPane extends EventTarget {
 
   // ---- asking --------------------------------------------------------------------------------
 
-  /** Sends a message. */
+  /** Sends a message, below all that was said before it. */
   async ask(/** @type {string} */ text) {
+    const epoch = this.#epoch;
+    while (this.#loading) {
+      this.isBusy = true;
+      this.#changed();
+      const isLoaded = await this.#loading.then(() => true, () => false);
+      if (epoch !== this.#epoch) return this.#around.onLost(text);
+      this.isBusy = false;
+      if (!isLoaded || this.answer) return this.#handBack(text, isLoaded ? TAKEN : NOT_LOADED);
+    }
     await this.#send([userItem(text)]);
   }
 
@@ -245,10 +258,12 @@ export class ConversationPane extends EventTarget {
 
   /** A message that the server did not take: it goes back to where it was written. */
   #giveBack(/** @type {TurnView} */ view, /** @type {unknown} */ problem) {
-    const reason = problem instanceof PenstockError && problem.code !== "conversation_locked"
-      ? problem.message : "Somebody else is being answered in this conversation.";
     this.#drop(view);
-    this.#around.onLost(messageText(view.items[view.items.length - 1]));
+    this.#handBack(messageText(view.items[view.items.length - 1]), refusalText(problem));
+  }
+
+  #handBack(/** @type {string} */ text, /** @type {string} */ reason) {
+    this.#around.onLost(text);
     this.#around.announce(reason);
     this.views.at(-1)?.addNote(reason, { isError: true });
     this.#changed();
@@ -288,13 +303,10 @@ export class ConversationPane extends EventTarget {
     const { id } = this;
     if (!id || this.answer || this.isBusy) return;
     await this.#whileBusy(async () => {
-      const { conversations } = this.#around.client;
-      const tree = await conversations.tree(id);
-      const parent = tree.data.find((turn) => turn.turn === view.turnIds[0])?.parent ?? null;
-      await conversations.setHead(id, parent, tree.head);
+      const { head, parent } = await stepBefore(this.#around.client.conversations, id, view.turnIds[0]);
       this.views.splice(this.views.indexOf(view)).forEach((later) => later.remove());
       void this.#send(items, (outcome) => {
-        if (!wasKept(outcome)) return this.#moveHead(id, tree.head, parent);
+        if (!wasKept(outcome)) return this.#moveHead(id, head, parent);
       });
     });
   }
@@ -304,11 +316,7 @@ export class ConversationPane extends EventTarget {
     const { id } = this;
     if (!id || this.answer) return;
     await this.#whileBusy(async () => {
-      const { conversations } = this.#around.client;
-      const tree = await conversations.tree(id);
-      const { siblings, index } = placeOf(tree, view);
-      const next = siblings[index + step];
-      if (next) await conversations.setHead(id, leafOf(tree, next.turn), tree.head);
+      await stepBeside(this.#around.client.conversations, id, view, step);
       await this.refresh();
       this.#moved();
     });
@@ -329,15 +337,7 @@ export class ConversationPane extends EventTarget {
     }
   }
 
-  async #usage(/** @type {TurnView} */ view) {
-    const last = view.turnIds.at(-1);
-    if (!last?.startsWith("resp_")) return null;
-    return this.#around.client.response(last).then((response) => response.usage, () => null);
-  }
-
-  #moved() {
-    this.dispatchEvent(new Event("moved"));
-  }
+  #moved() { this.dispatchEvent(new Event("moved")); }
 
   #changed() {
     for (const view of this.views) {

@@ -2,8 +2,12 @@
  * How answers end, in words.
  */
 
+import { PenstockError } from "./penstock-client.js";
+
 /** @typedef {import("./answer.js").Outcome} Outcome */
 
+export const TAKEN = "Somebody else is being answered in this conversation.";
+export const NOT_LOADED = "This conversation could not be loaded.";
 const GONE = "The server no longer has this conversation. Nothing above will be remembered.";
 /** Errors after which a conversation cannot go on. @type {Record<string, string>} */
 const ENDS_OF_CONVERSATIONS = {
@@ -31,4 +35,9 @@ export function problemText(/** @type {Outcome} */ { kind, problem }, /** @type 
   const lasting = isGone ? GONE : ENDS_OF_CONVERSATIONS[problem?.code ?? ""];
   const text = lasting ?? (kind === "lost" ? LOST : problem?.message || "The server gave no reason.");
   return { text, endsConversation: lasting !== undefined };
+}
+
+/** Why a message was not taken at all. */
+export function refusalText(/** @type {unknown} */ problem) {
+  return problem instanceof PenstockError && problem.code !== "conversation_locked" ? problem.message : TAKEN;
 }

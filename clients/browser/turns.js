@@ -33,6 +33,13 @@ export function grouped(/** @type {Turn[]} */ path) {
   return groups;
 }
 
+/** How many of the views, from the first on, show just these turns. */
+export function numShown(/** @type {{ turnIds: string[] }[]} */ views, /** @type {Turn[][]} */ groups) {
+  const first = views.findIndex(({ turnIds }, index) =>
+    turnIds.length === 0 || turnIds.join() !== groups[index]?.map((turn) => turn.turn).join());
+  return first < 0 ? views.length : first;
+}
+
 /** The turn that is being answered: on the head, or going on with it. */
 export function runningOf(/** @type {Tree} */ { data, head, running }) {
   return running ?? data.find((turn) => turn.parent === head && turn.status === "in_progress")?.turn;
@@ -46,4 +53,12 @@ export function inputOf(/** @type {Said} */ { role, content }) {
 /** What a conversation is called by its first message. */
 export function titleFrom(/** @type {string} */ text) {
   return text.replace(/\s+/g, " ").slice(0, MAX_TITLE_CHARACTERS);
+}
+
+/** What a turn took, as far as the server has it. */
+export async function usageOf(
+  /** @type {import("./penstock-client.js").PenstockClient} */ client, /** @type {string | undefined} */ turnId,
+) {
+  if (!turnId?.startsWith("resp_")) return null;
+  return client.response(turnId).then((response) => response.usage, () => null);
 }

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -26,6 +26,7 @@ from penstock.clients.python.errors import (
     UnreachableError,
     refused,
 )
+from penstock.clients.python.resources.chat import Chat
 from penstock.clients.python.retries import RetryPolicy
 from penstock.clients.python.server import Server
 from penstock.clients.python.sse import ServerSentEvent, SseParser
@@ -190,6 +191,41 @@ def test_a_request_that_is_refused_for_now_is_sent_again() -> None:
     )
     assert (value, done) == ({"ok": True}, ["POST", 0.07, "POST", 0.5, "POST"])
     assert [type(error) for error in told] == [RateLimitError, UnreachableError]
+
+
+@pytest.mark.parametrize(
+    ("params", "max_retries", "has_key"),
+    [({}, 2, True), ({"n": 1}, 2, True), ({"n": 2}, 2, False), ({}, 0, False),
+     ({"extra_body": {"use_beam_search": True}}, 2, False),
+     ({"extra_body": {"prompt_logprobs": 0}}, 2, False)],
+)  # fmt: skip
+def test_a_chat_keeps_its_key_when_it_is_tried_again(
+    params: dict[str, Any], max_retries: int, has_key: bool
+) -> None:
+    asked: list[str | None] = []
+
+    class Unreachable:
+        """Runs operations where nobody answers."""
+
+        def run(self, steps: Steps[Any]) -> None:
+            action = next(steps)
+            while True:
+                if isinstance(action, Sleep):
+                    action = steps.send(None)
+                else:
+                    assert isinstance(action, Ask)
+                    asked.append(action.request.headers.get("Idempotency-Key"))
+                    action = steps.throw(UnreachableError("nobody"))
+
+    chat: Any = Chat(cast("Any", Unreachable()), server(max_retries=max_retries))
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            chat.create(model="m", messages=[], **params)
+    assert len(asked) == 2 * (max_retries + 1)
+    first, second = asked[: max_retries + 1], asked[max_retries + 1 :]
+    assert [len(set(first)), len(set(second))] == [1, 1]
+    assert (first[0] is not None) == has_key
+    assert (first[0] != second[0]) == has_key
 
 
 @pytest.mark.parametrize(

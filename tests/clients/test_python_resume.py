@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.clients import (
@@ -18,7 +19,7 @@ from penstock.clients import (
 )
 from penstock.clients.python.event_stream import EventStream
 
-from ..system.processes import Served
+from ..system.processes import Served, wait_until
 from .cutting_proxy import CuttingProxy
 
 ASKED: dict[str, Any] = {"model": "demo", "input": "What is paged attention?", "temperature": 0}
@@ -184,3 +185,26 @@ async def test_a_task_that_is_cancelled_in_the_middle_loses_nothing(
                 except StopAsyncIteration:
                     break
             check(events, whole)
+
+
+def test_a_lost_answer_is_not_computed_again(real_server: Served) -> None:
+    """Of a chat completion; the connection breaks where the answer's body begins."""
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi!"}], "ignore_eos": True}
+    with httpx.Client(base_url=real_server.base_url) as http:
+        wait_until(lambda: counted(http, "num_requests_running") == 0, timeout_s=120)
+        before = counted(http, "engine_generation_tokens_total")
+        with (
+            CuttingProxy(real_server.base_url, 0, None) as proxy,
+            Client(proxy.url, retries=RetryPolicy(first_wait_s=0.01)) as client,
+        ):
+            answer = client.chat.create(model="demo", max_tokens=24, **asked)
+        assert proxy.num_cut == 1
+        assert answer["usage"]["completion_tokens"] == 24
+        # What the engine has told by now is all that it did.
+        assert counted(http, "engine_generation_tokens_total") == before + 24
+
+
+def counted(http: httpx.Client, name: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    line = next(line for line in lines if line.startswith(f"penstock:{name}{{"))
+    return float(line.rpartition(" ")[2])

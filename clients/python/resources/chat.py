@@ -1,7 +1,10 @@
-"""`/v1/chat/completions`. The server keeps nothing of it, so a stream cannot be resumed."""
+"""`/v1/chat/completions`. A stream cannot be resumed: the server keeps nothing of it. An answer
+that comes whole is asked for under a key, by which the server finds it if it got lost on its way.
+"""
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,8 +31,13 @@ class Chat(Resource[R], Generic[R]):
     def create(
         self, *, model: str, messages: Messages, **params: Unpack[ChatParams]
     ) -> Steps[ChatCompletion]:
+        """A whole answer. Tried again after a lost connection it is the same one."""
         body = body_of(params, model=model, messages=messages)
-        answer: ChatCompletion = yield from self._server.call(self._request(body))
+        request = self._request(body)
+        if self._server.retries.max_retries > 0 and has_one_output(body):
+            key = {"Idempotency-Key": uuid.uuid4().hex}
+            request = replace(request, headers={**request.headers, **key})
+        answer: ChatCompletion = yield from self._server.call(request)
         return answer
 
     def stream(
@@ -124,3 +132,12 @@ class ChatStream(Resource[R], Generic[R]):
         stream, self._stream = self._stream, None
         if stream is not None:
             yield Close(stream)
+
+
+def has_one_output(body: Mapping[str, Any]) -> bool:
+    """Whether the server would take it under a key."""
+    return (
+        body.get("n", 1) == 1
+        and not body.get("use_beam_search")
+        and body.get("prompt_logprobs") is None
+    )

@@ -11,15 +11,16 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 from ..processes import Served
-from .page_flow import CHROMIUM_ARGS
+from .page_flow import ANSWER_TIMEOUT_MS, CHROMIUM_ARGS
 
 PAGE = Path(__file__).parents[3] / "clients" / "browser"
 _PACKAGES = Path(__file__).parent / "node"
 _CACHE = Path(__file__).parents[3] / "build" / "browser-tests"
 NewPage = Callable[..., Awaitable[Page]]
+expect.set_options(timeout=ANSWER_TIMEOUT_MS)  # much of what is waited for is an answer's end
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,92 @@
+"""The chat page while a conversation is on its way to it, which may take a while."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from playwright.async_api import Page, Route, expect
+
+from ..processes import Served
+from .conftest import make_conversation
+from .page_flow import STORY, finished, growing, long_answers, open_page
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+SAID = [("user", "I am Ada."), ("assistant", "Hello!")]
+
+
+async def held_back(page: Page) -> asyncio.Event:
+    """No conversation is loaded until this is set."""
+    may_load = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await may_load.wait()
+        await route.continue_()
+
+    await page.route("**/tree?items=true", hold)
+    return may_load
+
+
+async def write(page: Page, text: str) -> None:
+    """Send a message; it waits, and so no turn of it is there yet."""
+    box = page.get_by_role("textbox", name="Your message")
+    await box.fill(text)
+    await page.keyboard.press("Enter")
+    await expect(box).to_have_value("")
+    await expect(page.locator(".turn")).to_have_count(0)
+
+
+async def test_a_message_waits_for_what_was_said_before(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    conversation = await make_conversation(api, SAID)
+    await long_answers(page)
+    may_load = await held_back(page)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await write(page, STORY)
+    may_load.set()
+    turn = page.locator(".turn").nth(1)
+    await growing(turn)
+    # All of it is there while the answer grows, and in its order.
+    assert await page.locator(".bubble").all_inner_texts() == ["I am Ada.", STORY]
+    await page.keyboard.press("Escape")
+    await finished(turn)
+    await expect(turn).to_contain_text("Stopped.")  # so it had not ended before
+
+
+async def test_who_goes_elsewhere_meanwhile_has_the_message_back(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    conversation = await make_conversation(api, SAID)
+    may_load = await held_back(page)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await write(page, "What is my name?")
+    await page.get_by_role("button", name="New chat").click()
+    may_load.set()
+    box = page.get_by_role("textbox", name="Your message")
+    await expect(box).to_have_value("What is my name?")
+    await expect(page.locator(".turn")).to_have_count(0)
+    await box.press("Enter")
+    assert await finished(page.locator(".turn"))
+    tree = (await api.get(f"conversations/{conversation}/tree")).json()
+    assert len(tree["data"]) == 1  # nothing of it got there
+
+
+async def test_a_conversation_that_cannot_be_loaded_gives_the_message_back(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    conversation = await make_conversation(api, SAID)
+    may_load = asyncio.Event()
+
+    async def fail(route: Route) -> None:
+        await may_load.wait()
+        await route.fulfill(status=503, body="{}")
+
+    await page.route("**/tree?items=true", fail)
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await write(page, "What is my name?")
+    may_load.set()
+    box = page.get_by_role("textbox", name="Your message")
+    await expect(box).to_have_value("What is my name?")
+    await expect(page.locator("#announcer")).to_have_text("This conversation could not be loaded.")
