@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
 import pytest
+
+with contextlib.suppress(ImportError):  # a GPU's machine has its own packages
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes is the machine's affair.
+    settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
 
 _PROGRAMS = {"redis": "redis-server", "browser": "chromium", "node": "npm", "nginx": "nginx"}
 
