@@ -26,6 +26,7 @@ from penstock.gateway.endpoints.stats_socket import StatsSocket
 from penstock.gateway.endpoints.status import Status
 from penstock.gateway.endpoints.tickets import TicketDesk
 from penstock.gateway.endpoints.tokens import Tokens
+from penstock.gateway.endpoints.wrong_methods import refusing_others
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generator import Generator
@@ -113,16 +114,24 @@ def create_app(config: GatewayConfig) -> Starlette:
     routes = [
         Mount(
             "/v1",
-            routes=[
-                *_api_routes(config, generator, responder=responder, engine=engine),
-                WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
-                *TicketDesk(gate.tickets).routes(),
-                *conversation_routes(stores.conversations, max_body_bytes=config.max_body_bytes),
-            ],
+            routes=refusing_others(
+                [
+                    *_api_routes(config, generator, responder=responder, engine=engine),
+                    WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
+                    *TicketDesk(gate.tickets).routes(),
+                    *conversation_routes(
+                        stores.conversations, max_body_bytes=config.max_body_bytes
+                    ),
+                ]
+            ),
         ),
-        *Tokens(generator, engine, max_body_bytes=config.max_body_bytes).routes(),
-        *_status_routes(Status(engine, metrics)),
-        Route("/openapi.json", Description(model.names).read, methods=["GET"]),
+        *refusing_others(
+            [
+                *Tokens(generator, engine, max_body_bytes=config.max_body_bytes).routes(),
+                *_status_routes(Status(engine, metrics)),
+                Route("/openapi.json", Description(model.names).read, methods=["GET"]),
+            ]
+        ),
         Mount("/", app=ChatPage()),
     ]
     request_log = Middleware(

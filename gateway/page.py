@@ -6,6 +6,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.staticfiles import StaticFiles
@@ -13,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 PAGE_DIRECTORY = Path(__file__).parents[1] / "clients" / "browser"
 _SERVED = frozenset({"", ".html", ".css", ".js", ".svg"})  # no notes, no pictures of it
+_METHODS = ("GET", "HEAD")
 _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]+")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -31,6 +33,8 @@ class ChatPage:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})  # before accepting: 403
             return
+        if scope["method"] not in _METHODS:
+            raise HTTPException(status_code=405, headers={"Allow": ", ".join(_METHODS)})
         policy = _policy(Headers(scope=scope).get("host", ""))
 
         async def send_guarded(message: Message) -> None:

@@ -92,6 +92,34 @@ async def test_wrong_places_answer_in_shape(
 
 
 @pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/tokenize", "POST"),
+        ("/detokenize", "POST"),
+        ("/health", "GET, HEAD"),
+        ("/ready", "GET, HEAD"),
+        ("/metrics", "GET, HEAD"),
+        ("/openapi.json", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+        ("/chat.js", "GET, HEAD"),
+        (CHAT, "POST"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/responses/resp_0", "DELETE, GET, HEAD"),
+        ("/v1/conversations/conv_0", "DELETE, GET, HEAD, POST"),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_ones(
+    served: Served, path: str, allowed: str
+) -> None:
+    for method in {"GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"} - set(allowed.split(", ")):
+        response = await served.http.request(method, path)
+        assert (response.status_code, response.headers["allow"]) == (405, allowed), method
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "method_not_allowed")
+        assert f"{method} {path}" in error["message"]
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"n": 1, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},

@@ -1,0 +1,30 @@
+"""What is left to the garbage collector, which comes seldom to a gateway (`gateway/process.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator
+
+_PATIENCE_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def freed_without_collector(*kinds: type) -> AsyncIterator[None]:
+    """Objects of these types that come up in the block are gone soon after it, though nobody
+    collects garbage."""
+    gc.collect()
+    before = _num_alive(kinds)
+    gc.disable()
+    try:
+        yield
+        async with asyncio.timeout(_PATIENCE_S):
+            while _num_alive(kinds) > before:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        gc.enable()
+
+
+def _num_alive(kinds: tuple[type, ...]) -> int:
+    return sum(issubclass(type(each), kinds) for each in gc.get_objects())
