@@ -7,6 +7,7 @@ Not known here: what is stored.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -26,7 +27,8 @@ from penstock.gateway.conversations.store import StoreUnavailableError
 from penstock.gateway.redis_url import RedisAddress
 
 _LOG = logging.getLogger(__name__)
-_MAX_CONNECTIONS = 64  # of a process; whoever finds none free waits
+_NUM_AT_ONCE = 16  # scripts of a link under way; more only keep the event loop from their answers
+_MAX_CONNECTIONS = 32  # of a link; whoever finds none free waits
 _POOL_WAIT_S = 1.0
 _MAX_CLUSTER_CONNECTIONS = 1024  # per node; nobody can wait there
 _IDLE_CHECK_S = 15  # a connection idle for longer is tried before it is used
@@ -61,6 +63,8 @@ class RedisLink:
         options = _options(address, timeout_s)
         self._sentinels = _sentinels(address, options)
         self.client = _connect(address, options, self._sentinels)
+        self._places = asyncio.Semaphore(_NUM_AT_ONCE)
+        self._last_away_s = 0.0
         self._next_complaint_s = 0.0
 
     @contextlib.contextmanager
@@ -76,19 +80,25 @@ class RedisLink:
         except REDIS_ERRORS as error:
             if not is_away(error):
                 raise
+            self._last_away_s = time.monotonic()
             self._complain(error)
-            raise StoreUnavailableError(
-                "the store of conversations does not answer; try again later",
-                code="session_store_unavailable",
-                status=503,
-            ) from error
+            raise _unavailable() from error
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run a script; a server that does not know it (it was restarted) is given it.
+        """Run a script; a server that does not know it (it was restarted) is given it. Of a crowd
+        some wait for their turn, which is not Redis' time; what it does not give one, it would not
+        have given those who waited for that one.
 
         Raises:
             StoreUnavailableError: as `answering`.
         """
+        begun_s = time.monotonic()
+        async with self._places:
+            if self._last_away_s > begun_s:
+                raise _unavailable()
+            return await self._run(script, keys, args)
+
+    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
         with self.answering():
             try:
                 return await self.client.evalsha(script.sha, len(keys), *keys, *args)
@@ -145,6 +155,14 @@ class Script:
     def __init__(self, source: str) -> None:
         self.source = source
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+def _unavailable() -> StoreUnavailableError:
+    return StoreUnavailableError(
+        "the store of conversations does not answer; try again later",
+        code="session_store_unavailable",
+        status=503,
+    )
 
 
 def is_away(error: Exception) -> bool:

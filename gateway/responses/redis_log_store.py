@@ -1,7 +1,8 @@
 """Response logs in Redis, shared by many gateways: one runs a response, any can read it.
 
 What is kept where is said in `redis_stream` (a response) and `redis_ownership` (the gateways);
-`redis_log_writer` writes what this gateway owns, `redis_log_reader` follows what others do.
+`redis_log_opener` begins and `redis_log_writer` writes what this gateway owns, `redis_log_reader`
+follows what others do.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.log_store import (
     DEFAULT_TTL_S,
     CarryOn,
-    LogExistsError,
     response_expired,
 )
 from penstock.gateway.responses.record import ResponseHeader
+from penstock.gateway.responses.redis_log_opener import LogOpener
 from penstock.gateway.responses.redis_log_reader import StreamFollower
 from penstock.gateway.responses.redis_log_writer import LogWriter, OwnedLog
 from penstock.gateway.responses.redis_ownership import Claim, Ownership
@@ -32,13 +33,10 @@ from penstock.gateway.responses.redis_stream import (
     BrokenLogError,
     Command,
     StoredLog,
-    add_header,
     ask,
     cancel_key,
     ends,
     header_of,
-    is_begun_by,
-    is_refused_id,
     load,
     log_key,
     read_first,
@@ -95,6 +93,13 @@ class RedisLogStore:
             on_done=self._forget,
             farewell=self._farewell,
         )
+        self._opener = LogOpener(
+            redis,
+            self._ownership,
+            timeout_s=self._settings.request_timeout_s,
+            age=self._age,
+            give_up=self._writer.give_up,
+        )
         self._follower = StreamFollower(redis, self._ownership.control_key, self._on_control)
         self._live: dict[str, ResponseLog] = {}  # that run here
         self._carry_on: CarryOn | None = None
@@ -123,36 +128,10 @@ class RedisLogStore:
         )
         if self._ownership.is_leaving:
             raise store_unavailable()
-        try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
-                # First the note: a log without one would never be carried on.
-                await ask(self._redis, *self._ownership.note(response_id, 1))
-                begin = [add_header(key, header), self._age(key)]
-                added, _ = await round_trip(self._redis, begin)
-                if is_refused_id(added):
-                    await self._check_ours(owned)
-        except (RedisError, OSError) as error:
-            self._writer.give_up(owned)  # half of it may be there
-            raise store_unavailable() from error
-        if isinstance(added, Exception) and not is_refused_id(added):
-            self._writer.give_up(owned)
-            raise store_unavailable() from added
-        owned.is_begun = True
+        await self._opener.open(owned)
         self._live[response_id] = log
         self._writer.own(owned)
         return log
-
-    async def _check_ours(self, owned: OwnedLog) -> None:
-        """The header was refused: it is there already, its acknowledgement lost; or another's is.
-
-        Raises:
-            LogExistsError: it is another's.
-            RedisError: Redis does not answer.
-        """
-        first = await ask(self._redis, *read_first(owned.key))
-        if not is_begun_by(first, owned.log.header):
-            await ask(self._redis, *self._ownership.forget(owned.response_id, owned.epoch))
-            raise LogExistsError(owned.response_id)
 
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
         log = self._live.get(response_id) or self._follower.find(response_id)

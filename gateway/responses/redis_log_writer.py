@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
+from penstock.gateway.responses.redis_patience import in_time
 from penstock.gateway.responses.redis_stream import (
     Command,
     add_broken,
@@ -199,7 +200,14 @@ class LogWriter:
             self._flusher = None
 
     async def _write(self, batch: list[OwnedLog]) -> None:
-        if await self._in_time(self._attempt_until_stored(batch)):
+        work = self._attempt_until_stored(batch)
+        try:
+            await in_time(work, self._ack_timeout_s, num_ticks=_NUM_TICKS)
+        except TimeoutError:
+            pass
+        except Exception:  # a bug of ours; the responses go on
+            _LOG.exception("writing response logs failed")
+        else:
             return
         late = [owned for owned in batch if self._is_owned(owned) and not owned.is_stored]
         if late:
@@ -207,24 +215,6 @@ class LogWriter:
         self.suspect_all()
         for owned in late:
             self.give_up(owned)
-
-    async def _in_time(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether `work` ended before Redis' time was over. The time is counted in turns of the
-        loop, so that a process that was stopped, or busy, does not take its own absence for
-        Redis'."""
-        task = asyncio.ensure_future(work)
-        try:
-            for _ in range(_NUM_TICKS):
-                await asyncio.wait({task}, timeout=self._ack_timeout_s / _NUM_TICKS)
-                if task.done():
-                    task.result()
-                    return True
-            return False
-        except Exception:  # a bug of ours; the responses go on
-            _LOG.exception("writing response logs failed")
-            return False
-        finally:
-            task.cancel()
 
     async def _attempt_until_stored(self, batch: list[OwnedLog]) -> None:
         while batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import subprocess
@@ -200,3 +201,37 @@ async def test_a_redis_that_is_away_is_complained_of_once(
     ours = [record for record in caplog.records if record.name.startswith("penstock")]
     assert len(ours) == 2
     assert "geheim" not in caplog.text
+
+
+@pytest.mark.redis
+async def test_a_crowd_waits_for_its_turn_and_not_for_redis(shared_server: RedisServer) -> None:
+    """Also on a loop that is slow to look at the answers."""
+
+    async def hog() -> None:
+        while True:
+            time.sleep(0.02)  # noqa: ASYNC251  (that is the point)
+            await asyncio.sleep(0)
+
+    script = Script("return ARGV[1]")
+    async with linked(shared_server.url, timeout_s=2.0) as link:
+        task = asyncio.create_task(hog())
+        replies = await asyncio.gather(*(link.run(script, [], [n]) for n in range(400)))
+        task.cancel()
+        assert [int(reply) for reply in replies] == list(range(400))
+        assert len(await link.client.client_list()) < 32
+
+
+@pytest.mark.redis
+async def test_a_crowd_is_refused_together_when_redis_is_silent(tmp_path: Path) -> None:
+    script = Script("return 1")
+    with RedisServer(tmp_path / "redis") as server:
+        async with linked(server.url, timeout_s=1.0) as link:
+            await link.run(script, [], [])
+            begun_s = time.monotonic()
+            with server.paused():
+                replies = await asyncio.gather(
+                    *(link.run(script, [], []) for _ in range(800)), return_exceptions=True
+                )
+            assert {type(reply) for reply in replies} == {StoreUnavailableError}
+            assert time.monotonic() - begun_s < 25.0  # one after the other: 50
+            assert await link.run(script, [], []) == 1

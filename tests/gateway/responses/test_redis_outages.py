@@ -276,3 +276,25 @@ async def test_a_full_redis_refuses_and_streams_go_on(
         client.config_set("maxmemory", 0)
     await until_expired(await gateways.make(redis_server.url), log)
     assert (await up_again(here)).is_resumable
+
+
+async def test_a_response_whose_log_broke_is_stopped_from_another_gateway(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    """It cannot be read there any more, and runs on all the same."""
+    here = await gateways.make(redis_server.url, SHORT)
+    there = await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    response_id = log.header.response_id
+    with redis_server.paused():
+        add_delta(log)
+        await seen(log, 2)
+    assert not log.is_resumable
+    await until(lambda: not here.store._writer._torn)  # Redis knows that it is broken
+    with expired():
+        await there.store.find(TENANT, response_id)
+    with expired():
+        await there.store.cancel("another tenant", response_id)
+    await there.store.cancel(TENANT, response_id)
+    await until(lambda: here.cancelled)
+    assert here.cancelled == [response_id]

@@ -1,0 +1,203 @@
+"""Stopping, counted in the engine's steps: two gateways on one Redis before an engine's real
+server, scheduler and blocks, whose device takes a step when it is let. A stop that reaches the
+engine during a step has freed the blocks before the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import websockets
+
+from penstock.engine.batch import Batch
+from penstock.engine.blocks import BlockManager
+from penstock.engine.config import ModelConfig, SchedulerConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.server import EngineServer
+from penstock.engine.text import Tokenizer
+from penstock.gateway.app import create_app
+from penstock.gateway.config import GatewayConfig
+
+from ...engine.policy.fake_device import FakeDevice, expected_output
+from ...redis_server import RedisServer
+from ..conftest import listen
+from ..fake_engine import INFO
+from .records import until
+
+pytestmark = pytest.mark.redis
+NUM_STEPS = 40  # before a stop
+ENDLESS = {"model": "tiny", "ignore_eos": True, "stream": True}
+
+
+class SteppedDevice(FakeDevice):
+    """Holds every step until it is let.
+
+    Attributes:
+        begun: the batches it was given, the held one last.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.begun: list[Batch] = []
+        self._allowed = threading.Semaphore(0)
+        self._is_free = False
+
+    def submit(self, batch: Batch) -> Any:
+        self.begun.append(batch)
+        if not self._is_free:
+            self._allowed.acquire()
+        return super().submit(batch)
+
+    def allow(self, num_steps: int) -> None:
+        self._allowed.release(num_steps)
+
+    def set_free(self) -> None:
+        self._is_free = True
+        self.allow(1)
+
+
+class Engine:
+    def __init__(self, address: str) -> None:
+        sizes = {"num_blocks": INFO.num_blocks, "block_size": INFO.block_size}
+        self.blocks = BlockManager(**sizes)
+        self.device = SteppedDevice(**sizes)
+        scheduler = Scheduler(
+            SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=INFO.max_model_len
+        )
+        self.server = EngineServer(EngineCore(scheduler, self.device), INFO, address)
+        self._thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> Engine:
+        self.server.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.device.set_free()
+        self.server.stop()
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+    async def holds(self, num_steps: int) -> None:
+        """Wait until so many steps are done and the next one is held."""
+        await until(lambda: len(self.device.begun) == num_steps + 1)
+
+    async def has_mail(self) -> None:
+        """Wait until something has reached it that it will see after the step."""
+        await until(lambda: not self.server._wire._inbox.empty())
+
+
+@dataclass
+class Stack:
+    engine: Engine
+    first: httpx.AsyncClient
+    second: httpx.AsyncClient
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    with Engine(f"{tmp_path}/engine.sock") as running:
+        yield running
+
+
+@pytest.fixture
+async def stack(
+    engine: Engine, model_path: Path, tmp_path: Path, shared_server: RedisServer
+) -> AsyncIterator[Stack]:
+    config = GatewayConfig(
+        engine_address=f"{tmp_path}/engine.sock",
+        served_model_names=("tiny",),
+        model=ModelConfig(model=str(model_path)),
+        redis_url=shared_server.url,
+    )
+    async with contextlib.AsyncExitStack() as exits:
+        clients = []
+        for _ in range(2):
+            port = await exits.enter_async_context(listen(create_app(config), config))
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+            clients.append(await exits.enter_async_context(client))
+        yield Stack(engine, *clients)
+        engine.device.set_free()  # what still runs is to end
+
+
+async def is_freed_by_the_next_step(engine: Engine, num_steps: int) -> None:
+    """A stop is on its way to an engine that holds a step. See it through: after that step nothing
+    is computed for it, and no block is taken."""
+    await engine.has_mail()
+    assert len(engine.device.begun) == num_steps + 1
+    assert engine.blocks.num_used_blocks > num_steps // INFO.block_size
+    engine.device.allow(1)
+    await engine.holds(num_steps + 1)
+    assert engine.blocks.num_used_blocks == 0
+    met, after = engine.device.begun[-2:]
+    assert not after.scheduled
+    assert list(after.left_seq_ids) == [item.seq_id for item in met.scheduled]
+
+
+def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    return (
+        json.loads(line.removeprefix("data: "))
+        async for line in response.aiter_lines()
+        if line.startswith("data: ")
+    )
+
+
+@pytest.mark.parametrize("by", ["post", "socket"])
+@pytest.mark.parametrize("where", ["first", "second"])
+async def test_a_cancel(stack: Stack, where: str, by: str) -> None:
+    """From whichever gateway."""
+    canceller: httpx.AsyncClient = getattr(stack, where)
+    body = {**ENDLESS, "input": "!", "max_output_tokens": 900}
+    stack.engine.device.allow(NUM_STEPS)
+    async with stack.first.stream("POST", "/v1/responses", json=body) as response:
+        events = events_of(response)
+        response_id = (await anext(events))["response"]["id"]
+        await stack.engine.holds(NUM_STEPS)
+        if by == "post":
+            answer = await canceller.post(f"/v1/responses/{response_id}/cancel")
+            assert answer.status_code == 200, answer.text
+        else:
+            url = str(canceller.base_url.copy_with(scheme="ws", path="/v1/responses"))
+            async with websockets.connect(url) as socket:
+                event = {"type": "penstock.cancel", "response_id": response_id}
+                await socket.send(json.dumps(event))
+                await stack.engine.has_mail()
+        await is_freed_by_the_next_step(stack.engine, NUM_STEPS)
+        *_, last = [event async for event in events]
+        assert last["response"]["status"] == "cancelled"
+
+
+async def test_a_stop_string(stack: Stack, tokenizer: Tokenizer) -> None:
+    prompt = [5, 6, 7]
+    token_ids = expected_output(prompt, NUM_STEPS)
+    stop = tokenizer.decode(token_ids)[-4:]
+    num_steps = next(
+        num for num in range(NUM_STEPS + 1) if stop in tokenizer.decode(token_ids[:num])
+    )
+    stack.engine.device.allow(num_steps)
+    body = {"model": "tiny", "prompt": prompt, "stop": stop, "max_tokens": 900, "ignore_eos": True}
+    answer = asyncio.create_task(stack.first.post("/v1/completions", json=body))
+    await stack.engine.holds(num_steps)
+    await is_freed_by_the_next_step(stack.engine, num_steps)
+    (choice,) = (await answer).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] + stop == tokenizer.decode(token_ids[:num_steps])
+
+
+async def test_a_client_that_leaves(stack: Stack) -> None:
+    body = {**ENDLESS, "messages": [{"role": "user", "content": "!"}], "max_tokens": 900}
+    stack.engine.device.allow(NUM_STEPS)
+    async with stack.first.stream("POST", "/v1/chat/completions", json=body) as response:
+        await anext(events_of(response))
+        await stack.engine.holds(NUM_STEPS)
+    await is_freed_by_the_next_step(stack.engine, NUM_STEPS)
