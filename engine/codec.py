@@ -45,7 +45,7 @@ def encode(message: Message) -> bytes:
 def decode(frame: bytes) -> Message:
     """The message in a frame; ValueError if it is none of ours."""
     try:
-        tag, *values = msgpack.unpackb(frame, strict_map_key=False)
+        tag, *values = msgpack.unpackb(frame, strict_map_key=False, use_list=False)
         message: Message = _DECODERS[tag](values)
     except (KeyError, TypeError, ValueError, EngineError, msgpack.UnpackException) as error:
         raise ValueError(f"not a penstock frame: {error!r}") from error
@@ -135,12 +135,12 @@ def _encode_output(output: RequestOutput) -> list[Any]:
 def _decode_output(values: list[Any]) -> RequestOutput:
     request_id, index, token_ids, *rest = values
     if not rest:  # as in most steps
-        return RequestOutput(request_id=request_id, index=index, token_ids=tuple(token_ids))
+        return RequestOutput(request_id=request_id, index=index, token_ids=token_ids)
     rare = {
         name: _RARE_DECODERS[name](value) if name in _RARE_DECODERS else value
         for name, value in rest[0].items()
     }
-    return RequestOutput(request_id=request_id, index=index, token_ids=tuple(token_ids), **rare)
+    return RequestOutput(request_id=request_id, index=index, token_ids=token_ids, **rare)
 
 
 def _encode_entries(entries: tuple[TokenLogprobs, ...]) -> list[Any]:
@@ -173,7 +173,7 @@ def _decode_step(values: list[Any]) -> Step:
     number, outputs, stats = values
     return Step(
         number=number,
-        outputs=tuple(_decode_output(output) for output in outputs),
+        outputs=tuple([_decode_output(output) for output in outputs]),
         stats=_decode_stats(stats),
     )
 

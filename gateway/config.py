@@ -56,7 +56,7 @@ class GatewayConfig:
         session_store_bytes: for conversations in memory.
         session_retention_s: how long the KV of a stored response is hinted to be worth keeping;
             0 gives no hint.
-        response_log_bytes: for response logs in memory.
+        response_log_bytes: for logs of ended responses in memory.
         response_log_ttl_s: how long an ended response can be resumed.
         engine_wait_s: how long streams wait for the return of an engine that died.
         disconnect_grace_s: how long a stored response runs on without a reader.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 from penstock.engine.request import Request, RequestOutput, TokenLogprobs
 from penstock.gateway.replay import Replay
@@ -29,10 +31,10 @@ class EngineStream:
         "_error",
         "_is_done",
         "_num_prompt_logprobs",
+        "_on_ready",
         "_open",
         "_pending",
         "_replay",
-        "_waiter",
         "ended",
         "num_deaths",
         "num_strikes",
@@ -53,7 +55,7 @@ class EngineStream:
         self._open: dict[int, int] = {}  # by branch, once outputs merge: the place of its last
         self._error: Exception | None = None
         self._is_done = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._on_ready: Callable[[], None] | None = None
         self._num_prompt_logprobs = 0
         self._replay: Replay | None = None
 
@@ -66,11 +68,27 @@ class EngineStream:
             EngineDeadError: the engine died, and no other came to go on.
             GenerationFailedError: no engine can go on with this request.
         """
-        while not self._pending:
-            if self._error is not None:  # first what arrived, then the error
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        while not self._pending and self._error is None:
+            waiter = asyncio.get_running_loop().create_future()
+            self.when_ready(partial(_release, waiter))
+            await waiter
+        return self.take()
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Have this called, once, as soon as there is something to take; maybe at once."""
+        if self._pending or self._error is not None:
+            call()
+        else:
+            self._on_ready = call
+
+    def take(self) -> list[RequestOutput]:
+        """Everything that came since the last call, if anything did.
+
+        Raises:
+            Exception: as `next`.
+        """
+        if not self._pending and self._error is not None:  # first what arrived, then the error
+            raise self._error
         outputs, self._pending = self._pending, []
         if self._open:
             self._open.clear()
@@ -106,14 +124,15 @@ class EngineStream:
             self._merge(output)
         else:
             self._pending.append(output)
-        if self._waiter is not None:
+        if self._on_ready is not None:
             self._wake()
 
     def fail(self, error: Exception) -> None:
         if not self._is_done:
             self._is_done = True
             self._error = error
-            self._wake()
+            if self._on_ready is not None:
+                self._wake()
 
     def lose_engine(self) -> None:
         """The engine that computed it is gone."""
@@ -154,9 +173,14 @@ class EngineStream:
         last.add(output)
 
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        assert self._on_ready is not None
+        call, self._on_ready = self._on_ready, None
+        call()
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class _Merged:

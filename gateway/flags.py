@@ -146,8 +146,8 @@ FLAGS: tuple[Flag, ...] = (
          "Redis", parse_bytes),
     Flag("session-retention-s", _GATEWAY.session_retention_s, "seconds for which the KV of a "
          "stored response is preferred to other cached KV; 0: not at all", seconds),
-    Flag("response-log-bytes", _GATEWAY.response_log_bytes, "memory for logs of responses",
-         parse_bytes),
+    Flag("response-log-bytes", _GATEWAY.response_log_bytes, "memory for logs of responses "
+         "that have ended, without Redis", parse_bytes),
     Flag("response-log-ttl-s", _GATEWAY.response_log_ttl_s, "seconds after its end in which a "
          "response can be resumed", seconds),
     Flag("disconnect-grace-s", _GATEWAY.disconnect_grace_s, "seconds for which a stored response "

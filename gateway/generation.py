@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.errors import InvalidRequestError
@@ -105,6 +105,7 @@ class Generation:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Not a coroutine, so no cancellation can come between the client's leaving and this.
         self._engine.abort(self.request.request_id)
+        self._stream = None
         is_error = kind is not None and issubclass(kind, Exception)
         rest = FinishReason.ERROR if is_error else FinishReason.ABORT
         reason = self.branches[0].finish_reason if self.is_finished else None
@@ -172,17 +173,38 @@ class Generation:
             return due
         while self._num_running:
             assert self._stream is not None, "next() outside of its context"
-            deltas = []
-            is_over = False
-            for output in await self._stream.next():  # per branch, so the last may come first
-                delta = self._take(output)
-                if delta is not None:
-                    deltas.append(delta)
-                is_over = is_over or output.is_last
-            assert not (is_over and self._num_running), "an end with branches left"
+            deltas = self._deltas(await self._stream.next())
             if deltas:
                 return deltas
         return None
+
+    def take(self) -> list[Delta]:
+        """What `next` would give if it did not wait; nothing if it would. For who is called by
+        `when_ready` at every token, and needs no task for it.
+
+        Raises:
+            Exception: as `next`.
+        """
+        due, self._due = self._due, []
+        if self._num_running and self._stream is not None:
+            due += self._deltas(self._stream.take())
+        return due
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Have this called, once, as soon as there is something to take; maybe at once."""
+        assert self._stream is not None, "when_ready() outside of its context"
+        self._stream.when_ready(call)
+
+    def _deltas(self, outputs: Sequence[RequestOutput]) -> list[Delta]:
+        deltas = []
+        is_over = False
+        for output in outputs:  # per branch, so the last may come first
+            delta = self._take(output)
+            if delta is not None:
+                deltas.append(delta)
+            is_over = is_over or output.is_last
+        assert not (is_over and self._num_running), "an end with branches left"
+        return deltas
 
     def _catch_up(self, token_ids: tuple[int, ...]) -> None:
         """Take what is known of the output, as if it had just come."""

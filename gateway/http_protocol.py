@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from penstock.gateway.direct import offer_direct
 from penstock.gateway.errors import Failure, refusal
 from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
 
@@ -54,7 +56,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._due = _Due.HEADER
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
-        self._stall = StallTimer(self.loop, self._on_stall)
+        self._stall = StallTimer(self.loop)
 
     # -- the connection ---------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        self._stall.start(self.limits.max_stall_s)
+        self._stall.start(self.limits.max_stall_s, self._on_stall)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -94,6 +96,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._settle(_Due.NOTHING)  # from here on WebSocket pings tell whether it lives
         super().handle_websocket_upgrade()
+        # They hold each other, and nobody will say that this one is lost.
+        self.parser = None  # type: ignore[assignment]
 
     # -- the parser -------------------------------------------------------------------------
 
@@ -103,6 +107,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if num_bytes > self.limits.max_header_bytes:
             self._refuse_by_application(_header_too_large(self.limits.max_header_bytes))
             self.scope["state"] = self.app_state.copy()
+        offer_direct(cast("Scope", self.scope), _Chunks(self.transport, self.flow))
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -170,6 +175,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse_by_application(self, failure: Failure) -> None:
         self.app_state = {**self.app_state, _STATE_KEY: failure}
+
+
+class _Chunks:
+    """The `Direct` of a response without a length: the chunked coding (RFC 9112 §7.1)."""
+
+    __slots__ = ("_flow", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport = transport
+        self._flow = flow
+
+    def write(self, payload: bytes) -> bool:
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+        return not self._flow.write_paused
+
+    async def drained(self) -> None:
+        await self._flow.drain()
 
 
 class RefuseConnections:

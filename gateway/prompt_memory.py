@@ -1,7 +1,8 @@
 """Prompts that were tokenised lately: who sends a whole conversation every turn has only the new
 part of it tokenised.
 
-Each tenant has its own, so that nobody learns from the time an answer takes what others asked.
+Each tenant has its own, so that nobody learns from the time an answer takes what others asked. All
+of them together are bounded (16 MiB of ids), and nothing has to be there: no flag for that.
 Not known here: conversations, and where prompts come from.
 """
 

@@ -1,4 +1,4 @@
-"""Server-sent events, written straight to ASGI.
+"""Server-sent events, written to ASGI until the head is out and past it from then on (`direct`).
 
 One task writes, the request's own watches for the client leaving, and a timer fills silence. The
 response starts with the first event or the first silence, so that what is refused at once can still
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.types import Receive, Scope, Send
 
+from penstock.gateway.direct import Direct, direct_of
 from penstock.gateway.errors import failure_of
 
 PING = b": ping\n\n"
@@ -42,35 +43,51 @@ async def wait_disconnect(receive: Receive) -> None:
         pass
 
 
+Source = Callable[[Direct], Awaitable[None]]
+
+
+def from_chunks(chunks: AsyncGenerator[bytes, None]) -> Source:
+    """A source that is a generator of whole events, several at once where several are ready. It is
+    closed when the client leaves, so whatever it holds open must let go then."""
+
+    async def write_to(out: Direct) -> None:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if not out.write(chunk):
+                    await out.drained()
+
+    return write_to
+
+
 class EventStream:
-    """A response of events.
+    """A response of events, and the `Direct` that its source writes them to.
 
     Args:
-        chunks: whole events, several at once where several are ready. It is closed when the
-            client leaves, so whatever it holds open must let go then. What it raises before the
-            response has started becomes a plain error.
+        source: writes whole events, and returns after the last; cancelled when the client leaves.
+            What it raises before the response has started becomes a plain error.
         ping_s: silence after which a comment is sent.
         on_error: the last events of a stream that broke off by an exception after its start.
     """
 
     def __init__(
-        self,
-        chunks: AsyncGenerator[bytes, None],
-        *,
-        ping_s: float,
-        on_error: Callable[[Exception], bytes],
+        self, source: Source, *, ping_s: float, on_error: Callable[[Exception], bytes]
     ) -> None:
-        self._chunks = chunks
+        self._source = source
         self._ping_s = ping_s
         self._on_error = on_error
         self._is_started = False
         self._is_silent = True
+        self._unsent = b""  # what `write` took before there was a direct way
+        self._direct: Direct | None = None
+        self._scope: Scope
+        self._send: Send
         self._silence: asyncio.TimerHandle
         self._ping: asyncio.Future[None]  # kept, since the event loop holds tasks weakly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.create_task(self._write(scope, receive, send))
-        self._await_silence(send)
+        self._scope, self._send = scope, send
+        writer = asyncio.create_task(self._run(receive))
+        self._await_silence()
         try:
             await wait_disconnect(receive)
         finally:
@@ -79,31 +96,44 @@ class EventStream:
             with contextlib.suppress(asyncio.CancelledError):
                 await writer
 
-    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._chunks) as chunks:
-            try:
-                async for chunk in chunks:
-                    await self._send(send, chunk)
-            except Exception as error:
-                if not self._is_started:
-                    await failure_of(error).response()(scope, receive, send)
-                    return
-                await self._send(send, self._on_error(error))
-            await self._send(send, b"", is_last=True)
-
-    def _await_silence(self, send: Send) -> None:
-        self._is_silent = True
-        loop = asyncio.get_running_loop()
-        self._silence = loop.call_later(self._ping_s, self._on_silence, send)
-
-    def _on_silence(self, send: Send) -> None:
-        if self._is_silent:
-            self._ping = asyncio.ensure_future(self._send(send, PING))
-        self._await_silence(send)
-
-    async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+    def write(self, payload: bytes) -> bool:
         self._is_silent = False
+        if self._direct is not None:
+            return self._direct.write(payload)
+        self._unsent += payload
+        return False
+
+    async def drained(self) -> None:
+        if self._direct is not None:
+            await self._direct.drained()
+        else:
+            await self._send_unsent(more_body=True)
+
+    async def _run(self, receive: Receive) -> None:
+        try:
+            await self._source(self)
+        except Exception as error:
+            if not self._is_started:
+                await failure_of(error).response()(self._scope, receive, self._send)
+                return
+            self.write(self._on_error(error))
+        await self._send_unsent(more_body=False)
+
+    async def _send_unsent(self, *, more_body: bool) -> None:
+        """As ASGI messages, the head first."""
         if not self._is_started:
             self._is_started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self._direct = direct_of(self._scope)
+        body, self._unsent = self._unsent, b""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+    def _await_silence(self) -> None:
+        self._is_silent = True
+        loop = asyncio.get_running_loop()
+        self._silence = loop.call_later(self._ping_s, self._on_silence)
+
+    def _on_silence(self) -> None:
+        if self._is_silent and not self.write(PING):
+            self._ping = asyncio.ensure_future(self.drained())
+        self._await_silence()

@@ -20,24 +20,28 @@ class StallTimer:
         num_stalled: connections of this process that were let go.
     """
 
-    __slots__ = ("_loop", "_on_stall", "_timer")
+    __slots__ = ("_loop", "_timer")
     num_stalled: ClassVar[int] = 0
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_stall: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._on_stall = on_stall
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, max_stall_s: float) -> None:
-        """The buffer is full: it has so long to drain."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(max_stall_s, self._let_go)
+    def start(self, max_stall_s: float, on_stall: Callable[[], None]) -> None:
+        """The buffer is full: it has so long to drain.
 
-    def _let_go(self) -> None:
-        StallTimer.num_stalled += 1
-        self._on_stall()
+        What is to be done then is kept only while the timer runs: a connection and its timer must
+        not hold each other once it has ended.
+        """
+        if self._timer is None:
+            self._timer = self._loop.call_later(max_stall_s, _let_go, on_stall)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _let_go(on_stall: Callable[[], None]) -> None:
+    StallTimer.num_stalled += 1
+    on_stall()

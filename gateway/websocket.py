@@ -15,10 +15,9 @@ queued for a slow reader: each lane waits for the socket, and reads on from its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +26,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from penstock.gateway.auth import KEY_SUBPROTOCOL
 from penstock.gateway.callers import caller_of
+from penstock.gateway.direct import direct_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
-from penstock.gateway.responses.events import Event, EventWriter
+from penstock.gateway.responses.events import Event
+from penstock.gateway.responses.follower import Follower
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.responder import Responder
 from penstock.gateway.schemas import SocketRequest, parse_json, parse_request
@@ -38,7 +39,6 @@ MAX_LANES = 32
 MAX_AGE_S = 3600.0
 _LANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _Message = Mapping[str, Any]
-Events = AsyncGenerator[list[Event], None]
 
 
 class ResponsesSocket:
@@ -73,19 +73,16 @@ def accepted_subprotocol(offered: list[str]) -> str | None:
 class Connection:
     """One client's socket and what runs on it."""
 
+    __slots__ = ("_lanes", "_responder", "_websocket", "caller", "direct")
+
     def __init__(self, websocket: WebSocket, responder: Responder) -> None:
         self.caller = caller_of(websocket.scope)
         self._websocket = websocket
+        direct = direct_of(websocket.scope)
+        assert direct is not None, "the server is not ours"
+        self.direct = direct
         self._responder = responder
         self._lanes: dict[str | None, Lane] = {}
-        self._handlers = {
-            "response.create": self._create,
-            "response.steer": self._steer,
-            "penstock.resume": self._resume,
-            "penstock.cancel": self._cancel,
-            "penstock.drop_prefix": self._drop_prefix,
-            "penstock.ping": self._ping,
-        }
 
     async def run(self) -> None:
         """Take messages until the client leaves."""
@@ -101,6 +98,10 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # They know each other, and what they held must not wait for the garbage collector.
+        for lane in self._lanes.values():
+            lane.task = None
+        self._lanes.clear()
 
     async def expire(self) -> None:
         """It has lived as long as one may; its streams can be resumed on another."""
@@ -115,7 +116,8 @@ class Connection:
         await self.send_text(orjson.dumps(event))
 
     async def send_text(self, text: bytes) -> None:
-        await self._websocket.send({"type": "websocket.send", "text": text.decode()})
+        if not self.direct.write(text):
+            await self.direct.drained()
 
     async def _handle(self, data: str | bytes) -> None:
         stream_id = None
@@ -123,14 +125,14 @@ class Connection:
             message = parse_json(data)
             stream_id = _stream_id(message)
             kind = message.get("type")
-            handler = self._handlers.get(kind) if isinstance(kind, str) else None
+            handler = _HANDLERS.get(kind) if isinstance(kind, str) else None
             if handler is None:
                 raise RequestRefusedError(
-                    f"unknown event type {kind!r}; this server takes {', '.join(self._handlers)}",
+                    f"unknown event type {kind!r}; this server takes {', '.join(_HANDLERS)}",
                     code="unknown_event_type",
                     param="type",
                 )
-            await handler(message, stream_id)
+            await handler(self, message, stream_id)
         except WebSocketDisconnect:
             raise
         except Exception as error:  # one bad message must not end the others' streams
@@ -141,18 +143,18 @@ class Connection:
         lane = self._lane(stream_id)
         lane.add(lambda: self._begin(lane, body))
 
-    async def _begin(self, lane: Lane, body: _Message) -> Events:
+    async def _begin(self, lane: Lane, body: _Message) -> Follower:
         request = parse_request(SocketRequest, body)
         run = await self._responder.create(request, self.caller)
         lane.log = run.log
-        return self._events(run.log, notices=request.penstock.events)
+        return self._follower(run.log, notices=request.penstock.events)
 
     async def _resume(self, message: _Message, stream_id: str | None) -> None:
         response_id, after = _response_id(message, "penstock.resume"), _starting_after(message)
         lane = self._lane(stream_id)
         lane.add(lambda: self._follow(lane, response_id, after=after))
 
-    async def _follow(self, lane: Lane, response_id: str, *, after: int) -> Events | None:
+    async def _follow(self, lane: Lane, response_id: str, *, after: int) -> Follower | None:
         event = {"type": "penstock.recovered", "response_id": response_id}
         try:
             lane.log = await self._responder.resume(self.caller, response_id)
@@ -161,13 +163,13 @@ class Connection:
             await self.send(_on_lane({**event, **said}, lane.stream_id))
             return None
         await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
-        return self._events(lane.log, after=after)
+        return self._follower(lane.log, after=after)
 
-    def _events(
+    def _follower(
         self, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
-    ) -> Events:
+    ) -> Follower:
         find_again = partial(self._responder.log, self.caller, log.header.response_id)
-        return EventWriter(log, notices=notices, find_again=find_again).stream(after)
+        return Follower(log, after=after, notices=notices, find_again=find_again)
 
     def _lane(self, stream_id: str | None) -> Lane:
         """The lane for another response.
@@ -225,6 +227,17 @@ class Connection:
         await self.send(_on_lane(event, stream_id))
 
 
+_Handler = Callable[[Connection, _Message, str | None], Awaitable[None]]
+_HANDLERS: Mapping[str, _Handler] = {
+    "response.create": Connection._create,
+    "response.steer": Connection._steer,
+    "penstock.resume": Connection._resume,
+    "penstock.cancel": Connection._cancel,
+    "penstock.drop_prefix": Connection._drop_prefix,
+    "penstock.ping": Connection._ping,
+}
+
+
 class Lane:
     """Responses that come one after the other. It has a task while it has work.
 
@@ -237,7 +250,7 @@ class Lane:
         self.log: ResponseLog | None = None
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
-        self._waiting: deque[Callable[[], Awaitable[Events | None]]] = deque()
+        self._waiting: deque[Callable[[], Awaitable[Follower | None]]] = deque()
         self._is_running = False
         self._is_cancelled = False  # while its response was still being prepared
         self._suffix = (
@@ -248,7 +261,7 @@ class Lane:
     def num_open(self) -> int:
         return len(self._waiting) + self._is_running
 
-    def add(self, begin: Callable[[], Awaitable[Events | None]]) -> None:
+    def add(self, begin: Callable[[], Awaitable[Follower | None]]) -> None:
         """A response, begun only when it is its turn: it may continue the one before it."""
         self._waiting.append(begin)
         if self.task is None or self.task.done():
@@ -277,19 +290,19 @@ class Lane:
                 self.log = None
                 self._is_running = self._is_cancelled = False
 
-    async def _pass_on(self, begin: Callable[[], Awaitable[Events | None]]) -> None:
-        events = await begin()
-        if events is None:
+    async def _pass_on(self, begin: Callable[[], Awaitable[Follower | None]]) -> None:
+        follower = await begin()
+        if follower is None:
             return
-        async with contextlib.aclosing(events) as batches:
-            if self._is_cancelled:
-                self.cancel()
-            async for batch in batches:
-                for event in batch:
-                    await self._connection.send_text(self._labelled(event.json))
+        if self._is_cancelled:
+            self.cancel()
+        await follower.write_to(self._connection.direct, self._labelled)
 
-    def _labelled(self, json: bytes) -> bytes:
-        return json if self._suffix is None else json[:-1] + self._suffix
+    def _labelled(self, events: Sequence[Event]) -> list[bytes]:
+        """A message each."""
+        if self._suffix is None:
+            return [event.json for event in events]
+        return [event.json[:-1] + self._suffix for event in events]
 
 
 def _response_id(message: _Message, kind: str) -> str:

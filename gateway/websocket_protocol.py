@@ -10,10 +10,17 @@ connection, often before the client has read why.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import asyncio
+from typing import Any, ClassVar, cast
 
+from starlette.types import Scope
+from starlette.websockets import WebSocketDisconnect
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
 
+from penstock.gateway.direct import offer_direct
 from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
 
 _FAREWELL_S = 5.0  # for the close code to be read
@@ -26,7 +33,7 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stall = StallTimer(self.loop, self._on_stall)
+        self._stall = StallTimer(self.loop)
         self._has_failed = False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -34,12 +41,23 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        self._stall.start(self.max_stall_s)
+        self._stall.start(self.max_stall_s, self._on_stall)
         super().pause_writing()
 
     def resume_writing(self) -> None:
         self._stall.stop()
         super().resume_writing()
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if not self.handshake_complete:  # it was not refused
+            offer_direct(
+                cast("Scope", self.scope), _Messages(self.conn, self.transport, self.writable)
+            )
+
+    def start_keepalive(self) -> None:
+        del self.request, self.response  # the handshake is over, and an idle socket is to be small
+        super().start_keepalive()
 
     def data_received(self, data: bytes) -> None:
         if not self._has_failed:
@@ -77,6 +95,38 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
             self.conn.send_close(1013, "too slow; connect again and resume")
             self.handle_parser_exception()
         self.loop.call_later(_FAREWELL_S, self.transport.abort)
+
+
+class _Messages:
+    """The `Direct` of a WebSocket: text messages."""
+
+    __slots__ = ("_conn", "_transport", "_writable")
+
+    def __init__(
+        self, conn: ServerProtocol, transport: asyncio.Transport, writable: asyncio.Event
+    ) -> None:
+        self._conn = conn
+        self._transport = transport
+        self._writable = writable
+
+    def write(self, payload: bytes) -> bool:
+        if self._conn.state is not State.OPEN or self._transport.is_closing():
+            raise WebSocketDisconnect(1006)
+        self._transport.write(text_frame(payload))
+        return self._writable.is_set()
+
+    async def drained(self) -> None:
+        await self._writable.wait()
+
+
+def text_frame(payload: bytes) -> bytes:
+    """An unmasked text message in one frame (RFC 6455 §5.2)."""
+    size = len(payload)
+    if size < 126:
+        return b"\x81%c%b" % (size, payload)
+    if size < 1 << 16:
+        return b"\x81\x7e%b%b" % (size.to_bytes(2, "big"), payload)
+    return b"\x81\x7f%b%b" % (size.to_bytes(8, "big"), payload)
 
 
 def _is_utf8(data: bytes) -> bool:

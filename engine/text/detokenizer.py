@@ -46,6 +46,8 @@ def new_detokenizer(
 
 
 class _JoinedBytes:
+    __slots__ = ("_is_in_character", "_pieces", "_skipped", "_utf8")
+
     def __init__(
         self, tokenizer: Tokenizer, skipped: frozenset[int], context: Sequence[int]
     ) -> None:

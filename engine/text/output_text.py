@@ -37,6 +37,11 @@ class OutputText:
             tokenizer drops the space at the start of a text, but not in its middle.
     """
 
+    __slots__ = (
+        "_detokenizer", "_held", "_includes_stop", "_is_stopped", "_min_tokens", "_num_tokens",
+        "_stops",
+    )  # fmt: skip
+
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, *, context: Sequence[int] = ()
     ) -> None:

@@ -22,7 +22,7 @@ from penstock.gateway.generator import ChatPrompt, Generator
 from penstock.gateway.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.logprobs import prompt_dictionaries, token_objects
 from penstock.gateway.schemas import ChatRequest, parse_request
-from penstock.gateway.sse import EventStream
+from penstock.gateway.sse import EventStream, from_chunks
 
 
 class ChatCompletions:
@@ -63,7 +63,9 @@ class ChatCompletions:
             )
         answer = _Answer(chat, source, model=model, tokenizer=self._generator.model.tokenizer)
         if chat.stream:
-            return EventStream(answer.stream(), ping_s=self._ping_s, on_error=error_events)
+            return EventStream(
+                from_chunks(answer.stream()), ping_s=self._ping_s, on_error=error_events
+            )
         whole = await unless_gone(request, answer.whole())
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 

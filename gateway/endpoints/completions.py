@@ -22,7 +22,7 @@ from penstock.gateway.generator import NUM_CONTEXT_TOKENS, Generator
 from penstock.gateway.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.logprobs import Lists, TokenLists, joined, prompt_dictionaries
 from penstock.gateway.schemas import CompletionRequest, parse_request
-from penstock.gateway.sse import EventStream
+from penstock.gateway.sse import EventStream, from_chunks
 
 
 class Completions:
@@ -70,7 +70,9 @@ class Completions:
             echoes=[await self._echo(prompt, completion) for prompt in completion.prompts],
         )
         if completion.stream:
-            return EventStream(answer.stream(), ping_s=self._ping_s, on_error=error_events)
+            return EventStream(
+                from_chunks(answer.stream()), ping_s=self._ping_s, on_error=error_events
+            )
         whole = await unless_gone(request, answer.whole())
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 

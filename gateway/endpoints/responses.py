@@ -5,8 +5,7 @@ The events come from `responses.events`, the same ones that the WebSocket sends.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from penstock.gateway.callers import caller_of, deadline_of
 from penstock.gateway.endpoints.http import CLIENT_GONE, json_response, read_json, unless_gone
 from penstock.gateway.endpoints.item_pages import item_page
 from penstock.gateway.errors import RequestRefusedError, failure_of
-from penstock.gateway.responses.events import EventWriter, response_object
+from penstock.gateway.responses.events import Event, response_object
+from penstock.gateway.responses.follower import Follower
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.prompt import items_of
 from penstock.gateway.responses.responder import Responder
@@ -104,14 +104,13 @@ class Responses:
         self, request: Request, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
     ) -> EventStream:
         find_again = partial(self._responder.log, caller_of(request.scope), log.header.response_id)
-        writer = EventWriter(log, notices=notices, find_again=find_again)
-        return EventStream(_chunks(writer, after), ping_s=self._ping_s, on_error=_broken)
+        follower = Follower(log, after=after, notices=notices, find_again=find_again)
+        source = partial(follower.write_to, payloads=_joined)
+        return EventStream(source, ping_s=self._ping_s, on_error=_broken)
 
 
-async def _chunks(writer: EventWriter, after: int) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(writer.stream(after)) as batches:
-        async for batch in batches:
-            yield b"".join([named(event.type, event.json) for event in batch])
+def _joined(events: Sequence[Event]) -> Iterable[bytes]:
+    return (b"".join([named(event.type, event.json) for event in events]),)
 
 
 def _broken(error: Exception) -> bytes:

@@ -1,4 +1,4 @@
-"""A response's header and entries as bytes, and back.
+"""A response's header and entries as bytes, and back; or all of one that has ended at once.
 
 Each is one msgpack array that begins with the format's version. A header is a map by field name
 in it, so that a field with a default can be added and old headers still be read; entries, of which
@@ -7,7 +7,7 @@ there are many, are plain arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import msgpack
 
 from penstock.engine.errors import EngineError
 from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
-from penstock.gateway.responses.record import DeltaEntry, EndEntry, ResponseHeader
+from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
 VERSION = 1
 _T = TypeVar("_T")
@@ -46,22 +46,29 @@ def decode_delta(data: bytes) -> DeltaEntry:
 
 
 def encode_end(entry: EndEntry) -> bytes:
-    reason = None if entry.reason is None else entry.reason.value
-    return _pack(
-        VERSION,
-        entry.number,
-        entry.num_events,
-        reason,
-        entry.usage,
-        entry.ended_at,
-        entry.error,
-        entry.prefix_id,
-    )
+    return _pack(VERSION, *_end_fields(entry))
 
 
 def decode_end(data: bytes) -> EndEntry:
     """Raises: UnreadableEntryError."""
     return _decode(data, _read_end)
+
+
+def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
+    """A response that has ended: deltas, and the end."""
+    *deltas, end = entries
+    assert isinstance(end, EndEntry)
+    rows = [
+        (entry.text, entry.token_ids, entry.logprobs)
+        for entry in deltas
+        if isinstance(entry, DeltaEntry)
+    ]
+    return _pack(VERSION, _header_fields(header), rows, _end_fields(end))
+
+
+def decode_log(data: bytes) -> tuple[ResponseHeader, list[Entry]]:
+    """Raises: UnreadableEntryError."""
+    return _decode(data, _read_log)
 
 
 def _pack(*values: Any) -> bytes:
@@ -92,6 +99,29 @@ def _read_delta(
     number: int, text: str, token_ids: list[int], logprobs: list[Any] | None = None
 ) -> DeltaEntry:
     return DeltaEntry(number, text, tuple(token_ids), tuple(logprobs or ()))
+
+
+def _read_log(
+    named: dict[str, Any], rows: list[Any], end: list[Any]
+) -> tuple[ResponseHeader, list[Entry]]:
+    header = _read_header(named)
+    deltas = (
+        _read_delta(number, *row) for number, row in enumerate(rows, header.num_opening_events)
+    )
+    return header, [*deltas, _read_end(*end)]
+
+
+def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
+    reason = None if entry.reason is None else entry.reason.value
+    return (
+        entry.number,
+        entry.num_events,
+        reason,
+        entry.usage,
+        entry.ended_at,
+        entry.error,
+        entry.prefix_id,
+    )
 
 
 def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> EndEntry:

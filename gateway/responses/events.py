@@ -11,13 +11,13 @@ has no item. Nothing here depends on when or where it runs: a replay gives the s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.responses.log import FindAgain, LogNotice, ResponseLog
+from penstock.gateway.responses.log import LogNotice, ResponseLog
 from penstock.gateway.responses.record import (
     NUM_CLOSING_EVENTS,
     DeltaEntry,
@@ -48,50 +48,36 @@ class EventWriter:
 
     Args:
         notices: kinds of `penstock.*` events that the reader asked for.
-        find_again: see `ResponseLog.read`.
+        after: only events numbered above it.
     """
 
+    __slots__ = ("_after", "_delta_start", "_header", "_notices")
+
     def __init__(
-        self,
-        log: ResponseLog,
-        *,
-        notices: Collection[str] = (),
-        find_again: FindAgain | None = None,
+        self, header: ResponseHeader, *, notices: Collection[str] = (), after: int = -1
     ) -> None:
-        self._log = log
-        self._find_again = find_again
+        self._header = header
         self._notices = notices
+        self._after = after
         self._delta_start = (
             b'{"type":"response.output_text.delta","item_id":'
-            + orjson.dumps(log.header.item_id)
+            + orjson.dumps(header.item_id)
             + b',"output_index":0,"content_index":0,"sequence_number":'
         )
 
-    async def stream(self, after: int = -1) -> AsyncGenerator[list[Event], None]:
-        """All events numbered above `after`, those that come together in one list.
+    def opening(self) -> list[Event]:
+        """The events before the first entry."""
+        return _numbered(_opening(self._header), first=0, after=self._after)
 
-        Raises:
-            Exception: the log cannot be followed to its end from here.
-        """
-        with self._log.read(after, find_again=self._find_again) as reader:
-            opening = _numbered(_opening(self._log.header), first=0, after=after)
-            if opening:
-                yield opening
-            while (entries := await reader.next()) is not None:
-                events = self._events(entries, reader.log, after=after)
-                if events:
-                    yield events
-
-    def _events(
-        self, entries: Sequence[Entry | LogNotice], log: ResponseLog, *, after: int
-    ) -> list[Event]:
+    def of(self, entries: Sequence[Entry | LogNotice], log: ResponseLog) -> list[Event]:
+        """The events of some of a log's entries."""
         found: list[Event] = []
         for entry in entries:
             if isinstance(entry, DeltaEntry):
                 found.append(self._delta(entry))
             elif isinstance(entry, EndEntry):
                 closing = _closing(log, entry)
-                found += _numbered(closing, first=entry.number, after=after)
+                found += _numbered(closing, first=entry.number, after=self._after)
             elif entry.kind in self._notices:
                 found.append(self._notice(entry))
         return found
@@ -111,7 +97,7 @@ class EventWriter:
 
     def _notice(self, notice: LogNotice) -> Event:
         kind = f"penstock.{notice.kind}"
-        response_id = self._log.header.response_id
+        response_id = self._header.response_id
         return Event(
             kind, orjson.dumps({"type": kind, "response_id": response_id, **notice.values})
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from penstock.gateway.errors import RequestRefusedError
@@ -176,11 +177,11 @@ class LogReader:
             ...
     """
 
-    __slots__ = ("_after", "_find_again", "_next_notice", "_position", "_waiter", "log")
+    __slots__ = ("_after", "_find_again", "_next_notice", "_on_more", "_position", "log")
 
     def __init__(self, log: ResponseLog, after: int, find_again: FindAgain | None) -> None:
         self._find_again = find_again
-        self._waiter: asyncio.Future[None] | None = None
+        self._on_more: Callable[[], None] | None = None
         self._begin(log, after)
 
     def _begin(self, log: ResponseLog, after: int) -> None:
@@ -195,6 +196,7 @@ class LogReader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._on_more = None
         self.log.readers.discard(self)
         self.log.changed_readers()
 
@@ -211,7 +213,7 @@ class LogReader:
             Exception: what `ResponseLog.fail` was given, after all there is.
         """
         while True:
-            found = self._take()
+            found = self.take()
             if found:
                 return found
             if self.num_behind:
@@ -221,8 +223,9 @@ class LogReader:
             if self.log.failure is not None:
                 await self._move(self.log.failure)
                 continue
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            waiter = asyncio.get_running_loop().create_future()
+            self.when_more(partial(_release, waiter))
+            await waiter
 
     async def _move(self, failure: Exception) -> None:
         """Go on in the log of the response's next owner, if there is one; raises `failure`."""
@@ -234,11 +237,22 @@ class LogReader:
         self._begin(log, max(self._after, taken[-1].last_number) if taken else self._after)
         self.__enter__()
 
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    @property
+    def is_at_end(self) -> bool:
+        """Whether nothing more comes of this log: `next` says what to do."""
+        return self.log.end is not None or self.log.failure is not None
 
-    def _take(self) -> list[Entry | LogNotice]:
+    def when_more(self, call: Callable[[], None]) -> None:
+        """Have this called, once, when the log has changed. For who has taken all there is."""
+        self._on_more = call
+
+    def wake(self) -> None:
+        call, self._on_more = self._on_more, None
+        if call is not None:
+            call()
+
+    def take(self) -> list[Entry | LogNotice]:
+        """What came since the last call, in order, up to a bound."""
         log = self.log
         stop = min(log.num_published, self._position + _MAX_AT_ONCE)
         found: list[Entry | LogNotice] = []
@@ -256,6 +270,11 @@ class LogReader:
         while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
             del found[0]
         return found
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _position(log: ResponseLog, after: int) -> int:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.responses.codec import decode_log, encode_log
 from penstock.gateway.responses.log import ResponseLog
-from penstock.gateway.responses.record import DeltaEntry, ResponseHeader
+from penstock.gateway.responses.record import ResponseHeader
 
 DEFAULT_TTL_S = 3600.0
-_LOG_BYTES = 4096  # a log's objects, whatever it says
-_ENTRY_BYTES = 256
-_TOKEN_BYTES = 40
+_LOG_BYTES = 512  # an ended log's objects and dictionary slots, beside what it says
 CarryOn = Callable[[ResponseLog], None]
 
 
@@ -72,11 +73,25 @@ class LogStore(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _EndedLog:
+    tenant: str
+    ended_s: float
+    data: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return _LOG_BYTES + len(self.data)
+
+
 class MemoryLogStore:
     """Logs of this process, bounded in bytes and age: of those that ended, the oldest go first.
 
+    A log that has ended is kept as bytes (`codec`), a tenth of what its objects take, and is a log
+    again while somebody reads it.
+
     Args:
-        max_bytes: of ended logs, as estimated.
+        max_bytes: of ended logs.
         ttl_s: how long after its end a log can be read.
         clock: seconds that only grow.
     """
@@ -91,8 +106,9 @@ class MemoryLogStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._logs: dict[str, ResponseLog] = {}
-        self._ended: OrderedDict[str, tuple[float, int]] = OrderedDict()  # (end, bytes)
+        self._running: dict[str, ResponseLog] = {}
+        self._ended: OrderedDict[str, _EndedLog] = OrderedDict()
+        self._being_read: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
         self.num_bytes = 0
 
     async def start(self, carry_on: CarryOn) -> None:
@@ -100,24 +116,37 @@ class MemoryLogStore:
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
         self._drop_old()
-        if header.response_id in self._logs:
+        if header.response_id in self._running or header.response_id in self._ended:
             raise LogExistsError(header.response_id)
-        log = self._logs[header.response_id] = ResponseLog(header, storage=self)
+        log = self._running[header.response_id] = ResponseLog(header, storage=self)
         return log
 
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
         self._drop_old()
-        log = self._logs.get(response_id)
-        if log is None or log.header.tenant != tenant:
-            raise response_expired(response_id)
+        running = self._running.get(response_id)
+        if running is not None and running.header.tenant == tenant:
+            return running
+        ended = self._ended.get(response_id)
+        if ended is not None and ended.tenant == tenant:
+            return self._unpacked(response_id, ended)
+        raise response_expired(response_id)
+
+    def _unpacked(self, response_id: str, ended: _EndedLog) -> ResponseLog:
+        """All who read it at a time read the same."""
+        log = self._being_read.get(response_id)
+        if log is None:
+            header, entries = decode_log(ended.data)
+            log = self._being_read[response_id] = ResponseLog(header)
+            log.entries = entries
+            log.publish(len(entries))
         return log
 
     async def cancel(self, tenant: str, response_id: str) -> None:
         (await self.find(tenant, response_id)).cancel()
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        log = self._logs.get(response_id)
-        if log is not None and log.header.tenant == tenant and log.is_ended:
+        ended = self._ended.get(response_id)
+        if ended is not None and ended.tenant == tenant:
             self._drop(response_id)
 
     async def hand_over(self) -> None:
@@ -129,23 +158,28 @@ class MemoryLogStore:
     def appended(self, log: ResponseLog) -> None:
         log.publish(len(log.entries))
         if log.is_ended:
-            num_bytes = _num_bytes(log)
-            self._ended[log.header.response_id] = (self._clock(), num_bytes)
-            self.num_bytes += num_bytes
-            self._drop_old()
+            self._keep(log)
+
+    def _keep(self, log: ResponseLog) -> None:
+        header = log.header
+        ended = _EndedLog(header.tenant, self._clock(), encode_log(header, log.entries))
+        del self._running[header.response_id]
+        self._ended[header.response_id] = ended
+        self._being_read[header.response_id] = log
+        self.num_bytes += ended.num_bytes
+        self._drop_old()
 
     def _drop_old(self) -> None:
         horizon = self._clock() - self._ttl_s
         while self._ended:
-            response_id, (ended, _) = next(iter(self._ended.items()))
-            if self.num_bytes <= self._max_bytes and ended > horizon:
+            response_id, oldest = next(iter(self._ended.items()))
+            if self.num_bytes <= self._max_bytes and oldest.ended_s > horizon:
                 return
             self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
-        _, num_bytes = self._ended.pop(response_id)
-        self.num_bytes -= num_bytes
-        del self._logs[response_id]
+        self.num_bytes -= self._ended.pop(response_id).num_bytes
+        self._being_read.pop(response_id, None)
 
 
 def response_expired(response_id: str) -> RequestRefusedError:
@@ -154,13 +188,4 @@ def response_expired(response_id: str) -> RequestRefusedError:
         code="response_expired",
         param="response_id",
         status=404,
-    )
-
-
-def _num_bytes(log: ResponseLog) -> int:
-    texts = sum(len(entry.text) for entry in log.entries if isinstance(entry, DeltaEntry))
-    num_tokens = len(log.header.request.prompt_token_ids) + len(log.token_ids)
-    items = sum(len(str(item)) for item in log.header.input_items)
-    return (
-        _LOG_BYTES + 2 * texts + items + _TOKEN_BYTES * num_tokens + _ENTRY_BYTES * len(log.entries)
     )

@@ -61,7 +61,7 @@ class ResponseHeader:
         return (NUM_OPENING_EVENTS if self.generates else 2) + extra
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every token
 class DeltaEntry:
     """One `response.output_text.delta`.
 

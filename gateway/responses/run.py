@@ -1,8 +1,8 @@
 """A response being computed: a generation's deltas go into its log, to the end, whoever reads.
 
-One task per running response. It merges what came since its last turn into one entry, stores the
-turn before anyone sees its end, and ends what nobody has listened to for too long. Not known here:
-requests, transports, how events look.
+One task per running response, and for what comes a callback. It merges what came since its last
+turn into one entry, stores the turn before anyone sees its end, and ends what nobody has listened
+to for too long. Not known here: requests, transports, how events look.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class ResponseRun:
         self._touch: asyncio.TimerHandle | None = None
         self._touching: asyncio.Future[None] | None = None  # the event loop holds it weakly
         self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_over: asyncio.Future[None] | None = None  # while there is something to take
         self._is_cancelled = False
         self._is_abandoned = False
         self._has_been_read = False
@@ -123,17 +125,14 @@ class ResponseRun:
         self.log.append(end)
 
     async def _generate(self, after: Callable[[], Awaitable[None]] | None) -> EndEntry:
-        generation, interval_s = self._generation, self._settings.interval_s
+        generation = self._generation
         try:
             if after is not None:
                 await after()
             with generation:
                 if self._is_cancelled:  # before it was submitted
                     generation.cancel()
-                while (deltas := await generation.next()) is not None:
-                    self._take(deltas)
-                    if interval_s > 0:
-                        await asyncio.sleep(interval_s)
+                await self._take_all()
             if self._is_abandoned:
                 raise GenerationFailedError(
                     f"nobody read this response for {self._settings.grace_s:.0f} s"
@@ -149,19 +148,51 @@ class ResponseRun:
             code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
             return self._end(None, error=(code, self.failure.message))
 
+    async def _take_all(self) -> None:
+        self._is_over = self._loop.create_future()
+        self._take_what_came()
+        try:
+            await self._is_over
+        finally:
+            self._is_over = None  # an exception in it knows us
+
+    def _take_what_came(self) -> None:
+        """Called whenever something did: a task would cost more to wake than there is to do."""
+        generation, interval_s = self._generation, self._settings.interval_s
+        if self._is_over is None or self._is_over.done():
+            return
+        try:
+            deltas = generation.take()
+            self._take(deltas)
+        except Exception as error:
+            self._is_over.set_exception(error)
+            return
+        if generation.is_finished:
+            self._is_over.set_result(None)
+        elif deltas and interval_s > 0:
+            self._loop.call_later(interval_s, self._take_what_came)
+        else:
+            generation.when_ready(self._take_soon)
+
+    def _take_soon(self) -> None:
+        # Not at once: what else the engine has sent by now is taken with it.
+        self._loop.call_soon(self._take_what_came)
+
     def _take(self, deltas: Sequence[Delta]) -> None:
         """What came since the last time, as one entry."""
         text = ""
         logprobs: tuple[dict[str, Any], ...] = ()
         for delta in deltas:
             if delta.notice is not None or delta.queue_position is not None:
-                self._append(text, logprobs)
+                if text or logprobs:
+                    self._log(text, logprobs)
                 text, logprobs = "", ()
                 self._notify(delta)
             text += delta.text
             if delta.logprobs:
                 logprobs += self._written(delta.logprobs)
-        self._append(text, logprobs)
+        if text or logprobs:
+            self._log(text, logprobs)
 
     def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
         if self.log.header.is_turn:
@@ -174,10 +205,6 @@ class ResponseRun:
         if delta.queue_position is not None:
             wait_ms = delta.estimated_wait_ms
             self.log.notify("queue", position=delta.queue_position, estimated_wait_ms=wait_ms)
-
-    def _append(self, text: str, logprobs: tuple[dict[str, Any], ...]) -> None:
-        if text or logprobs:
-            self._log(text, logprobs)
 
     def _log(self, text: str, logprobs: tuple[dict[str, Any], ...]) -> None:
         token_ids = self._generation.branches[0].token_ids

@@ -27,7 +27,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.gateway.errors import failure_of
-from penstock.gateway.sse import EventStream, named
+from penstock.gateway.http_protocol import HttpLimits, limited_protocol
+from penstock.gateway.sse import EventStream, from_chunks, named
 from penstock.load.tables import table
 
 WRITERS = ("penstock", "sse-starlette")
@@ -80,7 +81,9 @@ def app_of(writer: str, ticks_per_s: float) -> Starlette:
         if writer == "sse-starlette":
             return EventSourceResponse(events(), ping=round(_PING_S))
         return EventStream(
-            chunks(), ping_s=_PING_S, on_error=lambda error: failure_of(error).message.encode()
+            from_chunks(chunks()),
+            ping_s=_PING_S,
+            on_error=lambda error: failure_of(error).message.encode(),
         )
 
     return Starlette(routes=[Route("/", stream)])
@@ -88,8 +91,12 @@ def app_of(writer: str, ticks_per_s: float) -> Starlette:
 
 def serve(writer: str, ticks_per_s: float) -> None:
     """The server process, on the socket it inherited."""
+    limits = HttpLimits(max_connections=10_000, header_timeout_s=_START_S, body_timeout_s=_START_S)
     config = uvicorn.Config(
-        app_of(writer, ticks_per_s), http="httptools", loop="uvloop", log_level="critical"
+        app_of(writer, ticks_per_s),
+        http=limited_protocol(limits),
+        loop="uvloop",
+        log_level="critical",
     )
     uvicorn.Server(config).run([socket.socket(fileno=int(os.environ[_LISTEN_FD]))])
 

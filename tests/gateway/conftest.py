@@ -25,12 +25,14 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.http_protocol import HttpLimits, limited_protocol
 from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
 from ..redis_server import RedisServer
 from .fake_engine import INFO, FakeEngine
 
 ANSWER = "Hello, wörld! 😀 This is the fake engine speaking."
+_LIMITS = HttpLimits(max_connections=10_000, header_timeout_s=60.0, body_timeout_s=60.0)
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' and not message.content %}"
     "{{ raise_exception('empty user turn') }}{% endif %}"
@@ -148,7 +150,7 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=limited_protocol(_LIMITS),
             ws=PatientWebSocketProtocol,
             ws_max_size=config.max_websocket_message_bytes,
             ws_per_message_deflate=False,

@@ -17,7 +17,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from penstock.gateway.http_protocol import HttpLimits, RefuseConnections, limited_protocol
+from penstock.gateway.http_protocol import (
+    HttpLimits,
+    LimitedHttpProtocol,
+    RefuseConnections,
+    limited_protocol,
+)
+
+from .garbage import freed_without_collector
 
 _PATIENT_S = 60.0
 _SHORT_S = 0.3
@@ -256,3 +263,16 @@ async def test_a_websocket_outlives_the_time_for_headers() -> None:
         await asyncio.sleep(3 * _SHORT_S)
         await web.send("still here")
         assert await web.recv() == "still here"
+
+
+async def test_an_ended_connection_leaves_nothing_to_the_garbage_collector() -> None:
+    async with served() as port, freed_without_collector(LimitedHttpProtocol):
+        async with connected(port) as client:
+            await client.send(_GET)
+            assert (await client.response())[0] == 200
+        async with connected(port) as client:
+            await client.send(b"no http\r\n\r\n")
+            await client.error()
+        async with websockets.connect(f"ws://127.0.0.1:{port}/ws") as web:
+            await web.send("hello")
+            assert await web.recv() == "hello"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Serve
+from .conftest import Serve, Served
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
@@ -40,3 +40,13 @@ async def test_blocks_of_events_and_of_silence(
     is_response = path == "/v1/responses"
     assert blocks[0].startswith("event: response.created\n") or not is_response
     assert blocks[-1].startswith("event: response." if is_response else "data: [DONE]")
+
+
+async def test_the_head_of_a_stream_alone(served: Served) -> None:
+    created = await served.http.post("/v1/responses", json={"input": "hello"})
+    path = f"/v1/responses/{created.json()['id']}?stream=true"
+    for _ in range(2):  # on one connection: a body would be taken for the next answer
+        response = await served.http.head(path)
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.content == b""

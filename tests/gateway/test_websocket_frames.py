@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
+from websockets.frames import Frame, Opcode
 
 from penstock.gateway import websocket_protocol
+from penstock.gateway.websocket_protocol import text_frame
 
 from .conftest import ANSWER, Serve, Served
 from .sockets import send, until_end
@@ -247,3 +249,9 @@ async def test_a_cut_within_a_frame_is_a_reader_that_left(
             await wire.receive()
         await served.aborted()
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize("size", [0, 1, 125, 126, (1 << 16) - 1, 1 << 16])
+def test_frames_that_we_write_ourselves(size: int) -> None:
+    payload = b"x" * size
+    assert text_frame(payload) == Frame(Opcode.TEXT, payload).serialize(mask=False)

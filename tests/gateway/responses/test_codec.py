@@ -16,9 +16,11 @@ from penstock.gateway.responses.codec import (
     decode_delta,
     decode_end,
     decode_header,
+    decode_log,
     encode_delta,
     encode_end,
     encode_header,
+    encode_log,
 )
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, ResponseHeader
 
@@ -126,6 +128,15 @@ def test_an_end_survives(written: EndEntry) -> None:
     assert decode_end(encode_end(written)) == written
 
 
+@given(headers, st.lists(deltas, max_size=4), ends)
+def test_an_ended_log_survives(
+    written: ResponseHeader, said: list[DeltaEntry], end: EndEntry
+) -> None:
+    first = written.num_opening_events
+    numbered = [dataclasses.replace(each, number=number) for number, each in enumerate(said, first)]
+    assert decode_log(encode_log(written, [*numbered, end])) == (written, [*numbered, end])
+
+
 def test_every_field_of_a_header_is_written() -> None:
     """The strategy above may not know a field that came later; the codec must."""
     _, named = msgpack.unpackb(encode_header(header()), strict_map_key=False)
@@ -153,6 +164,6 @@ def test_a_delta_costs_little_more_than_its_text() -> None:
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
-    for decode in (decode_header, decode_delta, decode_end):
+    for decode in (decode_header, decode_delta, decode_end, decode_log):
         with pytest.raises(UnreadableEntryError):
             decode(data)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import orjson
@@ -15,7 +15,8 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.engine.request import FinishReason, Request, SamplingParams
-from penstock.gateway.responses.events import EventWriter, num_closing_events, response_object
+from penstock.gateway.responses.events import Event, num_closing_events, response_object
+from penstock.gateway.responses.follower import Follower
 from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, ResponseHeader
 
@@ -63,9 +64,49 @@ def filled(
     return log
 
 
+class Seen:
+    """A connection that shows what was written to it.
+
+    Args:
+        size: events that fill it; it has room again once somebody looks whether it has.
+    """
+
+    def __init__(self, size: int = 1 << 30) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.num_waits = 0
+        self._size = self._room = size
+
+    def write(self, payload: bytes) -> bool:
+        self.events.append(orjson.loads(payload))
+        self._room -= 1
+        return self._room > 0
+
+    async def drained(self) -> None:
+        self.num_waits += 1
+        await asyncio.sleep(0)
+        self._room = self._size
+
+
+def jsons(events: Sequence[Event]) -> list[bytes]:
+    return [event.json for event in events]
+
+
+@asynccontextmanager
+async def following(follower: Follower, size: int = 1 << 30) -> AsyncIterator[Seen]:
+    """A reader that leaves."""
+    seen = Seen(size)
+    task = asyncio.create_task(follower.write_to(seen, jsons))
+    await asyncio.sleep(0)
+    yield seen
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
 async def events_of(log: ResponseLog, after: int = -1) -> list[dict[str, Any]]:
-    async with contextlib.aclosing(EventWriter(log).stream(after)) as batches:
-        return [orjson.loads(event.json) async for batch in batches for event in batch]
+    seen = Seen()
+    await Follower(log, after=after).write_to(seen, jsons)
+    return seen.events
 
 
 @pytest.mark.parametrize("generates", [True, False])
@@ -96,11 +137,13 @@ async def test_every_cursor_sees_the_rest(
     st.lists(st.text(max_size=3), max_size=12),
     st.lists(st.integers(0, 20), max_size=6),
     st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    st.integers(1, 4),
 )
 async def test_a_reader_that_comes_and_goes_misses_nothing(
-    texts: list[str], stays: list[int], pauses: list[int]
+    texts: list[str], stays: list[int], pauses: list[int], size: int
 ) -> None:
-    """It reads a few events, leaves while the response goes on, and comes back."""
+    """It reads a few events, leaves while the response goes on, and comes back; its connection
+    has room for a few events at a time."""
     log = ResponseLog(header())
     whole = await events_of(filled(texts))
 
@@ -114,12 +157,11 @@ async def test_a_reader_that_comes_and_goes_misses_nothing(
     writer = asyncio.create_task(write())
     seen: list[dict[str, Any]] = []
     for stay in [*stays, len(whole)]:
-        async with contextlib.aclosing(EventWriter(log).stream(len(seen) - 1)) as batches:
-            async for batch in batches:
-                seen += [orjson.loads(event.json) for event in batch][:stay]
-                stay -= len(batch)
-                if stay <= 0:
-                    break
+        async with following(Follower(log, after=len(seen) - 1), size) as reader:
+            wanted = min(stay, len(whole) - len(seen))
+            while len(reader.events) < wanted:  # noqa: ASYNC110  (it looks at every turn)
+                await asyncio.sleep(0)
+        seen += reader.events[:stay]
     await writer
     assert seen == whole
     assert not log.readers
@@ -137,26 +179,69 @@ async def test_a_slow_reader_gets_several_at_once() -> None:
         assert await reader.next() is None
 
 
+async def test_what_comes_is_written_at_once_while_there_is_room() -> None:
+    log = ResponseLog(header())
+    async with following(Follower(log), size=8) as seen:
+        num_opening = len(seen.events)
+        await asyncio.sleep(0)
+        log.append(DeltaEntry(log.next_number, "a", (1,)))
+        for _ in range(3):
+            await asyncio.sleep(0)  # the first delta finds a task that waits
+        for number, text in enumerate("bc"):
+            log.append(DeltaEntry(log.next_number, text, (number,)))
+            assert seen.events[-1]["delta"] == text  # nobody had to be woken
+        log.append(DeltaEntry(log.next_number, "d", (4,)))
+        log.append(DeltaEntry(log.next_number, "e", (5,)))
+        assert (len(seen.events), seen.num_waits) == (8, 0)  # it is full: "e" waits in the log
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert [event["delta"] for event in seen.events[num_opening:]] == list("abcde")
+        assert seen.num_waits == 1
+
+
+async def test_a_connection_that_breaks_ends_its_reader_alone() -> None:
+    class Broken(Seen):
+        def write(self, payload: bytes) -> bool:
+            if len(self.events) == num_before:
+                raise ConnectionError
+            return super().write(payload)
+
+    log, broken = ResponseLog(header()), Broken()
+    num_before = 6
+    task = asyncio.create_task(Follower(log).write_to(broken, jsons))
+    async with following(Follower(log)) as seen:
+        for number, text in enumerate("abcd"):
+            log.append(DeltaEntry(log.next_number, text, (number,)))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        with pytest.raises(ConnectionError):
+            await task
+        assert len(log.readers) == 1
+        assert [event["delta"] for event in seen.events[-4:]] == list("abcd")
+
+
 async def test_notices_come_in_their_place_and_are_not_replayed() -> None:
     log = ResponseLog(header())
-    live = EventWriter(log, notices=("preempted", "queue")).stream()
-    await anext(live)
-    log.append(DeltaEntry(log.next_number, "a", (1,)))
-    log.notify("preempted")
-    log.notify("resumed")
-    log.append(DeltaEntry(log.next_number, "b", (2,)))
-    log.notify("queue", position=3)
-    found = [orjson.loads(event.json) for event in await anext(live)]
+    notices = ("preempted", "queue")
+    async with following(Follower(log, notices=notices)) as seen:
+        num_opening = len(seen.events)
+        log.append(DeltaEntry(log.next_number, "a", (1,)))
+        log.notify("preempted")
+        log.notify("resumed")
+        log.append(DeltaEntry(log.next_number, "b", (2,)))
+        log.notify("queue", position=3)
+        for _ in range(3):
+            await asyncio.sleep(0)
+    found = seen.events[num_opening:]
     assert [event.get("delta", event["type"]) for event in found] == [
         "a", "penstock.preempted", "b", "penstock.queue"
     ]  # fmt: skip
     assert found[-1]["position"] == 3
     assert "sequence_number" not in found[-1]
-    await live.aclose()
     log.append(end(log, FinishReason.STOP))
-    again = EventWriter(log, notices=("preempted", "queue")).stream()
-    kinds = [event.type async for batch in again for event in batch]
-    assert not [kind for kind in kinds if kind.startswith("penstock.")]
+    again = Seen()
+    await Follower(log, notices=notices).write_to(again, jsons)
+    assert not [event for event in again.events if event["type"].startswith("penstock.")]
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
@@ -169,11 +254,13 @@ async def test_a_reader_follows_a_response_to_its_next_owner(num_before: int) ->
     async def find_again() -> ResponseLog:
         return taken_over
 
-    stream = EventWriter(lost, find_again=find_again).stream()
-    events = await anext(stream)
+    seen = Seen()
+    follower = Follower(lost, find_again=find_again)
+    task = asyncio.create_task(follower.write_to(seen, jsons))
+    await asyncio.sleep(0)
     lost.fail(ResponseMovedError(lost.header.response_id))
-    events += [event async for batch in stream for event in batch]
-    assert [orjson.loads(event.json) for event in events] == await events_of(taken_over)
+    await task
+    assert seen.events == await events_of(taken_over)
 
     with pytest.raises(ResponseMovedError):
         await events_of(lost)
