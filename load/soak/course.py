@@ -17,7 +17,7 @@ import aiohttp
 from tqdm import tqdm
 
 from penstock.load.soak import hostile, resumable, traffic
-from penstock.load.soak.journal import Journal
+from penstock.load.soak.journal import Journal, Kill
 from penstock.load.soak.scene import Scene, open_scene
 from penstock.load.soak.target import Target
 from penstock.load.soak.verdict import Bounds, Evidence, is_settled
@@ -159,11 +159,12 @@ async def _kill_until(until_s: float, journal: Journal, target: Target, plan: Pl
         await asyncio.sleep(pause_s)
         killed_s = time.perf_counter()
         try:
-            await target.kill()
+            victim = await target.kill()
         except Exception as error:  # whatever it was, the soak goes on to its verdict
             journal.problem("kill", f"the server did not come back: {error!r}")
             return
-        journal.kills.append((killed_s, time.perf_counter()))
+        ready_s = time.perf_counter()
+        journal.kills.append(Kill(victim=victim, killed_s=killed_s, ready_s=ready_s))
 
 
 async def _show(journal: Journal, duration_s: float) -> None:

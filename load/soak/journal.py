@@ -41,18 +41,31 @@ class Problem:
     detail: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A process was killed.
+
+    Attributes:
+        victim: its name; streams live in all but an `engine`.
+        killed_s, ready_s: when, and when the server was ready again.
+    """
+
+    victim: str
+    killed_s: float
+    ready_s: float
+
+
 @dataclass(slots=True)
 class Journal:
     """
     Attributes:
         num_open: streams that a client waits for now.
         num_done: what each kind of actor has done, by its name.
-        kills: from each kill to the moment the server was ready again.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    kills: list[tuple[float, float]] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
     num_done: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.load.plotting import BLUE, GREEN, GREY, ORANGE, SKY, new_figure
-from penstock.load.soak.verdict import Bounds, Evidence, Finding, is_forgiven, slopes
+from penstock.load.soak.verdict import Bounds, Evidence, Fate, Finding, fate_of, slopes
 from penstock.load.tables import table
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 _COLOURS = (BLUE, ORANGE, GREEN, SKY)
 _MIB = 1 << 20
+_FATES = (Fate.FAULTY, Fate.CARRIED, Fate.TURNED_AWAY, Fate.BROKEN)
 _NOTES = """\
 KiB/min: a straight line through the process's memory after the warm-up. Descriptors and sockets:
-idle before → idle after. Broken by kills: streams that cannot be resumed and met a kill."""
+idle before → idle after. Turned away meanwhile: asked while what was killed was not back. Broken by
+a kill: held by the gateway that was killed, and not resumed by its client, as must be."""
 
 
 def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> str:
@@ -27,11 +29,13 @@ def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) ->
     journal = evidence.journal
     acts = ", ".join(f"{name} {num:,}" for name, num in sorted(journal.num_done.items()))
     streams = [[name, *(f"{count:,}" for count in counts)] for name, *counts in _streams(evidence)]
+    victims = Counter(kill.victim for kill in journal.kills)
+    kills = ", ".join(f"{victim} {num}" for victim, num in victims.items()) or "none"
     processes = _process_rows(evidence, bounds)
     return "\n\n".join(
         [
-            table(("streams", "ended", "faulty", "broken by kills"), streams),
-            f"Acts: {acts}. Kills: {len(journal.kills)}.",
+            table(("streams", "ended", *_FATES), streams),
+            f"Acts: {acts}. Kills: {kills}.",
             table(("process", "MiB", "KiB/min", "descriptors", "sockets"), processes)
             if processes
             else "No process of the server is on this machine: memory was not watched.",
@@ -48,16 +52,20 @@ def report_figures(evidence: Evidence, bounds: Bounds, found: Sequence[Finding])
         {**asdict(sample), "at_s": round(sample.at_s - began_s, 3)}
         for sample in (evidence.before, *evidence.samples, evidence.after)
     ]
-    names = ("actor", "ended", "faulty", "broken_by_kills")
+    names = ("actor", "ended", *(fate.name.lower() for fate in _FATES))
     return {
         "is_clean": not found,
         "findings": [asdict(finding) for finding in found],
         "bounds": asdict(bounds),
         "acts": dict(journal.num_done),
         "streams": [dict(zip(names, row, strict=True)) for row in _streams(evidence)],
-        "kills_s": [
-            [round(at_s - began_s, 3) for at_s in (killed_s, ready_s)]
-            for killed_s, ready_s in journal.kills
+        "kills": [
+            {
+                "victim": kill.victim,
+                "killed_s": round(kill.killed_s - began_s, 3),
+                "ready_s": round(kill.ready_s - began_s, 3),
+            }
+            for kill in journal.kills
         ],
         "slopes": [asdict(slope) for slope in slopes(evidence.samples, bounds.warmup_share)],
         "samples": samples,
@@ -89,8 +97,8 @@ def draw_soak(evidence: Evidence, found: Sequence[Finding], *, title: str, path:
     streams.legend(loc="upper left", bbox_to_anchor=(1, 1))
     for axes in (memory, descriptors, streams):
         axes.set_ylim(bottom=0)
-        for killed_s, ready_s in evidence.journal.kills:
-            axes.axvspan(killed_s - began_s, ready_s - began_s, color=GREY, zorder=0)
+        for kill in evidence.journal.kills:
+            axes.axvspan(kill.killed_s - began_s, kill.ready_s - began_s, color=GREY, zorder=0)
     figure.savefig(path, dpi=150)
 
 
@@ -107,17 +115,16 @@ def _draw_processes(axes: Axes, evidence: Evidence, name: str, *, scale: float) 
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _streams(evidence: Evidence) -> list[tuple[str, int, int, int]]:
-    """Of each kind of actor: streams, those with a fault, those of them that a kill explains."""
+def _streams(evidence: Evidence) -> list[tuple[Any, ...]]:
+    """Of each kind of actor: its name, its streams, and those of each of `_FATES`."""
     journal = evidence.journal
-    names = sorted({outcome.actor for outcome in journal.outcomes})
-    rows = []
-    for name in names:
-        mine = [outcome for outcome in journal.outcomes if outcome.actor == name]
-        faulty = [outcome for outcome in mine if outcome.faults]
-        num_forgiven = sum(is_forgiven(outcome, journal.kills) for outcome in faulty)
-        rows.append((name, len(mine), len(faulty), num_forgiven))
-    return rows
+    fates: defaultdict[str, Counter[Fate]] = defaultdict(Counter)
+    for outcome in journal.outcomes:
+        fates[outcome.actor][fate_of(outcome, journal.kills)] += 1
+    return [
+        (name, counts.total(), *(counts[fate] for fate in _FATES))
+        for name, counts in sorted(fates.items())
+    ]
 
 
 def _process_rows(evidence: Evidence, bounds: Bounds) -> list[list[str]]:

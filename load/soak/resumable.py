@@ -135,7 +135,7 @@ async def _read_events(request: Request, lane: Lane, max_events: float) -> None:
     """Read so many events of a response, or all up to the end of the connection."""
     parser, num_events = EventStreamParser(), 0
     async with request as response:
-        if response.status == 503:
+        if response.status == 503 and lane.record.response_id:
             raise aiohttp.ClientConnectionError("not ready")
         if response.status != 200:
             detail = f"{response.status} {(await response.read())[:200]!r}"

@@ -23,10 +23,10 @@ from penstock.load.soak.watch import Family
 from penstock.load.synthetic import settings as synthetic_settings
 from penstock.load.synthetic.server import serve as serve_synthetic
 
-# Small stores fill during the warm-up (what grows after that is a leak), and a small pool has to
-# preempt.
+# Stores so small that they are full within the warm-up: what grows after that is a leak. A pool so
+# small that it has to preempt.
 _OWN_FLAGS = (
-    "--session-store-bytes 4M --response-log-bytes 4M --num-blocks 512 --num-host-blocks 512"
+    "--session-store-bytes 1M --response-log-bytes 1M --num-blocks 512 --num-host-blocks 512"
 )
 _READY_WITHIN_S = 60.0
 _DOWN_S = 0.3
@@ -38,14 +38,14 @@ class Target:
     """
     Attributes:
         family: its processes by name, as they are when asked; none where they cannot be known.
-        kill: kills what is to be killed, and returns when the server is ready again; None where
-            nothing may be killed.
+        kill: kills what is to be killed, and returns its name when the server is ready again; None
+            where nothing may be killed.
     """
 
     name: str
     base_url: str
     family: Callable[[], Family]
-    kill: Callable[[], Awaitable[None]] | None = None
+    kill: Callable[[], Awaitable[str]] | None = None
 
 
 @contextlib.contextmanager
@@ -60,9 +60,9 @@ def own_server(model: str | None, flags: str) -> Iterator[Target]:
         def num_returns() -> int:
             return started.log.read_text().count(" is back after ")
 
-        async def kill() -> None:
-            num_before = num_returns()
-            started.family()[next(victims)].kill()
+        async def kill() -> str:
+            num_before, victim = num_returns(), next(victims)
+            started.family()[victim].kill()
             async with asyncio.timeout(_READY_WITHIN_S):
                 # A gateway that has not noticed yet says it is ready: the supervisor knows.
                 while num_returns() == num_before:  # noqa: ASYNC110
@@ -72,6 +72,7 @@ def own_server(model: str | None, flags: str) -> Iterator[Target]:
                     await asyncio.sleep(0.05)
                     is_ready = await asyncio.to_thread(_is_ready, started.base_url)
                     num_ready = num_ready + 1 if is_ready else 0
+            return victim
 
         name = f"penstock serve {shlex.join([model or 'demo', *arguments])}"
         yield Target(name=name, base_url=started.base_url, family=started.family, kill=kill)
@@ -85,10 +86,11 @@ def synthetic_server(flags: str) -> Iterator[Target]:
     settings = synthetic_settings.from_arguments(parser.parse_args(shlex.split(flags)))
     with serve_synthetic(settings) as server:
 
-        async def kill() -> None:
+        async def kill() -> str:
             server.kill()
             await asyncio.sleep(_DOWN_S)
             server.restart()
+            return "synthetic"
 
         def family() -> Family:
             if server.process.poll() is not None:

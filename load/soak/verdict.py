@@ -6,8 +6,13 @@
     idle        nothing runs, no KV block is held, descriptors and sockets are those of before
     processes   all live
 
-A stream that was broken while the server was being killed, by that alone, is no finding. Pure: no
-clock, no process, no socket.
+What a kill must do to a stream is no finding, and nothing else is excused by it:
+
+    an engine   who asks before it is back is refused; every stream goes on with the next one
+    a gateway   the streams that it held are broken, but for those that their clients resume, which
+                another gateway carries on
+
+Pure: no clock, no process, no socket.
 """
 
 from __future__ import annotations
@@ -16,16 +21,19 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from penstock.load.client.records import Fault
-from penstock.load.soak.journal import Journal, Outcome
+from penstock.load.soak.journal import Journal, Kill, Outcome
 from penstock.load.soak.watch import IDLE_METRICS, ProcessSample, Sample
 
-# What the end of a server does to a stream that nobody can resume.
-_BROKEN_BY_KILLS = frozenset({Fault.CUT, Fault.FAILED, Fault.REFUSED, Fault.UNREACHABLE})
+# What the end of a gateway does to a stream that nobody resumes.
+_BROKEN = frozenset({Fault.CUT, Fault.FAILED, Fault.REFUSED, Fault.UNREACHABLE})
+_TURNED_AWAY = frozenset({Fault.REFUSED})
 _KILL_MARGIN_S = 1.0  # clients and server do not notice at once
 _MIN_FIT_SAMPLES = 5
 _KIB = 1 << 10
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,7 @@ class Bounds:
         memory_kib_per_min: growth of one process, by a straight line through its samples.
         memory_floor_mib: growth in all that is no leak whatever its rate: an allocator takes
             memory in steps, which a short soak sees as a slope.
-        warmup_share: of a process's samples, the first, in which caches fill.
+        warmup_share: of a soak, from the start of each process: caches fill, stores too.
         spare_descriptors: more than before that are no leak.
     """
 
@@ -44,6 +52,16 @@ class Bounds:
     memory_floor_mib: float = 4.0
     warmup_share: float = 0.3
     spare_descriptors: int = 2
+
+
+class Fate(StrEnum):
+    """How a stream ended."""
+
+    CLEAN = "clean"
+    CARRIED = "carried over a kill"
+    TURNED_AWAY = "turned away meanwhile"
+    BROKEN = "broken by a kill"
+    FAULTY = "faulty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +90,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """How a process's memory went after the warm-up."""
+    """How a process's memory went after the warm-up.
+
+    Attributes:
+        kib_per_min: of a straight line through it.
+        growth_mib: from its first fifth to its last; the line says too much where samples are
+            missing, as in a machine that stood still.
+    """
 
     name: str
     pid: int
     kib_per_min: float
+    growth_mib: float
     duration_s: float
     last_bytes: int
-
-    @property
-    def growth_mib(self) -> float:
-        return self.kib_per_min * self.duration_s / 60 / 1024
 
 
 def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
@@ -102,24 +123,33 @@ def is_settled(before: Sample, sample: Sample, bounds: Bounds) -> bool:
     return is_told and sample.is_idle and not list(_held_findings(before, sample, bounds))
 
 
-def is_forgiven(outcome: Outcome, kills: Sequence[tuple[float, float]]) -> bool:
-    """Whether a stream was broken, and by a kill alone."""
-    return (
-        not outcome.survives_kills
-        and set(outcome.faults) <= _BROKEN_BY_KILLS
-        and _meets(kills, outcome.began_s, outcome.ended_s)
-    )
+def fate_of(outcome: Outcome, kills: Sequence[Kill]) -> Fate:
+    """What became of a stream, and whether kills explain it."""
+    met = [kill for kill in kills if _meets(kill, outcome.began_s, outcome.ended_s)]
+    faults = set(outcome.faults)
+    if not faults:
+        is_carried = any(outcome.began_s < kill.killed_s < outcome.ended_s for kill in met)
+        return Fate.CARRIED if is_carried else Fate.CLEAN
+    if not met or outcome.survives_kills:
+        return Fate.FAULTY
+    if faults <= _TURNED_AWAY:
+        return Fate.TURNED_AWAY
+    lost_its_gateway = any(kill.victim != "engine" for kill in met)
+    return Fate.BROKEN if lost_its_gateway and faults <= _BROKEN else Fate.FAULTY
 
 
 def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
-    """Of every process with enough samples after the warm-up."""
+    """Of every process that outlived its warm-up; one that was killed has another after it."""
+    if not samples:
+        return []
+    warmup_s = warmup_share * (samples[-1].at_s - samples[0].at_s)
     by_process: defaultdict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     for sample in samples:
         for process in sample.processes:
             by_process[process.name, process.pid].append((sample.at_s, process.rss_bytes))
     found = []
     for (name, pid), life in by_process.items():
-        points = life[round(len(life) * warmup_share) :]
+        points = [point for point in life if point[0] >= life[0][0] + warmup_s]
         if len(points) >= _MIN_FIT_SAMPLES:
             times, sizes = zip(*points, strict=True)
             bytes_per_s = statistics.linear_regression(times, sizes).slope
@@ -128,6 +158,7 @@ def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
                     name=name,
                     pid=pid,
                     kib_per_min=bytes_per_s * 60 / _KIB,
+                    growth_mib=_growth_bytes(sizes) / _MIB,
                     duration_s=times[-1] - times[0],
                     last_bytes=sizes[-1],
                 )
@@ -135,10 +166,15 @@ def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
     return found
 
 
+def _growth_bytes(sizes: Sequence[int]) -> float:
+    num = max(1, len(sizes) // 5)
+    return statistics.median(sizes[-num:]) - statistics.median(sizes[:num])
+
+
 def _stream_findings(journal: Journal) -> Iterator[Finding]:
     bad: defaultdict[tuple[str, Fault], list[str]] = defaultdict(list)
     for outcome in journal.outcomes:
-        if not is_forgiven(outcome, journal.kills):
+        if fate_of(outcome, journal.kills) is Fate.FAULTY:
             for fault in outcome.faults:
                 bad[outcome.actor, fault].append(outcome.detail)
     for (actor, fault), details in bad.items():
@@ -148,7 +184,7 @@ def _stream_findings(journal: Journal) -> Iterator[Finding]:
 def _problem_findings(journal: Journal) -> Iterator[Finding]:
     bad: defaultdict[str, list[str]] = defaultdict(list)
     for problem in journal.problems:
-        if not _meets(journal.kills, problem.at_s, problem.at_s):
+        if not any(_meets(kill, problem.at_s, problem.at_s) for kill in journal.kills):
             bad[problem.actor].append(problem.detail)
     for actor, details in bad.items():
         yield Finding(what=actor, count=len(details), detail=details[0])
@@ -212,7 +248,5 @@ def _process_findings(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(what=f"process {process.name}", count=1, detail="it is another one now")
 
 
-def _meets(kills: Sequence[tuple[float, float]], began_s: float, ended_s: float) -> bool:
-    return any(
-        began_s <= ready_s + _KILL_MARGIN_S and ended_s >= killed_s for killed_s, ready_s in kills
-    )
+def _meets(kill: Kill, began_s: float, ended_s: float) -> bool:
+    return began_s <= kill.ready_s + _KILL_MARGIN_S and ended_s >= kill.killed_s

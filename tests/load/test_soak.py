@@ -27,7 +27,7 @@ def test_with_resumes_cancels_and_kills_it_is_clean(penstock: Penstock, tmp_path
     assert "Verdict: clean." in done.stdout
     report = json.loads((tmp_path / "soak.json").read_text())
     assert report["is_clean"]
-    assert report["kills_s"]
+    assert report["kills"]
     streams = {row["actor"]: row for row in report["streams"]}
     for name in ("resume, sse", "resume, websocket", "cancel by id", "read to the end, chat"):
         assert streams[name]["ended"] > streams[name]["faulty"]

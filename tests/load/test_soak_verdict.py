@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from penstock.load.client.records import Fault
-from penstock.load.soak.journal import Journal, Outcome, Problem
-from penstock.load.soak.verdict import Bounds, Evidence, Finding, findings, is_settled, slopes
+from penstock.load.soak.journal import Journal, Kill, Outcome, Problem
+from penstock.load.soak.verdict import (
+    Bounds,
+    Evidence,
+    Fate,
+    Finding,
+    fate_of,
+    findings,
+    is_settled,
+    slopes,
+)
 from penstock.load.soak.watch import ProcessSample, Sample, read_metrics
 
 MIB, KIB = 1 << 20, 1 << 10
@@ -73,8 +82,12 @@ def test_every_fault_of_a_stream_is_found_and_counted() -> None:
     ]
 
 
-def test_a_kill_excuses_what_it_breaks_and_nothing_else() -> None:
-    kills = [(11.0, 14.0)]
+def kill(victim: str, killed_s: float, ready_s: float) -> Kill:
+    return Kill(victim=victim, killed_s=killed_s, ready_s=ready_s)
+
+
+def test_the_kill_of_a_gateway_excuses_what_it_breaks_and_nothing_else() -> None:
+    kills = [kill("gateway", 11.0, 14.0)]
 
     def excused(*faults: Fault, **values: Any) -> bool:
         return not whats(evidence(outcomes=[outcome(*faults, **values)], kills=kills))
@@ -90,9 +103,22 @@ def test_a_kill_excuses_what_it_breaks_and_nothing_else() -> None:
         assert not excused(Fault.CUT, fault), fault
 
 
+def test_the_kill_of_an_engine_breaks_no_stream() -> None:
+    kills = [kill("engine", 11.0, 14.0)]
+    assert fate_of(outcome(began_s=10, ended_s=12), kills) is Fate.CARRIED
+    assert fate_of(outcome(began_s=12, ended_s=15), kills) is Fate.CLEAN
+    assert fate_of(outcome(Fault.REFUSED, began_s=12, ended_s=12), kills) is Fate.TURNED_AWAY
+    assert fate_of(outcome(Fault.REFUSED, began_s=15.1, ended_s=16), kills) is Fate.FAULTY
+    for fault in set(Fault) - {Fault.REFUSED}:
+        assert fate_of(outcome(fault), kills) is Fate.FAULTY, fault
+        assert fate_of(outcome(fault, Fault.REFUSED), kills) is Fate.FAULTY, fault
+    both = [*kills, kill("gateway 2", 11.5, 12.5)]
+    assert fate_of(outcome(Fault.CUT), both) is Fate.BROKEN
+
+
 def test_problems_are_found_outside_of_kills() -> None:
     problems = [Problem(actor="nonsense", at_s=at_s, detail=f"at {at_s}") for at_s in (1, 5, 9)]
-    seen = evidence(problems=problems, kills=[(4.0, 6.0)])
+    seen = evidence(problems=problems, kills=[kill("engine", 4.0, 6.0)])
     assert findings(seen, Bounds()) == [Finding(what="nonsense", count=2, detail="at 1")]
 
 
@@ -130,12 +156,39 @@ def test_a_short_soak_is_not_led_astray_by_one_step() -> None:
     assert whats(evidence(step)) == []
 
 
+def test_a_line_through_gaps_is_not_taken_for_growth() -> None:
+    """The machine stood still for minutes; most samples are of the one between."""
+    times = [250, *range(400, 460), 600]
+    seen = [sample(0), *(sample(t, rss_bytes=(100 + 2 * (t > 430)) * MIB) for t in times)]
+    (slope,) = slopes(seen, 0.3)
+    assert slope.growth_mib == 2
+    assert slope.kib_per_min * slope.duration_s / 60 / 1024 > 4
+    assert whats(evidence(seen)) == []
+
+
 def test_each_process_has_a_slope_of_its_own() -> None:
     """A process that was restarted begins anew: its first memory is no fall of the old one's."""
     old = [sample(at_s, rss_bytes=200 * MIB, pid=7) for at_s in range(300)]
     new = [sample(at_s, rss_bytes=100 * MIB, pid=8) for at_s in range(300, 600)]
     found = slopes([*old, *new], 0.3)
     assert [(slope.pid, slope.kib_per_min) for slope in found] == [(7, 0.0), (8, 0.0)]
+
+
+def test_each_process_has_a_warm_up_of_its_own() -> None:
+    """Whoever was killed fills its caches anew; it takes no less long for a shorter life."""
+
+    def filling(first_s: int, end_s: int, pid: int) -> list[Sample]:
+        return [
+            sample(at_s, rss_bytes=(100 + min(at_s - first_s, 90)) * MIB, pid=pid)
+            for at_s in range(first_s, end_s)
+        ]
+
+    assert whats(evidence([*filling(0, 60, pid=7), *filling(60, 500, pid=8)])) == []
+    leaking = [sample(at_s, rss_bytes=(100 + at_s / 10) * MIB, pid=9) for at_s in range(300, 600)]
+    found = evidence([*filling(0, 300, pid=7), *leaking])
+    assert [(finding.what, finding.count) for finding in findings(found, Bounds())] == [
+        ("memory of gateway", 1)
+    ]
 
 
 def test_what_is_held_when_idle_is_found() -> None:
@@ -163,7 +216,7 @@ def test_processes_must_live() -> None:
     gone = dataclasses.replace(sample(100), processes=())
     assert whats(evidence(after=gone)) == ["process gateway"]
     assert whats(evidence(after=sample(100, pid=8))) == ["process gateway"]
-    assert whats(evidence(after=sample(100, pid=8), kills=[(1.0, 2.0)])) == []
+    assert whats(evidence(after=sample(100, pid=8), kills=[kill("gateway", 1.0, 2.0)])) == []
 
 
 def test_metrics_are_read_with_their_states() -> None:

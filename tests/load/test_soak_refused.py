@@ -1,0 +1,31 @@
+"""A stream that was refused before it began is told as such, whoever asked for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.load.client.records import Fault
+from penstock.load.soak import resumable, traffic
+from penstock.load.soak.course import Actor
+from penstock.load.soak.journal import Journal
+from penstock.load.soak.scene import open_scene
+from penstock.load.soak.target import synthetic_server
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [
+        traffic.read_to_the_end,
+        resumable.resume_sse,
+        resumable.resume_socket,
+        resumable.cancel_by_id,
+    ],
+)
+async def test_a_503_is_a_refusal(actor: Actor) -> None:
+    journal = Journal()
+    with synthetic_server("--refuse-share 1 --refuse-status 503") as target:
+        async with open_scene(target.base_url, journal, api_key=None) as scene:
+            await actor(scene, random.Random(0))
+    assert [outcome.faults for outcome in journal.outcomes] == [(Fault.REFUSED,)]
