@@ -93,7 +93,8 @@ class Slope:
     """How a process's memory went after the warm-up.
 
     Attributes:
-        kib_per_min: of a straight line through it.
+        kib_per_min: of a straight line through the calmer of its halves: an allocator takes memory
+            in pieces of some MiB, once in a while; a leak goes on.
         growth_mib: from its first fifth to its last; the line says too much where samples are
             missing, as in a machine that stood still.
     """
@@ -152,7 +153,8 @@ def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
         points = [point for point in life if point[0] >= life[0][0] + warmup_s]
         if len(points) >= _MIN_FIT_SAMPLES:
             times, sizes = zip(*points, strict=True)
-            bytes_per_s = statistics.linear_regression(times, sizes).slope
+            middle = len(points) // 2
+            bytes_per_s = min(_bytes_per_s(points[:middle]), _bytes_per_s(points[middle:]))
             found.append(
                 Slope(
                     name=name,
@@ -164,6 +166,11 @@ def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
                 )
             )
     return found
+
+
+def _bytes_per_s(points: Sequence[tuple[float, int]]) -> float:
+    times, sizes = zip(*points, strict=True)
+    return statistics.linear_regression(times, sizes).slope
 
 
 def _growth_bytes(sizes: Sequence[int]) -> float:
