@@ -19,9 +19,10 @@ _COLOURS = (BLUE, ORANGE, GREEN, SKY)
 _MIB = 1 << 20
 _FATES = (Fate.FAULTY, Fate.CARRIED, Fate.TURNED_AWAY, Fate.BROKEN)
 _NOTES = """\
-KiB/min: a straight line through the calmer half of a process's memory after its warm-up. Descriptors
-and sockets: idle before → idle after. Turned away meanwhile: asked while what was killed was not back.
-Broken by a kill: held by the gateway that was killed, and not resumed by its client, as must be."""
+KiB/min: a straight line through the calmer half of a process's memory after its warm-up.
+Descriptors and sockets: idle before → idle after. Turned away meanwhile: asked while what was
+killed was not back. Broken by a kill: held by the gateway that was killed, and not resumed by its
+client, as must be."""
 
 
 def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> str:
