@@ -1,13 +1,27 @@
-"""What is left to the garbage collector, which comes seldom to a gateway (`gateway/process.py`)."""
+"""What memory is taken, and what is left to the garbage collector, which comes seldom to a gateway
+(`gateway/process.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 _PATIENCE_S = 60.0
+
+
+async def bytes_taken(work: Callable[[], Awaitable[None]]) -> int:
+    """What is there after it that was not before, as Python allocated it."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        await work()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 @contextlib.asynccontextmanager

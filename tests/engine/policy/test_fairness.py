@@ -8,7 +8,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.config import SchedulerConfig
@@ -55,7 +55,6 @@ class Queue:
         return head
 
 
-@settings(deadline=None)
 @given(weights=WEIGHTS, costs=COSTS, num_served=st.integers(0, 119))
 def test_shares_follow_weights_within_a_quantum(
     weights: tuple[float, ...], costs: list[int], num_served: int
@@ -75,7 +74,6 @@ def test_shares_follow_weights_within_a_quantum(
         assert ahead <= QUANTUM_TOKENS + max(costs) / of_tenant[one]
 
 
-@settings(deadline=None)
 @given(
     actions=st.lists(
         st.one_of(
@@ -108,7 +106,6 @@ def test_the_queue_serves_whoever_waits_in_the_order_it_tells(
     assert queue.queue.peek() is None
 
 
-@settings(deadline=None)
 @given(
     pushes=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 999)), max_size=60),
     weights=WEIGHTS,
@@ -127,7 +124,6 @@ def test_within_a_tenant_arrival_decides(
     assert all(ids == sorted(ids) for ids in came.values())
 
 
-@settings(deadline=None)
 @given(
     backlog=st.lists(st.integers(1, 3000), min_size=50, max_size=120),
     weight=st.sampled_from([0.1, 1.0, 10.0]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.config import SchedulerConfig
@@ -46,7 +46,6 @@ def holders(stack: Stack) -> Counter[str]:
     rounds=st.lists(st.integers(1, 50), min_size=1, max_size=4),
     is_other_gone=st.booleans(),
 )
-@settings(deadline=None)
 def test_a_tenant_alone_has_every_place(
     max_num_seqs: int, rounds: list[int], is_other_gone: bool
 ) -> None:
@@ -153,7 +152,6 @@ def test_tenants_that_left_are_forgotten() -> None:
     max_num_seqs=st.sampled_from([1, 3, 8, 16]),
     widths=st.sampled_from([[1], [1, 1, 2], [1, 1, 3, 16]]),
 )
-@settings(deadline=None)
 def test_who_waits_has_its_share_or_no_place_is_free(
     data: st.DataObject, max_num_seqs: int, widths: list[int]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.config import SchedulerConfig
@@ -41,7 +41,6 @@ def steps_to_first_token(stack: Stack, name: str) -> int:
     needs=st.dictionaries(st.text(max_size=3), st.integers(0, 300), min_size=1, max_size=6),
     budget=st.integers(0, 400),
 )
-@settings(deadline=None)
 def test_parts_are_equal_and_nothing_is_left_that_somebody_needs(
     needs: dict[str, int], budget: int
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
 from array import array
 from dataclasses import replace
 
@@ -12,6 +10,7 @@ import pytest
 from penstock.gateway.conversations.memory_store import MemoryConversationStore
 from penstock.gateway.conversations.records import Conversation, StoredTurn
 
+from ..garbage import bytes_taken
 from .making import TENANT, a_conversation, a_turn, finished, not_found, say
 
 
@@ -107,17 +106,13 @@ async def test_a_conversation_grows_with_its_length_and_not_with_its_square() ->
 @pytest.mark.parametrize("num_turns", [0, 1, 10])
 async def test_it_counts_what_it_takes(num_turns: int) -> None:
     store = MemoryConversationStore(1 << 40)
-    gc.collect()
-    tracemalloc.start()
-    try:
+
+    async def fill() -> None:
         for _ in range(100):
             conversation, parent = a_conversation(), None
             await store.create(conversation)
             for _ in range(num_turns):
                 parent = await say(store, conversation, parent)
-        del conversation, parent
-        gc.collect()
-        num_taken, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+
+    num_taken = await bytes_taken(fill)
     assert store.num_bytes / 2 < num_taken < 1.1 * store.num_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.log_store import MemoryLogStore
 from penstock.gateway.responses.record import DeltaEntry, ResponseHeader
 
+from ..garbage import bytes_taken
 from .records import TENANT, add_delta, add_end, expired, header, read_to_end
 
 Fields = dict[str, Any]
@@ -64,17 +64,13 @@ def write(log: ResponseLog, deltas: list[Fields]) -> None:
 async def test_it_counts_what_it_takes(said: str) -> None:
     """Whatever is in the logs: the bound would be none if something in them were not counted."""
     store = MemoryLogStore(1 << 40)
-    gc.collect()
-    tracemalloc.start()
-    try:
+
+    async def fill() -> None:
         for _ in range(50):
             made, deltas = SAID[said]()
             write(await store.create(made), deltas)
-        del made, deltas
-        gc.collect()
-        num_taken, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+
+    num_taken = await bytes_taken(fill)
     assert store.num_bytes / 2 < num_taken < 1.1 * store.num_bytes
 
 
