@@ -23,6 +23,8 @@ from penstock.engine.request import Request, RequestOutput
 PROTOCOL_VERSION = 3
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer not heard of for this long is declared dead
+# Counted so, and not in seconds: who stood still reads what has come before its next beat.
+MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

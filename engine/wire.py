@@ -29,6 +29,7 @@ from penstock.engine.codec import decode, encode
 from penstock.engine.frames import FrameReader, framed
 from penstock.engine.messages import (
     HEARTBEAT_INTERVAL_S,
+    MAX_SILENT_BEATS,
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Abort,
@@ -45,7 +46,6 @@ from penstock.engine.messages import (
 from penstock.engine.request import RequestOutput
 
 _LOG = logging.getLogger(__name__)
-_MAX_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 _RETRY_S = 0.005  # while frames wait
 _READ_BYTES = 1 << 18
 _SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
@@ -235,9 +235,9 @@ class Wire(threading.Thread):
         for gateway in list(self._gateways.values()):
             gateway.num_silent_beats += 1
             gateway.num_stuck_beats += bool(gateway.pending)
-            if gateway.num_silent_beats > _MAX_BEATS:
+            if gateway.num_silent_beats > MAX_SILENT_BEATS:
                 self._bury(gateway, f"silent for {SILENCE_LIMIT_S:.0f} s")
-            elif gateway.num_stuck_beats > _MAX_BEATS:
+            elif gateway.num_stuck_beats > MAX_SILENT_BEATS:
                 self._bury(gateway, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
             elif gateway.has_said_hello:
                 self._post_now(gateway, Heartbeat(stats=self.stats))

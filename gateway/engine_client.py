@@ -20,6 +20,7 @@ from penstock.engine.codec import decode, encode
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.messages import (
     HEARTBEAT_INTERVAL_S,
+    MAX_SILENT_BEATS,
     SILENCE_LIMIT_S,
     DropPrefix,
     EngineInfo,
@@ -40,7 +41,6 @@ ENGINE_WAIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _RETRY_S = 0.05  # while no engine listens
-_MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 # What of the stats is over when an engine dies: all but its counters and the sizes of its pools.
 _GAUGES = tuple(
     field.name
@@ -210,7 +210,7 @@ class EngineClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             while not self._outbox.empty():  # aborts
-                socket.send_last(encode(self._outbox.get_nowait()))
+                socket.write(encode(self._outbox.get_nowait()))
             socket.close()
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
@@ -247,7 +247,7 @@ class EngineClient:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             self._streams.tick()
             self._num_silent_beats += self.info is not None
-            if self._num_silent_beats > _MAX_SILENT_BEATS:
+            if self._num_silent_beats > MAX_SILENT_BEATS:
                 self.mark_dead(f"silent for {SILENCE_LIMIT_S:.0f} s")
 
     def _take_frame(self, frame: bytes) -> None:

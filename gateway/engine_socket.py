@@ -38,11 +38,11 @@ class EngineSocket(asyncio.Protocol):
 
     async def send(self, frame: bytes) -> None:
         """Returns as soon as there is room for the next."""
-        self._transport.write(framed(frame))
+        self.write(frame)
         await self._has_room.wait()
 
-    def send_last(self, frame: bytes) -> None:
-        """Before `close`, which waits for nobody."""
+    def write(self, frame: bytes) -> None:
+        """Waits for nobody; `close` sends it still."""
         self._transport.write(framed(frame))
 
     def close(self) -> None:

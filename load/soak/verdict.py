@@ -41,7 +41,7 @@ class Bounds:
     """What is still clean.
 
     Attributes:
-        memory_kib_per_min: growth of one process, by a straight line through its samples.
+        memory_kib_per_min: growth of one process that goes on, see `Slope`.
         memory_floor_mib: growth in all that is no leak whatever its rate: an allocator takes
             memory in steps, which a short soak sees as a slope.
         warmup_share: of a soak, from the start of each process: caches fill, stores too.

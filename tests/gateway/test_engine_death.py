@@ -72,7 +72,7 @@ Connect = Callable[..., contextlib.AbstractAsyncContextManager[Link]]
 @pytest.fixture
 def connect(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Connect:
     monkeypatch.setattr(engine_client, "HEARTBEAT_INTERVAL_S", 0.02)
-    monkeypatch.setattr(engine_client, "_MAX_SILENT_BEATS", 1000)
+    monkeypatch.setattr(engine_client, "MAX_SILENT_BEATS", 1000)
 
     @contextlib.asynccontextmanager
     async def start(*, step_s: float = 0.0, **options: Any) -> AsyncIterator[Link]:
