@@ -97,6 +97,8 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed per step over all sequences.
         enable_chunked_prefill: a prompt may be computed over several steps. Off, a prompt is
             computed in one step, so `max_num_batched_tokens` must cover the context.
+        max_stall_ms: that prompts may hold up, in one step, those who decode; then they are
+            computed in smaller chunks.
         max_steps_in_flight: batches handed to the device before the first result is awaited; None
             takes 2 on a GPU, which then runs one while the next is planned, and 1 on a CPU.
         scheduling_policy: `fcfs` is by arrival; `priority` by the requests' priority first.
@@ -108,6 +110,7 @@ class SchedulerConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    max_stall_ms: float = 500.0
     max_steps_in_flight: int | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
     priority_aging_s: float = 30.0
@@ -116,6 +119,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
         _check(self.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be at least 1")
+        _check(0.0 < self.max_stall_ms < float("inf"), "--max-stall-ms must be more than 0")
         in_flight = self.max_steps_in_flight
         _check(in_flight is None or in_flight >= 1, "max_steps_in_flight must be at least 1")
         _check(0.0 < self.priority_aging_s < float("inf"), "--priority-aging-s must be more than 0")

@@ -191,6 +191,8 @@ FLAGS: tuple[Flag, ...] = (
          "tokens computed in one step", int),
     Flag("enable-chunked-prefill", _SCHEDULER.enable_chunked_prefill,
          "compute a long prompt over several steps"),
+    Flag("max-stall-ms", _SCHEDULER.max_stall_ms,
+         "milliseconds that prompts may hold up, in one step, those who decode", float),
     Flag("preemption", _SCHEDULER.preemption, "what becomes of a sequence's KV when blocks run "
          "out; auto: what costs less", choices=("auto", "swap", "recompute")),
     Flag("scheduling-policy", _SCHEDULER.scheduling_policy,

@@ -36,6 +36,7 @@ from penstock.engine.scheduling.prompt_parts import prompt_limits
 from penstock.engine.scheduling.queue_watch import QueueWatch
 from penstock.engine.scheduling.request_limits import RequestLimits
 from penstock.engine.scheduling.roster import Roster
+from penstock.engine.scheduling.step_budget import step_budget
 from penstock.engine.scheduling.stopping import StopRule
 from penstock.engine.scheduling.waiting_queue import ServiceOrder, WaitingQueue
 
@@ -164,9 +165,13 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step and count its tokens as computed. The plan may be empty."""
         scheduled: dict[int, ScheduledSequence] = {}
-        budget = self._config.max_num_batched_tokens
         has_preempted = False
         decoding, in_prompt = self._by_phase()
+        budget = step_budget(
+            self._config,
+            num_decoding=len(decoding),
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+        )
         limits = self._prompt_limits(in_prompt, budget - len(decoding))
         for sequence in decoding + in_prompt:
             num_new = min(self._num_uncomputed(sequence), budget)

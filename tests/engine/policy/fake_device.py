@@ -9,6 +9,7 @@ what was moved can be told from what was computed again.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +71,7 @@ class FakeDevice:
         self.batches: list[Batch] = []
         self.failing: set[int] = set()  # sequences that get no token
         self.num_computed = 0  # tokens, over all steps
+        self.tokens_per_s = math.inf  # as it says of itself; no clock runs
         self.left_stamps: dict[int, list[int]] = {}  # of those who left, by seq_id
         self.returns: list[tuple[list[int], list[int]]] = []  # stamps at leaving, and back again
         self._stamp = 0
@@ -148,6 +150,7 @@ class FakeDevice:
             failed_seq_ids=tuple(
                 item.seq_id for item in batch.scheduled if item.seq_id in self.failing
             ),
+            compute_s=batch.num_tokens / self.tokens_per_s,
         )
 
     def _compute(self, row: Row, num_new: int) -> None:
