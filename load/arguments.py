@@ -12,6 +12,16 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """A positive number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    (number,) = counts(text)
+    return number
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Positive numbers with commas between them.
 

@@ -22,10 +22,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.config import DEMO_MODEL
-from penstock.load.arguments import add_out
+from penstock.load.arguments import add_out, positive
 from penstock.load.client.records import Call, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.launch import server
@@ -48,7 +49,7 @@ _BACKOFF_S = 1.0  # of who is refused, as Retry-After has it
 _STALL_S = 300.0
 _FLOOD_NICE = 19
 _TOKENS = "penstock:tenant_generation_tokens_total"
-_FLOOD_START_S = 2.0  # of its process
+_FLOOD_START_S = 60.0  # of its process, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +72,16 @@ class Wait:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=None, help="a directory or a Hub id; default: the demo")
-    parser.add_argument("--concurrency", type=int, default=2, help="streams of the small tenant")
-    parser.add_argument("--times", type=int, default=100, help="as many has the flood")
+    parser.add_argument(
+        "--concurrency", type=positive, default=2, help="streams of the small tenant"
+    )
+    parser.add_argument("--times", type=positive, default=100, help="as many has the flood")
     parser.add_argument(
         "--flood-limit", type=int, default=0, help="the flood's requests at once; 0: no limit"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=16, help="sequences running at once")
+    parser.add_argument(
+        "--max-num-seqs", type=positive, default=16, help="sequences running at once"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     add_out(parser)
@@ -116,7 +121,8 @@ async def _measure(base_url: str, parsed: argparse.Namespace) -> list[Wait]:
         await _hold(small, parsed.concurrency, rng, seconds=2.0)  # the first requests are slow
         alone = await _hold(small, parsed.concurrency, rng, seconds=parsed.seconds)
         with _flood(base_url, num_flood, seed=parsed.seed + 1):
-            await asyncio.sleep(_FLOOD_START_S + parsed.seconds / 4)  # until its queue is long
+            await _await_flood(base_url)
+            await asyncio.sleep(parsed.seconds / 4)  # until its queue is long
             before = await asyncio.to_thread(_num_flood_tokens, base_url)
             began_s = time.perf_counter()
             flooded = await _hold(small, parsed.concurrency, rng, seconds=parsed.seconds)
@@ -126,6 +132,13 @@ async def _measure(base_url: str, parsed: argparse.Namespace) -> list[Wait]:
         _wait("alone", alone),
         _wait("beside the flood", flooded, flood=(num_flood, num_tokens / took_s)),
     ]
+
+
+async def _await_flood(base_url: str) -> None:
+    """Until it has its first tokens: a process that yields to all others may start late."""
+    async with asyncio.timeout(_FLOOD_START_S):
+        while not await asyncio.to_thread(_num_flood_tokens, base_url):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 def _num_flood_tokens(base_url: str) -> float:
@@ -209,7 +222,7 @@ def _wait(
         num_streams=len(records),
         num_faulty=sum(not record.is_clean for record in records),
         median_ms=statistics.median(times_ms),
-        p99_ms=statistics.quantiles(times_ms, n=100, method="inclusive")[98],
+        p99_ms=float(np.percentile(times_ms, 99)),  # of a single one, that
         flood_streams=flood[0],
         flood_tokens_per_s=flood[1],
     )

@@ -32,7 +32,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.messages import EngineInfo
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
-from penstock.load.arguments import add_out
+from penstock.load.arguments import add_out, positive
 from penstock.load.tables import table, write_report
 
 _BAR = 0.8
@@ -89,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice"
     )
-    parser.add_argument("--concurrency", type=int, default=8, help="sequences the pool holds")
-    parser.add_argument("--overload", type=int, default=4, help="times as many when pressed")
+    parser.add_argument("--concurrency", type=positive, default=8, help="sequences the pool holds")
+    parser.add_argument("--overload", type=positive, default=4, help="times as many when pressed")
     parser.add_argument("--requests", type=int, default=0, help="in all; 0: as many as are pressed")
     parser.add_argument(
         "--enable-prefix-caching",
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="on, what was dropped may be found again in either tier",
     )
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each case, in turn")
+    parser.add_argument("--repeat", type=positive, default=3, help="runs of each case, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     add_out(parser)
 

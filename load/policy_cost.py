@@ -18,7 +18,7 @@ from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.scheduling import Scheduler
-from penstock.load.arguments import add_out, counts
+from penstock.load.arguments import add_out, counts, positive
 from penstock.load.tables import table, write_report
 
 _BAR_MS, _BAR_SEQUENCES, _BAR_BLOCKS = 2.0, 256, 100_000
@@ -45,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-blocks", type=counts, default="1000,10000,100000,1000000", help="pools, with commas"
     )
-    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block")
-    parser.add_argument("--prompt-tokens", type=int, default=96, help="of the shortest prompt")
-    parser.add_argument("--steps", type=int, default=300, help="timed for every cell")
+    parser.add_argument("--block-size", type=positive, default=16, help="tokens in a block")
+    parser.add_argument("--prompt-tokens", type=positive, default=96, help="of the shortest prompt")
+    parser.add_argument("--steps", type=positive, default=300, help="timed for every cell")
     parser.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
         help="hash blocks as they fill",

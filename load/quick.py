@@ -17,7 +17,7 @@ import uvloop
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
-from penstock.load.arguments import counts
+from penstock.load.arguments import counts, positive
 from penstock.load.client.bodies import Endpoint
 from penstock.load.client.choose import TransportKind, open_transport
 from penstock.load.launch import Started, server
@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--model", default=DEMO_MODEL, help="a directory or a Hub id")
     parser.add_argument("--streams", type=counts, default="1,8,32", help="at once, with commas")
-    parser.add_argument("--output-tokens", type=int, default=_OUTPUT_TOKENS, help="of each answer")
+    parser.add_argument(
+        "--output-tokens", type=positive, default=_OUTPUT_TOKENS, help="of each answer"
+    )
     parser.add_argument("flags", nargs="*", help="flags for the server, after --")
     parsed = parser.parse_args(arguments)
     try:

@@ -30,14 +30,14 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.gateway.child import Child
-from penstock.load.arguments import add_out, counts
+from penstock.load.arguments import add_out, counts, positive
 from penstock.load.gateway.clock_file import MAX_FRAMES, ClockFile
 from penstock.load.gateway.readers import IDLE, LETTER
 from penstock.load.report.options import settings_of
 from penstock.load.tables import table, write_report
 
 WIRES = ("chat", "responses", "websocket")
-_START_S = 30.0
+_START_S = 60.0
 _WARM_UP_S = 2.0
 _NOTES = (
     "CPU is the gateway process', per token that readers received in the window. Late: from the "
@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "events of a response (/v1/responses)")  # fmt: skip
     parser.add_argument("--frames-per-s", type=float, default=100.0, help="of the engine")
     parser.add_argument("--window-s", type=float, default=5.0, help="measured, each")
-    parser.add_argument("--idle-sockets", type=int, default=1000, help="of which memory is told")
+    parser.add_argument(
+        "--idle-sockets", type=positive, default=1000, help="of which memory is told"
+    )
     parser.add_argument("--redis-url", help="keep response logs there")
     add_out(parser)
 

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 from penstock.gateway.errors import failure_of
 from penstock.gateway.http_protocol import HttpLimits, limited_protocol
 from penstock.gateway.sse import EventStream, from_chunks, named
+from penstock.load.arguments import positive
 from penstock.load.tables import table
 
 WRITERS = ("penstock", "sse-starlette")
@@ -38,7 +39,7 @@ _JSON = (
     b'"output_index":0,"content_index":0,"sequence_number":17,"delta":" word","logprobs":[]}'
 )
 _PING_S = 15.0
-_START_S = 30.0
+_START_S = 60.0
 _LISTEN_FD = "PENSTOCK_LISTEN_FD"
 
 
@@ -154,7 +155,7 @@ def measure(writer: str, parsed: argparse.Namespace) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--streams", type=positive, default=500)
     parser.add_argument("--ticks-per-s", type=float, default=20.0)
     parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--serve", choices=WRITERS, help=argparse.SUPPRESS)

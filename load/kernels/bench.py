@@ -21,7 +21,7 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.runner.device import select_device
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import load_library
-from penstock.load.arguments import add_out, counts
+from penstock.load.arguments import add_out, counts, positive
 from penstock.load.kernels.cpu_cases import Case, CaseMaker
 from penstock.load.memory_rate import MemoryReader
 from penstock.load.tables import table, write_report
@@ -67,11 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(_DTYPES), help="on a CPU")
     parser.add_argument("--num-threads", type=int, default=0, help="CPU threads; 0: one a core")
     parser.add_argument("--rows", type=counts, default="1,8,32,160", help="of linear, with commas")
-    parser.add_argument("--features", type=int, default=2048, help="in; four times as many out")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
-    parser.add_argument("--repeats", type=int, default=9, help="of every case")
     parser.add_argument(
-        "--copies-mib", type=int, default=256, help="of data for a case: more than the caches"
+        "--features", type=positive, default=2048, help="in; four times as many out"
+    )
+    parser.add_argument("--context", type=positive, default=1024, help="tokens of each sequence")
+    parser.add_argument("--repeats", type=positive, default=9, help="of every case")
+    parser.add_argument(
+        "--copies-mib", type=positive, default=256, help="of data for a case: more than the caches"
     )
     add_out(parser)
 
