@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import TracebackType
 from typing import Self
 
@@ -31,6 +32,9 @@ class MemoryReader:
         self._num_bytes = words.nbytes
         self._parts = [part.numpy() for part in words.chunk(num_threads)]
         self._threads = ThreadPoolExecutor(num_threads)
+        # The pool starts a thread only where none is idle: all meet once, so that all are there.
+        barrier = Barrier(len(self._parts))
+        list(self._threads.map(lambda _: barrier.wait(), self._parts))
 
     def __enter__(self) -> Self:
         return self

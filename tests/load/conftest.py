@@ -30,12 +30,12 @@ def penstock() -> Penstock:
 @pytest.fixture(scope="module")
 def server() -> Iterator[SyntheticServer]:
     """A synthetic server for the tests of a module."""
-    with serve(SyntheticSettings(max_model_len=100, max_body_bytes=10_000)) as server:
+    with serve(SyntheticSettings(max_model_len=10_000, max_body_bytes=10_000)) as server:
         yield server
 
 
 @pytest.fixture
 async def http(server: SyntheticServer) -> AsyncIterator[httpx.AsyncClient]:
     """A client of it."""
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
         yield client

@@ -15,8 +15,8 @@ from penstock.load.client.bodies import Endpoint
 from penstock.load.client.records import Call, Message, StreamRecord
 from penstock.load.client.sse import SseTransport
 
-# Bytes to write, seconds to wait, or None: close the connection.
-Script: TypeAlias = Sequence[bytes | float | None]
+# Bytes to write, seconds to wait, an event to wait for, or None: close the connection.
+Script: TypeAlias = Sequence[bytes | float | asyncio.Event | None]
 
 DONE = b"data: [DONE]\n\n"
 CLOSE = None
@@ -67,6 +67,8 @@ class Scripted:
             if isinstance(step, bytes):
                 writer.write(step)
                 await writer.drain()
+            elif isinstance(step, asyncio.Event):
+                await step.wait()
             else:
                 await _wait(reader, step)
         return True
@@ -109,12 +111,12 @@ async def connected(
 
 
 async def record_from(
-    script: Script, endpoint: Endpoint = "chat", *, expected_tokens: int = 3, stall_s: float = 10.0
+    script: Script, endpoint: Endpoint = "chat", *, expected_tokens: int = 3, stall_s: float = 60.0
 ) -> StreamRecord:
     """What the client notes of a stream."""
     record = record_of(expected_tokens=expected_tokens)
     async with connected(script, endpoint=endpoint, stall_s=stall_s) as (_, transport):
-        await asyncio.wait_for(transport.stream(CALL, record), 20)
+        await asyncio.wait_for(transport.stream(CALL, record), 60)
     return record
 
 
@@ -135,6 +137,13 @@ def framed(piece: bytes) -> bytes:
 def whole(*pieces: bytes) -> Script:
     """A stream that ends as it should."""
     return [head(), *map(framed, pieces), framed(b"")]
+
+
+def gated(*pieces: bytes) -> tuple[list[asyncio.Event], Script]:
+    """A stream that ends as it should, and the events that its pieces wait for."""
+    gates = [asyncio.Event() for _ in pieces]
+    pairs = zip(gates, map(framed, pieces), strict=True)
+    return gates, [head(), *(step for pair in pairs for step in pair), framed(b"")]
 
 
 def cut(*pieces: bytes) -> Script:

@@ -13,6 +13,8 @@ import websockets
 from penstock.load.synthetic.server import SyntheticServer
 
 FAST = {"ttft_ms": 5, "itl_ms": 1}
+# One token, and nothing for eight minutes: no machine is so slow that it ends meanwhile.
+ENDLESS = {"ttft_ms": 5, "itl_ms": 60_000, "tokens_per_event": 8}
 CREATE = {"type": "response.create", "input": "x", "max_output_tokens": 5, "synthetic": FAST}
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
 
@@ -47,7 +49,7 @@ async def events_of(http: httpx.AsyncClient, num_tokens: int, **wishes: Any) -> 
 async def messages(socket: websockets.ClientConnection, num_ends: int = 1) -> list[Any]:
     """What comes, up to so many terminal events."""
     found: list[Any] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while num_ends:
             found.append(json.loads(await socket.recv()))
             num_ends -= found[-1]["type"] in TERMINAL

@@ -112,22 +112,25 @@ def test_walking_away_frees_the_server(
     async def run() -> None:
         async with (
             open_transport(kind, endpoint, server.base_url) as transport,
-            httpx.AsyncClient(base_url=server.base_url) as metrics,
+            httpx.AsyncClient(base_url=server.base_url, timeout=60) as metrics,
         ):
-            records = [_record(_call(index, max_tokens=900)) for index in range(12)]
+            # So long that none can have ended when the last has begun.
+            calls = [_call(index, max_tokens=1900) for index in range(12)]
+            records = [_record(call) for call in calls]
             tasks = [
-                asyncio.create_task(transport.stream(_call(index, max_tokens=900), record))
-                for index, record in enumerate(records)
+                asyncio.create_task(transport.stream(call, record))
+                for call, record in zip(calls, records, strict=True)
             ]
-            async with asyncio.timeout(20):
-                while not all(record.event_times_s for record in records):  # noqa: ASYNC110
+            async with asyncio.timeout(60):
+                while not all(record.event_times_s for record in records):
+                    assert not any(record.faults for record in records), records
                     await asyncio.sleep(0.01)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert all(task.cancelled() for task in tasks)
             assert all(record.is_clean for record in records)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while await metric(metrics, "num_requests_running"):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             record = _record(_call(0))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from penstock.load.client import sse
 from penstock.load.client.bodies import Endpoint
 from penstock.load.client.records import Fault
 from penstock.load.client.sse import SseTransport
@@ -24,6 +25,7 @@ from .scripted_server import (
     cut,
     event,
     framed,
+    gated,
     head,
     record_from,
     record_of,
@@ -34,6 +36,12 @@ from .scripted_server import (
 )
 
 _CHUNKS: list[Endpoint] = ["chat", "completions"]
+
+
+@pytest.fixture(autouse=True)
+def _connections_do_not_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long this machine stands still between two calls."""
+    monkeypatch.setattr(sse, "_MAX_IDLE_S", 3600.0)
 
 
 # -- good streams ---------------------------------------------------------------------------------
@@ -67,14 +75,21 @@ async def test_responses_fill_a_record() -> None:
 
 
 async def test_times_are_those_of_arrival() -> None:
-    script: list[bytes | float | None] = [head()]
-    for piece in chat():
-        script += [framed(piece), 0.1]
-    record = await record_from([*script, framed(b"")])
-    first_s, second_s, third_s = record.event_times_s
-    for gap_s in (second_s - first_s, third_s - second_s):
-        assert 0.05 < gap_s < 10
-    assert record.ended_s - third_s > 0.2  # the finish chunk, usage, and [DONE]
+    gates, script = gated(*chat()[:3], b"".join(chat()[3:]))
+    record = record_of(expected_tokens=3)
+    async with connected(script) as (_, transport):
+        streaming = asyncio.create_task(transport.stream(CALL, record))
+        for number, gate in enumerate(gates[:3], start=1):
+            sent_s = time.perf_counter()
+            gate.set()
+            while len(record.event_times_s) < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert sent_s < record.event_times_s[-1] < time.perf_counter()
+        sent_s = time.perf_counter()
+        gates[3].set()  # the finish chunk, usage, and [DONE]
+        await streaming
+    assert record.faults == []
+    assert record.ended_s > sent_s
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "responses"])
@@ -145,7 +160,7 @@ async def test_walking_away_closes_the_connection() -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(server.hung_up.wait(), 5)
+        await asyncio.wait_for(server.hung_up.wait(), 60)
     assert task.cancelled()
     assert (record.faults, record.text) == ([], "on")
 
@@ -166,7 +181,9 @@ async def test_a_closed_connection_is_not_used_again() -> None:
             record = record_of()
             await transport.stream(CALL, record)
             assert record.faults == []
-            await asyncio.sleep(0.05)
+            # Until the client knows.
+            while any(each.is_reusable for _, each in transport._idle):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     assert server.num_connections == 3
 
 

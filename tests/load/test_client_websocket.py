@@ -6,39 +6,19 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from penstock.load.client.records import Fault, StreamRecord
 from penstock.load.client.websocket import LANES_PER_SOCKET, WebSocketTransport
 
+from .manual_loop import ManualLoop, play, until
 from .scripted_server import CALL, record_of, response
-
-_EVENTS = response("on", "e t", "wo")
-
-
-class Peer:
-    """The server's end of one socket."""
-
-    def __init__(self, connection: ServerConnection) -> None:
-        self.connection = connection
-
-    async def take(self) -> dict[str, Any]:
-        message: dict[str, Any] = orjson.loads(await self.connection.recv())
-        return message
-
-    async def send(self, event: dict[str, Any], lane: str) -> None:
-        await self.connection.send(orjson.dumps({**event, "stream_id": lane}).decode())
-
-    async def answer(self, lane: str, *, num_events: int | None = None) -> None:
-        for event in _EVENTS[:num_events]:
-            await self.send(event, lane)
+from .websocket_peer import EVENTS, Peer, connected
 
 
 async def _answer_all(peer: Peer) -> None:
@@ -46,33 +26,16 @@ async def _answer_all(peer: Peer) -> None:
         await peer.answer((await peer.take())["stream_id"])
 
 
-@asynccontextmanager
-async def _connected(
-    handle: Callable[[Peer], Awaitable[None]], **settings: Any
-) -> AsyncIterator[tuple[WebSocketTransport, list[Peer]]]:
-    """A transport to a server, and the server's ends of its sockets."""
-    peers: list[Peer] = []
-
-    async def accept(connection: ServerConnection) -> None:
-        peers.append(Peer(connection))
-        await handle(peers[-1])
-
-    async with serve(accept, "127.0.0.1", 0, compression=None) as server:
-        base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with WebSocketTransport(base_url, **settings) as transport:
-            yield transport, peers
-
-
 async def _record(
     transport: WebSocketTransport, record: StreamRecord | None = None
 ) -> StreamRecord:
     record = record or record_of(expected_tokens=3)
-    await asyncio.wait_for(transport.stream(CALL, record), 20)
+    await asyncio.wait_for(transport.stream(CALL, record), 60)
     return record
 
 
 async def _until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -88,7 +51,7 @@ async def test_a_stream_fills_a_record() -> None:
         await peer.answer(creates[0]["stream_id"])
         await peer.take()
 
-    async with _connected(handle) as (transport, _):
+    async with connected(handle) as (transport, _):
         record = await _record(transport)
     assert (record.faults, record.detail, record.status) == ([], "", 101)
     assert (record.text, record.finish_reason) == ("one two", "max_output_tokens")
@@ -112,7 +75,7 @@ async def test_a_stream_fills_a_record() -> None:
 async def test_streams_share_a_socket_and_keep_apart() -> None:
     async def handle(peer: Peer) -> None:
         lanes = [(await peer.take())["stream_id"] for _ in range(LANES_PER_SOCKET)]
-        for event in _EVENTS:
+        for event in EVENTS:
             for lane in lanes:
                 marked = (
                     {**event, "delta": f"{event['delta']}{lane}"} if "delta" in event else event
@@ -120,7 +83,7 @@ async def test_streams_share_a_socket_and_keep_apart() -> None:
                 await peer.send(marked, lane)
         await peer.take()
 
-    async with _connected(handle) as (transport, peers):
+    async with connected(handle) as (transport, peers):
         records = await asyncio.gather(*(_record(transport) for _ in range(LANES_PER_SOCKET)))
     assert len(peers) == 1
     # The marks are not in the text that the end states, and each stream got its own alone.
@@ -129,8 +92,8 @@ async def test_streams_share_a_socket_and_keep_apart() -> None:
 
 
 async def test_sockets_are_opened_as_needed_and_used_again() -> None:
-    async with _connected(_answer_all, num_sockets=2) as (transport, peers):
-        assert len(peers) == 2
+    async with connected(_answer_all, num_sockets=2) as (transport, peers):
+        await _until(lambda: len(peers) == 2)
         for _ in range(3):
             num_streams = 3 * LANES_PER_SOCKET + 1
             records = await asyncio.gather(*(_record(transport) for _ in range(num_streams)))
@@ -139,7 +102,8 @@ async def test_sockets_are_opened_as_needed_and_used_again() -> None:
 
 
 async def test_the_key_is_sent() -> None:
-    async with _connected(_answer_all, api_key="secret") as (_, peers):
+    async with connected(_answer_all, api_key="secret") as (_, peers):
+        await _until(lambda: peers)
         request = peers[0].connection.request
     assert request is not None
     assert request.path == "/v1/responses"
@@ -160,7 +124,7 @@ async def test_a_lost_socket_cuts_its_streams_and_the_next_call_gets_another() -
         peer.connection.transport.abort()
 
     handled: list[Peer] = []
-    async with _connected(handle) as (transport, _):
+    async with connected(handle) as (transport, _):
         records = await asyncio.gather(*(_record(transport) for _ in range(3)))
         assert [record.faults for record in records] == [[], [Fault.CUT], [Fault.CUT]]
         assert records[1].text == "one t"
@@ -172,7 +136,7 @@ async def test_a_socket_closed_in_order_cuts_its_streams_too() -> None:
         await peer.answer((await peer.take())["stream_id"], num_events=2)
         await peer.connection.close(1012)
 
-    async with _connected(handle) as (transport, _):
+    async with connected(handle) as (transport, _):
         record = await _record(transport)
     assert record.faults == [Fault.CUT]
     assert "1012" in record.detail
@@ -181,12 +145,12 @@ async def test_a_socket_closed_in_order_cuts_its_streams_too() -> None:
 @pytest.mark.parametrize(
     ("events", "faults"),
     [
-        ([*_EVENTS[:1], *_EVENTS[2:]], [Fault.GAP, Fault.TEXT_DIFFERS]),
-        ([*_EVENTS[:2], *_EVENTS[1:]], [Fault.REPEAT, Fault.TEXT_DIFFERS]),
+        ([*EVENTS[:1], *EVENTS[2:]], [Fault.GAP, Fault.TEXT_DIFFERS]),
+        ([*EVENTS[:2], *EVENTS[1:]], [Fault.REPEAT, Fault.TEXT_DIFFERS]),
         (response("one", num_tokens=2), [Fault.LOST_TOKENS]),
         (response("one", status="failed"), [Fault.FAILED]),
         ([{"type": "error", "status": 429, "error": {"message": "full"}}], [Fault.REFUSED]),
-        ([*_EVENTS[:2], {"type": "error", "error": {"message": "oh"}}], [Fault.FAILED]),
+        ([*EVENTS[:2], {"type": "error", "error": {"message": "oh"}}], [Fault.FAILED]),
     ],
     ids=["gap", "repeat", "lost", "failed", "refused", "error"],
 )
@@ -200,7 +164,7 @@ async def test_a_fault_of_one_stream_is_noted(
         await peer.answer(good)
         await _answer_all(peer)
 
-    async with _connected(handle) as (transport, peers):
+    async with connected(handle) as (transport, peers):
         record, other = await asyncio.gather(_record(transport), _record(transport))
         again = await asyncio.gather(*(_record(transport) for _ in range(LANES_PER_SOCKET)))
     assert (record.faults, other.faults) == (faults, [])
@@ -214,13 +178,15 @@ async def test_events_after_the_end_are_noted_even_later() -> None:
     async def handle(peer: Peer) -> None:
         lane = (await peer.take())["stream_id"]
         await peer.answer(lane)
-        await asyncio.sleep(0.05)
-        await peer.send(_EVENTS[-1], lane)
+        await is_seen.wait()
+        await peer.send(EVENTS[-1], lane)
         await peer.take()
 
-    async with _connected(handle) as (transport, _):
+    is_seen = asyncio.Event()
+    async with connected(handle) as (transport, _):
         record = await _record(transport)
         assert record.faults == []
+        is_seen.set()
         await _until(lambda: record.faults)
     assert record.faults == [Fault.AFTER_END]
 
@@ -236,7 +202,7 @@ async def test_what_belongs_to_no_stream_spoils_all(stray: str) -> None:
             await peer.answer(lane)
         await peer.take()
 
-    async with _connected(handle) as (transport, _):
+    async with connected(handle) as (transport, _):
         records = await asyncio.gather(*(_record(transport) for _ in range(2)))
     assert [record.faults for record in records] == [[Fault.MALFORMED]] * 2
     assert stray in records[0].detail
@@ -248,7 +214,7 @@ async def test_what_is_no_websocket_frame_ends_the_socket() -> None:
         peer.connection.transport.write(b"\xff" * 20)
         await peer.take()
 
-    async with _connected(handle) as (transport, _):
+    async with connected(handle) as (transport, _):
         record = await _record(transport)
     assert record.faults == [Fault.MALFORMED]
 
@@ -288,28 +254,38 @@ async def test_a_handshake_without_an_answer_is_bounded() -> None:
 # -- walking away ---------------------------------------------------------------------------------
 
 
-async def test_a_silent_stream_is_left_and_its_lane_waits_for_the_server() -> None:
+def test_a_silent_stream_is_left_and_its_lane_waits_for_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def handle(peer: Peer) -> None:
         lane = (await peer.take())["stream_id"]
         await peer.answer(lane, num_events=2)
         cancels.append(await peer.take())
         ended.append(await peer.take())  # the next call comes on another lane
         await peer.answer(ended[0]["stream_id"])
-        await peer.send(_EVENTS[-1], lane)
+        await peer.send(EVENTS[-1], lane)
         await _answer_all(peer)
 
     cancels: list[dict[str, Any]] = []
     ended: list[dict[str, Any]] = []
-    async with _connected(handle, stall_s=0.3) as (transport, peers):
-        record = await _record(transport)
-        other = await _record(transport)
-        again = await asyncio.gather(*(_record(transport) for _ in range(LANES_PER_SOCKET)))
-    assert (record.faults, record.text) == ([Fault.STALLED], "on")
-    assert cancels[0]["type"] == "penstock.cancel"
-    assert cancels[0]["stream_id"] != ended[0]["stream_id"]
-    assert other.is_clean
-    assert all(each.is_clean for each in again)
-    assert len(peers) == 1
+
+    async def run(loop: ManualLoop) -> None:
+        async with connected(handle, stall_s=5.0) as (transport, peers):
+            record = record_of(expected_tokens=3)
+            silent = asyncio.create_task(_record(transport, record))
+            await until(lambda: record.event_times_s)
+            loop.now_s += 5.0
+            await silent
+            other = await _record(transport)
+            again = await asyncio.gather(*(_record(transport) for _ in range(LANES_PER_SOCKET)))
+        assert (record.faults, record.text) == ([Fault.STALLED], "on")
+        assert cancels[0]["type"] == "penstock.cancel"
+        assert cancels[0]["stream_id"] != ended[0]["stream_id"]
+        assert other.is_clean
+        assert all(each.is_clean for each in again)
+        assert len(peers) == 1
+
+    play(monkeypatch, run)
 
 
 async def test_walking_away_cancels_the_response_and_no_other() -> None:
@@ -322,7 +298,7 @@ async def test_walking_away_cancels_the_response_and_no_other() -> None:
             await peer.answer(lane)
         await peer.take()
 
-    async with _connected(handle) as (transport, peers):
+    async with connected(handle) as (transport, peers):
         record, other = record_of(), record_of()
         leaving = asyncio.create_task(transport.stream(CALL, record))
         staying = asyncio.create_task(transport.stream(CALL, other))
@@ -338,7 +314,7 @@ async def test_walking_away_cancels_the_response_and_no_other() -> None:
 
 
 async def test_walking_away_before_the_socket_is_open_sends_nothing() -> None:
-    async with _connected(_answer_all, num_sockets=0) as (transport, _):
+    async with connected(_answer_all, num_sockets=0) as (transport, _):
         task = asyncio.create_task(transport.stream(CALL, record_of()))
         await asyncio.sleep(0)
         task.cancel()

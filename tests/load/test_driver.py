@@ -328,4 +328,4 @@ def test_nothing_is_sent_early_on_a_real_loop(
             driver.run(Instant(), single(40), arrivals=OpenLoop(offsets_s), model="m")
         )
     for record in result.records:
-        assert 0 <= record.sent_s - record.scheduled_s < 1.0
+        assert record.sent_s >= record.scheduled_s

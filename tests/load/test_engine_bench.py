@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import truediv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.load.engine import bench as engine_bench
+from penstock.load.engine import call_timer, runs
+from penstock.load.engine import report as pages
 from penstock.load.engine.bench import measure
 from penstock.load.engine.memory_use import StepBytes, memory_use
 from penstock.load.engine.report import Cell, split
@@ -39,7 +42,7 @@ from penstock.load.plotting import BLUE, ORANGE
 from .conftest import Penstock
 
 LENGTHS = Lengths(prompt_tokens=24, output_tokens=12)
-SLEEP_S = 0.004
+TAKES_S = 0.004
 
 
 @pytest.fixture(scope="module")
@@ -119,18 +122,20 @@ def test_time_is_put_where_it_was_spent(
     name: str,
     part: str,
 ) -> None:
-    original = getattr(owner, name)
+    original, now_s = getattr(owner, name), [0.0]
 
     def slow(*args: Any, **settings: Any) -> Any:
-        time.sleep(SLEEP_S)
+        now_s[0] += TAKES_S
         return original(*args, **settings)
 
     monkeypatch.setattr(owner, name, slow)
+    for module in (call_timer, runs):  # time stands still but for this
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     (cell,) = measure(*engine, LENGTHS, num_seqs=(1,), repeats=1, seed=1)
     parts = split(cell.split_steps("decode"))
-    assert parts[part].median_ms >= 1e3 * SLEEP_S
-    others = [parts[other].median_ms for other in PARTS if other not in (part, "forward")]
-    assert max(others) < 1e3 * SLEEP_S
+    assert parts[part].median_ms >= 1e3 * TAKES_S
+    others = [parts[other].median_ms for other in PARTS if other != part]
+    assert others == pytest.approx([0.0] * len(others))
 
 
 def test_an_engine_without_a_tokenizer_is_measured_too(
@@ -202,11 +207,14 @@ def test_what_a_step_reads_of_memory(engine: tuple[EngineCore, EngineInfo]) -> N
 
 
 def test_memory_is_read_by_all_threads() -> None:
-    names = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     with MemoryReader(2, num_bytes=4 << 20) as reader:
-        assert 1e8 < reader.measure(num_passes=3) < 1e13
-        assert len({thread.name for thread in threading.enumerate()} - names) == 2
-    assert {thread.name for thread in threading.enumerate()} == names
+        began_s = time.perf_counter()
+        rate = reader.measure(num_passes=3)
+        # The best of three passes is no slower than all of them together.
+        assert 3 * (4 << 20) / (time.perf_counter() - began_s) <= rate < 1e13
+        assert len(set(threading.enumerate()) - before) == 2
+    assert set(threading.enumerate()) <= before
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -236,7 +244,7 @@ def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Pat
         shares = [cell["decode"][part]["share"] for part in PARTS]
         assert sum(shares) == pytest.approx(1.0)
         assert min(shares) > 0.0
-        assert 0.0 < cell["policy_share"] < 0.9
+        assert 0.0 < cell["policy_share"] < 1.0
         memory = cell["memory"]
         assert len(memory["rates"]) == len(memory["ceilings"]) == 2
         assert (
@@ -245,10 +253,22 @@ def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Pat
             == pytest.approx(statistics.median(map(truediv, memory["rates"], memory["ceilings"])))
         )
     with Image.open(tmp_path / "engine.png") as picture:
+        assert min(picture.size) > 500
+
+
+def test_the_picture_shows_parts_as_areas(tmp_path: Path) -> None:
+    run = Run(
+        lengths=Lengths(prompt_tokens=1, output_tokens=2),
+        steps=[step("prefill", 1, forward=6.0), step("decode", 1, schedule=2.0, forward=4.0)],
+        tokens=[[1, 1]],
+    )
+    cell = Cell(num_seqs=1, runs=[run], split_runs=[run], detokenize_s_per_token=None)
+    pages.draw("two parts", [cell], tmp_path / "engine.png")
+    with Image.open(tmp_path / "engine.png") as picture:
         colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
     counts: dict[Any, int] = {colour: count for count, colour in colours or ()}
     assert counts[ImageColor.getrgb(ORANGE)] > 10_000  # forward
-    assert counts[ImageColor.getrgb(BLUE)] > 1_000  # schedule
+    assert counts[ImageColor.getrgb(BLUE)] > 10_000  # schedule
 
 
 @pytest.mark.parametrize(

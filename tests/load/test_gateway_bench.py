@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -20,8 +21,9 @@ def run(out: Path, *arguments: str) -> int:
     return bench.run(parser.parse_args([*arguments, "--out", str(out)]))
 
 
+@pytest.mark.timeout(900)  # six starts of a gateway
 def test_every_wire_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--streams", "3", "--frames-per-s", "50", "--window-s", "1",
+    arguments = ("--streams", "3", "--frames-per-s", "200", "--window-s", "1",
                  "--intervals-ms", "0", "100", "--idle-sockets", "20")  # fmt: skip
     assert run(tmp_path, *arguments) == 0
     figures = json.loads((tmp_path / "gateway.json").read_text())
@@ -31,11 +33,13 @@ def test_every_wire_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("websocket", 100.0),
     }  # fmt: skip
     for (_, interval_ms), row in rows.items():
-        assert 30 < row["tokens_per_s"] <= 3 * 50 * 1.5
-        assert row["cpu_us_per_token"] > 0
-        assert 0 < row["p50_ms"] <= row["p99_ms"]
-        # Five frames are merged in 100 ms, none in 0 unless the machine is busy.
+        assert row["tokens_per_s"] > 0
+        # Of a token counted twice it would be the time since the machine was started.
+        assert 0 < row["p50_ms"] <= row["p99_ms"] < 60_000
+        # 20 frames are merged in 100 ms, none in 0 unless the machine is busy.
         assert row["tokens_per_event"] > 2.5 if interval_ms else row["tokens_per_event"] >= 1
+    # The clock of CPU time ticks every 10 ms, and not in every window.
+    assert sum(row["cpu_us_per_token"] for row in rows.values()) > 0
     assert 0 < figures["idle_socket_bytes"] < 1 << 20
     printed = capsys.readouterr().out
     assert "An idle WebSocket takes " in printed
@@ -47,12 +51,14 @@ def test_a_window_beyond_the_clock_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_writers_are_measured_before_the_same_streams() -> None:
-    # As many events as take the clock of CPU time some of its ticks of 10 ms.
     parsed = Namespace(streams=50, ticks_per_s=50.0, window_s=1.0)
+    cpus_us = []
     for writer in writers.WRITERS:
+        began_s = time.perf_counter()
         events_per_s, cpu_us = writers.measure(writer, parsed)
-        assert 0 < events_per_s <= 50 * 50 * 1.5
-        assert cpu_us > 0
+        assert 0 < events_per_s * parsed.window_s <= 50 * 50 * (time.perf_counter() - began_s)
+        cpus_us.append(cpu_us)
+    assert sum(cpus_us) > 0  # its clock ticks every 10 ms, and not in every window
 
 
 def test_the_readme_shows_the_newest_run() -> None:

@@ -22,7 +22,8 @@ from penstock.load.gpu.command import main
 from penstock.load.gpu.figures import BARS
 from penstock.load.gpu.report import RESULTS, details
 
-ROOT = Path(__file__).parents[2]
+# The interpreter takes long, and on a busy machine many times as long.
+pytestmark = pytest.mark.timeout(900)
 # Of what `penstock serve` needs, this is not on the machines that lend a GPU.
 ABSENT = ("httptools", "msgpack", "orjson", "redis", "setproctitle", "starlette", "uvicorn",
           "websockets")  # fmt: skip
@@ -56,7 +57,7 @@ def run(*arguments: str, patch: str = "", **env: str) -> subprocess.CompletedPro
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=840,
         check=False,
     )
 
@@ -72,7 +73,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     """What a whole small run printed and wrote."""
     out, copies = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("copies")
     before = sorted(RESULTS.glob("*"))
-    done = run("--small", "--out", str(out), OUT=str(copies))
+    done = run("--small", "--budget-s", "1e6", "--out", str(out), OUT=str(copies))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(RESULTS.glob("*")) == before
     assert only_json(out) == only_json(copies)
@@ -145,10 +146,11 @@ def test_a_killed_run_leaves_what_it_has_measured(tmp_path):
     )
     try:
         data: dict[str, Any] = {}
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 240
         while len(data.get("ceilings", ())) < len(CEILINGS):
             assert time.monotonic() < deadline_s
             assert process.poll() is None
+            time.sleep(0.01)
             # Whole at every moment, or not there yet.
             data = next((json.loads(path.read_text()) for path in tmp_path.glob("*.json")), {})
     finally:

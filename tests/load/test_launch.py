@@ -16,15 +16,9 @@ from penstock.engine.errors import ConfigError
 from penstock.load import launch
 from penstock.load.launch import Started, server
 
+from .processes import await_gone
+
 FAMILY = {"supervisor", "gateway", "engine"}
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it still does anything: an orphan may stay a zombie for a while."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +28,7 @@ def started() -> Iterator[Started]:
 
 
 def test_it_is_ready_when_it_is_given(started: Started) -> None:
-    with urlopen(f"{started.base_url}/v1/models", timeout=10) as answer:
+    with urlopen(f"{started.base_url}/v1/models", timeout=60) as answer:
         assert json.load(answer)["data"][0]["id"] == "demo"
     assert started.ready_s > 0.2  # to import torch alone takes longer
     assert started.launched_s + started.ready_s < time.perf_counter()
@@ -68,7 +62,7 @@ def test_a_failure_inside_stops_the_server_and_keeps_a_named_log(tmp_path: Path)
     with pytest.raises(ZeroDivisionError):
         fail()
     assert len(family) == len(FAMILY)
-    assert not any(map(lives, family))
+    await_gone(family)
     assert "DEBUG" in (tmp_path / "log").read_text()
 
 
@@ -78,7 +72,7 @@ def test_what_does_not_heed_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) 
         family = running.family()
         for name in ("supervisor", "engine"):
             family[name].send_signal(signal.SIGSTOP)
-    assert not any(map(lives, family.values()))
+    await_gone(family.values())
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
@@ -90,8 +84,8 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 
 def test_a_server_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_READY_WITHIN_S", 0.1)
+    monkeypatch.setattr(launch, "_READY_WITHIN_S", 0.0)
     before = set(psutil.Process().children())
-    with pytest.raises(ConfigError, match=r"was not ready within 0\.1 s"), server():
+    with pytest.raises(ConfigError, match=r"was not ready within 0 s"), server():
         pytest.fail("it started")
-    assert set(psutil.Process().children()) == before
+    assert set(psutil.Process().children()) <= before

@@ -13,13 +13,15 @@ import pytest
 from penstock.load.client.records import Dialogue, StreamRecord, Turn
 from penstock.load.peers import environments, matrix, models, workloads
 from penstock.load.peers.environments import Environment, InstallError
-from penstock.load.peers.http_server import HttpServer, free_port
+from penstock.load.peers.http_server import HttpServer
 from penstock.load.peers.matrix import Matrix
 from penstock.load.peers.penstock import Penstock
 from penstock.load.peers.report import Report
 from penstock.load.peers.rival import RivalError, Setting
 from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import RunResult
+
+from .processes import await_gone, reserved_port
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +134,11 @@ def test_our_server_answers_every_kind_of_workload(
 
 def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"]
-    with pytest.raises(RivalError, match=r"ended with 3: out of luck"):
-        HttpServer(command, port=free_port(), model="T", env={}, log=tmp_path / "log")
+    with (
+        reserved_port() as port,
+        pytest.raises(RivalError, match=r"ended with 3: out of luck"),
+    ):
+        HttpServer(command, port=port, model="T", env={}, log=tmp_path / "log")
 
 
 def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
@@ -142,16 +147,16 @@ def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
         "class H(http.server.BaseHTTPRequestHandler):\n"
         "    def do_GET(self): self.send_response(200); self.end_headers()\n"
         "    def log_message(self, *_): pass\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
     )
-    port = free_port()
-    command = [sys.executable, "-c", code, str(port)]
-    running = HttpServer(command, port=port, model="T", env={}, log=tmp_path / "log")
+    with reserved_port() as port:
+        command = [sys.executable, "-c", code, str(port)]
+        running = HttpServer(command, port=port, model="T", env={}, log=tmp_path / "log")
     [child] = running.process.children()
     running.stop()
     assert not running.process.is_running()
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    await_gone([child])
 
 
 def test_a_failed_step_of_an_installation_says_what_it_printed(

@@ -35,7 +35,7 @@ def test_it_shows_start_memory_and_speed(capsys: pytest.CaptureFixture[str]) -> 
         )
         assert tokens_per_s > 0.0
         assert 0.0 < ttft_ms <= ttft_p99_ms
-        assert 0.0 < itl_ms <= itl_p99_ms
+        assert 0.0 <= itl_ms <= itl_p99_ms  # 0 where one read finds several tokens
         assert num_faults == 0
 
 

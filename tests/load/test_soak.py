@@ -16,10 +16,13 @@ from penstock.load.soak.verdict import Bounds, findings
 from .conftest import Penstock
 
 QUICK = "--ttft-ms 10 --itl-ms 2"
+# With these every kind of stream that a test asks for is among those that clients begin with, a
+# crowd too, so that a slow machine has them all: who has begun is let finish.
+SEED, SEED_OF_SIX = 321, 1619
 
 
 def test_with_resumes_cancels_and_kills_it_is_clean(penstock: Penstock, tmp_path: Path) -> None:
-    flags = ("--resumes", "--cancels-by-id", "--kills")
+    flags = ("--resumes", "--cancels-by-id", "--kills", "--seed", str(SEED))
     done = penstock(
         "bench", "soak", "--synthetic", QUICK, "--minutes", "0.1", *flags, "--out", str(tmp_path)
     )
@@ -37,13 +40,13 @@ def test_with_resumes_cancels_and_kills_it_is_clean(penstock: Penstock, tmp_path
 
 
 async def whats(target: Target, **plan: Any) -> list[str]:
-    seen = await soak(target, Plan(duration_s=2, concurrency=6, seed=1, **plan), Bounds())
+    seen = await soak(target, Plan(duration_s=5, concurrency=6, seed=SEED_OF_SIX, **plan), Bounds())
     return [finding.what for finding in findings(seen, Bounds())]
 
 
 async def test_what_is_wrong_is_found() -> None:
     """Faulty streams of a server given by its address, and a leak, at the same time."""
-    faults = "--fault lose:5 --fault-share 0.5 --refuse-share 0.1"
+    faults = "--fault lose:5 --fault-share 0.8 --refuse-share 0.3"
     with (
         synthetic_server(f"{QUICK} {faults}") as faulty,
         synthetic_server(f"{QUICK} --leak-bytes 1000000") as leaking,
@@ -80,7 +83,7 @@ def test_settings_without_sense_are_refused(
 @pytest.mark.slow
 def test_the_demo_model_is_clean_for_a_moment(penstock: Penstock, tmp_path: Path) -> None:
     # Memory has its say in longer runs: the first seconds of a server are all warm-up.
-    flags = ("--minutes", "0.1", "--max-memory-growth", "1e9", "--no-plot")
+    flags = ("--minutes", "0.1", "--max-memory-growth", "1e9", "--no-plot", "--seed", str(SEED))
     done = penstock("bench", "soak", *flags, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "soak.json").read_text())

@@ -71,7 +71,6 @@ async def test_a_wrong_refusal_is_a_problem(answer: bytes, is_right: bool) -> No
 async def test_a_socket_that_does_not_mind_broken_frames_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hostile, "_ANSWER_S", 0.3)
     upgraded = b"HTTP/1.1 101 Switching Protocols\r\n\r\n"
     answers = {b"": False, b"\x88\x02\x03\xe8": False, b"\x88\x02\x03\xea": True}  # 1000, 1002
     for frames, is_right in answers.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -10,6 +13,7 @@ import openai
 import pytest
 
 from penstock.load.launch import server as real_server
+from penstock.load.synthetic.plan import StreamPlan
 from penstock.load.synthetic.server import SyntheticServer
 
 from .synthetic_client import (
@@ -17,6 +21,7 @@ from .synthetic_client import (
     deltas,
     events_of,
     lines,
+    resume,
     text_of,
 )
 
@@ -51,7 +56,7 @@ async def test_a_stock_client_reads_chat(server: SyntheticServer) -> None:
         assert [model.id async for model in client.models.list()] == ["synthetic"]
 
 
-async def test_no_token_is_early_and_the_schedule_does_not_drift(http: httpx.AsyncClient) -> None:
+async def test_no_token_is_early(http: httpx.AsyncClient) -> None:
     sent_s = time.monotonic()
     body = {"prompt": "x", "max_tokens": 90, "stream": True}
     async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -61,21 +66,40 @@ async def test_no_token_is_early_and_the_schedule_does_not_drift(http: httpx.Asy
     assert len(times) == 90
     errors = [at_s - (0.05 + 0.01 * token) for token, at_s in enumerate(times)]
     assert min(errors) > 0  # counted from before the request left
-    # Waiting 10 ms after each write would be 89 oversleeps late at the end. Best of the last
-    # few, so that one hiccup of the machine does not count.
-    assert min(errors[-10:]) < 0.02
     late = (await http.get("/metrics")).text
     assert "synthetic:late_num_events" in late
 
 
-async def test_a_second_request_on_a_connection_is_as_quick(http: httpx.AsyncClient) -> None:
-    """Nagle's algorithm and a delayed acknowledgement would cost 40 ms each."""
-    took_s = []
-    for _ in range(20):
-        began_s = time.monotonic()
-        await http.get("/health")
-        took_s.append(time.monotonic() - began_s)
-    assert min(took_s[1:]) < 0.03
+async def test_the_schedule_does_not_drift(http: httpx.AsyncClient) -> None:
+    """A stream that is late, here by 100 s and more, makes up for it: no token waits for 10 s
+    after the one before."""
+    wishes = {"ttft_ms": 0, "itl_ms": 10_000}
+    body = {"input": "x", "max_output_tokens": 10, "stream": True, "synthetic": wishes}
+    async with http.stream("POST", "/v1/responses", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                response_id = json.loads(line.removeprefix("data: "))["response"]["id"]
+                break
+    plan = StreamPlan.from_id(response_id)
+    assert plan is not None
+    late = replace(plan, began_us=plan.began_us - 100_000_000)
+    async with asyncio.timeout(50):
+        assert deltas(await resume(http, late.response_id(), after=-1)) == text_of(10)
+
+
+async def test_a_later_request_on_a_connection_is_as_quick(server: SyntheticServer) -> None:
+    """Nagle's algorithm and a delayed acknowledgement would cost it 40 ms. The first request, as
+    quick as this machine is, knows neither."""
+    took_s: list[list[float]] = []
+    for _ in range(10):
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
+            took_s.append([])
+            for _ in range(5):
+                began_s = time.monotonic()
+                await http.get("/health")
+                took_s[-1].append(time.monotonic() - began_s)
+    first_s, *_, last_s = map(min, zip(*took_s, strict=True))
+    assert last_s < first_s + 0.03
 
 
 async def test_responses_number_their_events(http: httpx.AsyncClient) -> None:
@@ -108,7 +132,7 @@ async def test_the_events_are_those_of_our_server(http: httpx.AsyncClient) -> No
         "/v1/completions": {"prompt": "hi", "max_tokens": 6, "ignore_eos": True, **usage},
     }
     with real_server() as started:
-        async with httpx.AsyncClient(base_url=started.base_url, timeout=30) as real:
+        async with httpx.AsyncClient(base_url=started.base_url, timeout=60) as real:
             for path, body in bodies.items():
                 ours[path] = await lines(real, path, body)
     for path, body in bodies.items():
@@ -151,7 +175,7 @@ def _nature(value: Any) -> Any:
         ("/v1/completions", '{"prompt": "x", "stream": "yes"}', 400, "invalid_type"),
         ("/v1/completions", '{"prompt": "x", "max_tokens": 0}', 400, "invalid_value"),
         ("/v1/completions", '{"prompt": "x", "max_tokens": true}', 400, "invalid_type"),
-        ("/v1/completions", '{"prompt": "x", "max_tokens": 100}', 400, "context_length_exceeded"),
+        ("/v1/completions", '{"prompt": "x", "max_tokens": 10000}', 400, "context_length_exceeded"),
         ("/v1/completions", '{"prompt": "x", "model": "y"}', 404, "model_not_found"),
         ("/v1/completions", '{"prompt": "' + "x" * 10_000 + '"}', 413, "request_too_large"),
         ("/v1/completions", '{"prompt": "x", "synthetic": {"x": 1}}', 400, "invalid_value"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from penstock.load.synthetic.settings import SyntheticSettings
 
 from .synthetic_client import (
     CREATE,
+    ENDLESS,
     FAST,
     TERMINAL,
     connect,
@@ -28,13 +30,15 @@ from .synthetic_client import (
 
 async def test_lanes_run_side_by_side_and_each_in_order(server: SyntheticServer) -> None:
     async with connect(server) as socket:
-        for lane, num_tokens in (("a", 5), ("a", 6), ("b", 7)):
-            wishes = {**FAST, "ttft_ms": 100}
+        slow = {**FAST, "ttft_ms": 100}
+        for lane, num_tokens, wishes in (("b", 9, ENDLESS), ("a", 5, slow), ("a", 6, slow)):
             create = {**CREATE, "stream_id": lane, "max_output_tokens": num_tokens}
             await socket.send(json.dumps({**create, "synthetic": wishes}))
-        found = await messages(socket, 3)
+        found = await messages(socket, 2)  # both of a, while b goes on
+        await socket.send(json.dumps({"type": "penstock.cancel", "stream_id": "b"}))
+        found += await messages(socket)
     ends = [event["stream_id"] for event in found if event["type"] in TERMINAL]
-    assert ends in (["a", "b", "a"], ["b", "a", "a"])
+    assert ends == ["a", "a", "b"]
     of_a = [event for event in found if event["stream_id"] == "a"]
     assert [event["sequence_number"] for event in of_a] == [*range(13), *range(14)]
     assert deltas(of_a) == text_of(5) + text_of(6)
@@ -56,19 +60,25 @@ async def test_a_socket_says_what_is_wrong_and_stays(server: SyntheticServer) ->
 
 async def test_a_connection_has_a_limit(server: SyntheticServer) -> None:
     async with connect(server) as socket:
+        create = {**CREATE, "max_output_tokens": 90, "synthetic": ENDLESS}
         for lane in range(17):
-            await socket.send(json.dumps({**CREATE, "stream_id": str(lane)}))
-        found = await messages(socket, 17)
-    (error,) = [event for event in found if event["type"] == "error"]
-    assert (error["status"], error["stream_id"]) == (429, "16")
-    assert error["error"]["code"] == "websocket_stream_limit_reached"
+            await socket.send(json.dumps({**create, "stream_id": str(lane)}))
+        error = (await messages(socket))[-1]
+        assert (error["type"], error["status"], error["stream_id"]) == ("error", 429, "16")
+        assert error["error"]["code"] == "websocket_stream_limit_reached"
+        for lane in range(16):
+            await socket.send(json.dumps({"type": "penstock.cancel", "stream_id": str(lane)}))
+        found = await messages(socket, 16)  # at once, not when their next tokens would be due
+    assert {event["response"]["status"] for event in found if event["type"] in TERMINAL} == {
+        "cancelled"
+    }
 
 
 @pytest.mark.parametrize("by", ["response_id", "stream_id", "http"])
 async def test_cancel_ends_a_response_at_once(
     server: SyntheticServer, http: httpx.AsyncClient, by: str
 ) -> None:
-    create = {**CREATE, "max_output_tokens": 90, "stream_id": "a"}
+    create = {**CREATE, "max_output_tokens": 9000, "stream_id": "a"}
     create["synthetic"] = {"ttft_ms": 5, "itl_ms": 100}
     async with connect(server) as socket:
         await socket.send(json.dumps(create))
@@ -83,7 +93,7 @@ async def test_cancel_ends_a_response_at_once(
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     response = found[-1]["response"]
     assert response["status"] == "cancelled"
-    assert 3 <= response["usage"]["output_tokens"] < 20
+    assert 3 <= response["usage"]["output_tokens"] < 9000
     assert deltas(found) == text_of(response["usage"]["output_tokens"])
     # It stays so for whoever comes later.
     resumed = await resume(http, response_id, after=5)
@@ -120,26 +130,34 @@ async def test_a_resumed_stream_goes_on_in_time(server: SyntheticServer) -> None
 
 
 async def test_a_stream_survives_its_server() -> None:
+    """It is far from its end when the server is killed, and cancelled when it has gone on."""
     found: list[Any] = []
 
-    async def read_and_kill() -> None:
-        body = {"input": "x", "max_output_tokens": 100, "stream": True}
-        async with http.stream("POST", "/v1/responses", json=body) as response:
-            async for line in response.aiter_lines():
-                found.extend([json.loads(line[6:])] if line.startswith("data: ") else [])
-                if len(found) == 20:
-                    server.kill()
+    async def read(response: httpx.Response, act: Callable[[], Awaitable[Any]]) -> None:
+        """All of a stream; act at its twentieth event."""
+        num_before = len(found)
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line[6:]))
+                if len(found) == num_before + 20:
+                    await act()
 
-    with serve(SyntheticSettings(itl_ms=5)) as server:
-        async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as http:
-            with pytest.raises(httpx.RemoteProtocolError):
-                await read_and_kill()
+    with serve(SyntheticSettings(itl_ms=10)) as server:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
+            body = {"input": "x", "max_output_tokens": 8000, "stream": True}
+            async with http.stream("POST", "/v1/responses", json=body) as response:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await read(response, lambda: asyncio.to_thread(server.kill))
             server.restart()
-            after = found[-1]["sequence_number"]
-            found += await resume(http, found[0]["response"]["id"], after=after)
-    assert [event["sequence_number"] for event in found] == list(range(108))
-    assert deltas(found) == text_of(100)
-    assert found[-1]["response"]["output"][0]["content"][0]["text"] == text_of(100)
+            path, after = f"/v1/responses/{found[0]['response']['id']}", len(found) - 1
+            rest = http.stream("GET", path, params={"stream": "true", "starting_after": after})
+            async with rest as response:
+                await read(response, lambda: http.post(f"{path}/cancel"))
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    answer = found[-1]["response"]
+    num_tokens = answer["usage"]["output_tokens"]
+    assert (answer["status"], num_tokens) == ("cancelled", len(found) - 8)
+    assert deltas(found) == answer["output"][0]["content"][0]["text"] == text_of(num_tokens)
 
 
 async def test_nobody_is_counted_as_running_after_leaving(http: httpx.AsyncClient) -> None:
@@ -147,9 +165,13 @@ async def test_nobody_is_counted_as_running_after_leaving(http: httpx.AsyncClien
         text = (await http.get("/metrics")).text
         return int(text.partition("num_requests_running ")[2].split()[0])
 
-    body = {"prompt": "x", "max_tokens": 90, "stream": True}
+    async def nobody_runs() -> None:
+        async with asyncio.timeout(60):
+            while await num_running():  # noqa: ASYNC110  (it is another process)
+                await asyncio.sleep(0.01)
+
+    await nobody_runs()  # whoever left in a test before
+    body = {"prompt": "x", "max_tokens": 9000, "stream": True}
     async with http.stream("POST", "/v1/completions", json=body):
         assert await num_running() == 1
-    async with asyncio.timeout(5):
-        while await num_running():  # noqa: ASYNC110  (it is another process)
-            await asyncio.sleep(0.01)
+    await nobody_runs()

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -25,7 +25,7 @@ class Server:
         self.port = 0
 
     async def accepted(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await self._accepted.get()
 
     async def run(self) -> asyncio.Server:
@@ -80,15 +80,27 @@ async def pair(proxy: ToxicProxy, server: Server) -> AsyncIterator[Pair]:
 
 async def ends(reader: asyncio.StreamReader) -> bytes:
     """What still comes, up to a FIN."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return await reader.read()
 
 
 async def silent(reader: asyncio.StreamReader, seconds: float = 0.2) -> None:
-    """Assert that neither bytes nor an end come."""
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await reader.read(1)
+    """Assert that neither bytes nor an end come. In ten parts: even in a process that stood still
+    for all that time, the proxy has then had its turns."""
+    for _ in range(10):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(seconds / 10):
+                await reader.read(1)
+
+
+async def settled(count: Callable[[], int]) -> int:
+    """What something counts, once it has not changed for half a second."""
+    last, num_same = count(), 0
+    while num_same < 25:
+        await asyncio.sleep(0.02)
+        now = count()
+        last, num_same = now, (num_same + 1) * (now == last)
+    return last
 
 
 async def test_without_toxics_it_is_a_wire(proxy: ToxicProxy, pair: Pair) -> None:
@@ -99,7 +111,7 @@ async def test_without_toxics_it_is_a_wire(proxy: ToxicProxy, pair: Pair) -> Non
     pair.far_writer.write_eof()
     assert await asyncio.gather(ends(pair.far_reader), ends(pair.reader)) == [up, down]
     assert (proxy.upstream.num_bytes, proxy.downstream.num_bytes) == (len(up), len(down))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while proxy.num_connections:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -117,18 +129,17 @@ async def test_a_half_closed_connection_goes_on_the_other_way(pair: Pair) -> Non
 async def test_latency_delays_one_direction_and_keeps_the_rate(
     proxy: ToxicProxy, pair: Pair
 ) -> None:
-    proxy.downstream.latency_s = 1.0
-    began_s = time.monotonic()
+    proxy.downstream.latency_s = 1000
     pair.writer.write(b"x")
-    await pair.far_reader.readexactly(1)
-    assert time.monotonic() - began_s < 0.9
+    async with asyncio.timeout(60):
+        await pair.far_reader.readexactly(1)
+    proxy.downstream.latency_s = 1.0
     for number in range(100):  # many small pieces are under way at once
+        sent_s = time.monotonic()
         pair.far_writer.write(b"%02d" % number)
         await asyncio.sleep(0.002)
-    sent_s = time.monotonic()
     assert await pair.reader.readexactly(200) == b"".join(b"%02d" % number for number in range(100))
-    assert 0.5 < time.monotonic() - sent_s < 10
-    assert time.monotonic() - began_s >= 1.0 + 0.2
+    assert 1.0 <= time.monotonic() - sent_s < 50
     proxy.downstream.latency_s = 30
     pair.far_writer.write(b"y")
     await silent(pair.reader)
@@ -158,12 +169,12 @@ async def test_a_rate_is_kept_and_can_be_lifted(proxy: ToxicProxy, pair: Pair) -
     began_s = time.monotonic()
     await pair.far_reader.readexactly(25_000)
     took_s = time.monotonic() - began_s
-    assert 0.4 < took_s < 10
+    assert 0.4 < took_s < 50
     proxy.upstream.rate_bytes_per_s = 10
     pair.writer.write(b"x" * 1_000_000)
     await asyncio.sleep(0.1)
     proxy.upstream.rate_bytes_per_s = 0
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         await pair.far_reader.readexactly(1_000_000)
 
 
@@ -274,13 +285,13 @@ async def test_refused_connections_are_refused(
 
 
 async def test_no_server_behind_is_a_reset() -> None:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
-    async with ToxicProxy("127.0.0.1", port) as proxy:
-        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-        with pytest.raises(ConnectionResetError):
-            await ends(reader)
-        writer.close()
+    with contextlib.closing(socket.socket()) as taken:  # and nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        async with ToxicProxy("127.0.0.1", taken.getsockname()[1]) as proxy:
+            reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+            with pytest.raises(ConnectionResetError):
+                await ends(reader)
+            writer.close()
 
 
 async def test_who_does_not_read_stops_the_one_who_writes(proxy: ToxicProxy, pair: Pair) -> None:
@@ -296,13 +307,11 @@ async def test_who_does_not_read_stops_the_one_who_writes(proxy: ToxicProxy, pai
             written += 65536
             await pair.far_writer.drain()
 
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(write_much(), 1)
+    writing = asyncio.create_task(write_much())
     # The far end's own send buffer may grow to megabytes; what left it is bounded.
-    before = proxy.downstream.num_bytes
-    assert before < 2_000_000
-    await asyncio.sleep(0.2)
-    assert proxy.downstream.num_bytes == before
+    assert await settled(lambda: proxy.downstream.num_bytes) < 2_000_000
+    assert not writing.done()
+    writing.cancel()
     pair.reader._transport.resume_reading()  # type: ignore[attr-defined]
     pair.far_writer.write_eof()
     assert len(await ends(pair.reader)) == written
