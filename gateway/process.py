@@ -145,7 +145,10 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()  # uvicorn would do so only after the streams
         await self.app.state.engine.drain(self._grace_s, hand_over=self._hand_over)
-        await asyncio.sleep(0.1)  # uvicorn closes WebSockets at once: let the last events out
+        # uvicorn closes WebSockets at once: let the last events out. That takes turns of this loop,
+        # of which a single sleep would leave none if we stood still for as long.
+        for _ in range(10):
+            await asyncio.sleep(0.01)
         await super().shutdown(sockets)
 
     async def _hand_over(self) -> None:

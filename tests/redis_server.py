@@ -22,7 +22,7 @@ from types import TracebackType
 
 import redis
 
-_START_S = 30.0
+_PATIENCE_S = 60.0
 
 
 class RedisServer:
@@ -48,10 +48,11 @@ class RedisServer:
         options: dict[str, str] | None = None,
     ) -> None:
         self.directory = directory
-        self.port = _free_port()
+        self._held = _held_port()
+        self.port = _number(self._held)
         self.ca_file = directory / "redis.crt" if is_tls else None
         # Of a cluster's bus: its own plus 10,000 unless told, which may be no port at all.
-        self._bus_port = _free_port()
+        self._held_for_bus = _held_port()
         self._password = password
         self._is_cluster = is_cluster
         self._appends = appends
@@ -66,6 +67,12 @@ class RedisServer:
             ("rediss", f"?ssl_ca_certs={self.ca_file}") if self.ca_file else ("redis", "")
         )
         return f"{scheme}://{password}127.0.0.1:{self.port}/0{query}"
+
+    @property
+    def patient_url(self) -> str:
+        """The same, for a client that waits long: a machine that stands still is no outage."""
+        separator = "&" if "?" in self.url else "?"
+        return f"{self.url}{separator}socket_timeout=60&socket_connect_timeout=60"
 
     @property
     def pid(self) -> int:
@@ -86,6 +93,8 @@ class RedisServer:
         traceback: TracebackType | None,
     ) -> None:
         self.kill()
+        self._held.close()
+        self._held_for_bus.close()
 
     def start(self) -> None:
         """Start it, or start it again, and wait until it serves."""
@@ -122,7 +131,7 @@ class RedisServer:
 
     def client(self) -> redis.Redis:
         """A client to look and meddle with, from outside of what is tested; replies are bytes."""
-        return redis.Redis.from_url(self.url, socket_timeout=10, retry=None)
+        return redis.Redis.from_url(self.url, socket_timeout=_PATIENCE_S, retry=None)
 
     def _answers(self, client: redis.Redis) -> bool:
         assert self._process is not None
@@ -150,7 +159,7 @@ class RedisServer:
             settings |= {"tls-ca-cert-file": certificate}
         if self._is_cluster:
             settings |= {"cluster-enabled": "yes", "cluster-announce-ip": "127.0.0.1"}
-            settings |= {"cluster-port": str(self._bus_port)}
+            settings |= {"cluster-port": str(_number(self._held_for_bus))}
         if self._password is not None:
             settings["requirepass"] = self._password
         return settings | self._options
@@ -170,15 +179,22 @@ def _write_certificate(directory: Path) -> None:
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def _held_port() -> socket.socket:
+    """A port that nobody else is given, also while the server is down: bound, without listening,
+    which keeps out all but whoever asks for this very port and may share it, as Redis does."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
+def _number(holder: socket.socket) -> int:
+    port: int = holder.getsockname()[1]
+    return port
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + _PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError("redis-server does not serve")

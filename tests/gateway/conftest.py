@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.http_protocol import HttpLimits, limited_protocol
+from penstock.gateway.responses import redis_log_store
+from penstock.gateway.responses.redis_log_store import RedisLogSettings
 from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
 from ..redis_server import RedisServer
 from .fake_engine import INFO, FakeEngine
 
 ANSWER = "Hello, wörld! 😀 This is the fake engine speaking."
+PATIENCE_S = 60.0  # what has not happened by then never will
 _LIMITS = HttpLimits(max_connections=10_000, header_timeout_s=60.0, body_timeout_s=60.0)
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' and not message.content %}"
@@ -69,6 +73,20 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
         yield server
 
 
+@pytest.fixture
+def patient_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For gateways with Redis: neither it nor one of them is given up because the machine stands
+    still."""
+    patient = partial(
+        RedisLogSettings,
+        ack_timeout_s=PATIENCE_S,
+        request_timeout_s=PATIENCE_S,
+        lease_s=PATIENCE_S / 10,
+    )
+    monkeypatch.setattr(redis_log_store, "RedisLogSettings", patient)
+    monkeypatch.setattr(redis_log_store, "_HAND_OVER_S", PATIENCE_S)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(model_path: Path) -> Tokenizer:
     return Tokenizer.from_directory(model_path)
@@ -90,7 +108,8 @@ class Served:
         return self.tokenizer.decode(request.prompt_token_ids)
 
     def connect(self, **options: Any) -> websockets.connect:
-        return websockets.connect(f"ws://127.0.0.1:{self.port}/v1/responses", **options)
+        url = f"ws://127.0.0.1:{self.port}/v1/responses"
+        return websockets.connect(url, open_timeout=PATIENCE_S, **options)
 
     async def aborted(self, num: int = 1) -> None:
         """Wait until the engine was told to stop that many requests."""
@@ -101,7 +120,7 @@ class Served:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  (the engine is a fake without events)
             await asyncio.sleep(0.005)
 
@@ -132,11 +151,12 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
             url = f"http://127.0.0.1:{port}"
             key = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
             async with (
-                httpx.AsyncClient(base_url=url, headers=key, timeout=10) as http,
+                httpx.AsyncClient(base_url=url, headers=key, timeout=PATIENCE_S) as http,
                 openai.AsyncOpenAI(
                     base_url=f"{url}/v1",
                     api_key=config.api_keys[0] if config.api_keys else "none",
                     max_retries=0,
+                    timeout=PATIENCE_S,
                 ) as client,
             ):
                 yield Served(port, engine, tokenizer, http, client)
@@ -156,6 +176,7 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
             ws_per_message_deflate=False,
             log_level="warning",
             access_log=False,
+            timeout_keep_alive=60,  # else a client that stood still meets a connection just closed
             timeout_graceful_shutdown=1,
         )
     )
@@ -163,7 +184,7 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
     listener.bind(("127.0.0.1", 0))
     task = asyncio.create_task(server._serve([listener]))
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await app.state.engine.wait_ready()
         yield listener.getsockname()[1]
     finally:

@@ -18,7 +18,7 @@ async def send(socket: websockets.ClientConnection, **message: Any) -> None:
 async def until_end(socket: websockets.ClientConnection) -> list[dict[str, Any]]:
     """The events up to the next terminal one."""
     events: list[dict[str, Any]] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not events or events[-1]["type"] not in TERMINAL:
             events.append(json.loads(await socket.recv()))
     return events

@@ -8,7 +8,7 @@ import websockets
 from penstock.engine.errors import ConfigError
 from penstock.gateway.config import GatewayConfig
 
-from .conftest import Serve, Served
+from .conftest import PATIENCE_S, Serve, Served
 
 ASK = {"prompt": "x", "max_tokens": 1}
 
@@ -113,8 +113,9 @@ async def test_the_page_and_its_policy(served: Served) -> None:
         "default-src 'none'; script-src 'self'"
     )
     assert response.headers["x-content-type-options"] == "nosniff"
+    url = f"ws://127.0.0.1:{served.port}/elsewhere"
     with pytest.raises(websockets.InvalidStatus):
-        await websockets.connect(f"ws://127.0.0.1:{served.port}/elsewhere")
+        await websockets.connect(url, open_timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://", "null", "[", "http://a b"])

@@ -15,7 +15,7 @@ from .conftest import Serve, Served
 
 
 async def test_each_case_while_a_stream_goes_on(serve: Serve) -> None:
-    async with serve(step_s=0.01) as served:
+    async with serve(step_s=0.02) as served:
         stream = await served.client.chat.completions.create(
             model="tiny", messages=USER, stream=True, extra_body={"ignore_eos": True}
         )  # fmt: skip

@@ -240,15 +240,20 @@ async def test_what_the_engine_refuses_is_a_plain_400(served: Served, is_streame
 
 async def test_a_refusal_after_silence_is_an_error_frame(serve: Serve) -> None:
     """A comment has started the response by then."""
-    async with serve(ping_interval_s=0.02, step_s=0.2) as served:
+    async with serve(ping_interval_s=0.02) as served:
+        served.engine.may_speak.clear()
         served.engine.notices = {0: Notice.PREEMPTED}
         served.engine.failure = "no such luck"
         body = {"messages": HELLO, "stream": True}
-        response = await served.http.post("/v1/chat/completions", json=body)
-        assert response.status_code == 200
-        assert response.text.startswith(": ping")
-        assert response.text.endswith("data: [DONE]\n\n")
-        assert "no such luck" in response.text
+        async with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            text = ""
+            async for piece in response.aiter_text():
+                text += piece
+                served.engine.may_speak.set()
+        assert text.startswith(": ping")
+        assert text.endswith("data: [DONE]\n\n")
+        assert "no such luck" in text
 
 
 async def test_error_frame_then_done(serve: Serve) -> None:

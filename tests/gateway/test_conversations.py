@@ -30,14 +30,16 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-async def served(serve: Serve, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+async def served(
+    serve: Serve, request: pytest.FixtureRequest, patient_logs: None
+) -> AsyncIterator[Served]:
     """A gateway with each of the stores, empty."""
     settings = {}
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
         with server.client() as client:
             client.flushall()
-        settings["redis_url"] = server.url
+        settings["redis_url"] = server.patient_url
     async with serve(**settings) as served:
         yield served
 
@@ -239,7 +241,7 @@ async def test_a_response_is_a_turn(served: Served) -> None:
 
 
 async def test_a_running_turn_holds_the_head(serve: Serve) -> None:
-    async with serve(step_s=0.02) as served:
+    async with serve(step_s=3600.0) as served:  # one token, and silence
         made = await make(served, "before")
         head = (await tree(served, made))["head"]
         running = await served.client.responses.create(

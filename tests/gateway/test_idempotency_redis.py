@@ -31,7 +31,7 @@ from .keyed import (
     text_of,
 )
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.usefixtures("patient_logs")]
 
 
 @dataclass
@@ -53,7 +53,7 @@ async def another(model_path: Path, tmp_path: Path, **settings: Any) -> AsyncIte
     app = create_app(config)
     async with (
         listen(app, config) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as http,
     ):
         yield Gateway(app, http)
 
@@ -63,8 +63,8 @@ async def test_another_gateway_gives_the_same_answer(
 ) -> None:
     with RedisServer(tmp_path / "redis") as redis:
         async with (
-            serve(step_s=0.01, redis_url=redis.url) as served,
-            another(model_path, tmp_path, redis_url=redis.url) as other,
+            serve(step_s=0.01, redis_url=redis.patient_url) as served,
+            another(model_path, tmp_path, redis_url=redis.patient_url) as other,
         ):
             body = BODIES[CHAT] | {"stream": True}
             async with served.http.stream("POST", CHAT, json=body, headers=KEY) as response:
@@ -80,8 +80,8 @@ async def test_another_gateway_gives_the_same_answer(
 async def test_gateways_race_for_a_key(serve: Serve, model_path: Path, tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
         async with (
-            serve(redis_url=redis.url) as served,
-            another(model_path, tmp_path, redis_url=redis.url) as other,
+            serve(redis_url=redis.patient_url) as served,
+            another(model_path, tmp_path, redis_url=redis.patient_url) as other,
         ):
             for number in range(20):
                 headers = {"Idempotency-Key": f"race-{number}"}
@@ -96,8 +96,8 @@ async def test_gateways_race_for_a_key(serve: Serve, model_path: Path, tmp_path:
 async def test_it_outlives_its_gateway(serve: Serve, model_path: Path, tmp_path: Path) -> None:
     body = BODIES[COMPLETIONS] | {"stream": True, "logprobs": 1}
     with RedisServer(tmp_path / "redis") as redis:
-        async with serve(redis_url=redis.url) as served:
-            async with another(model_path, tmp_path, redis_url=redis.url) as first:
+        async with serve(redis_url=redis.patient_url) as served:
+            async with another(model_path, tmp_path, redis_url=redis.patient_url) as first:
                 served.engine.step_s = 3600.0  # one token, and silence
                 async with first.http.stream(
                     "POST", COMPLETIONS, json=body, headers=KEY, timeout=PATIENCE_S

@@ -17,7 +17,7 @@ from penstock.gateway.key_file import read_key_file
 from penstock.gateway.key_ring import KeyRing
 from penstock.gateway.tickets import TICKET_TTL_S, MemoryTickets
 
-from .conftest import Serve
+from .conftest import PATIENCE_S, Serve
 
 FILE = """
 [[keys]]
@@ -193,11 +193,11 @@ async def test_a_ticket_opens_one_websocket(
         assert answer["expires_in"] == TICKET_TTL_S
         ticket = answer["ticket"]
         url = f"ws://127.0.0.1:{served.port}/v1/responses?x=1&ticket={ticket}"
-        async with websockets.connect(url):
+        async with websockets.connect(url, open_timeout=PATIENCE_S):
             pass
         for wrong in (url, url.replace(ticket, "tkt_wrong"), url.partition("&")[0]):
             with pytest.raises(websockets.InvalidStatus) as caught:
-                await websockets.connect(wrong)
+                await websockets.connect(wrong, open_timeout=PATIENCE_S)
             assert caught.value.response.status_code == 401
             assert b"tkt_" not in caught.value.response.body
         served.http.headers.pop("Authorization")

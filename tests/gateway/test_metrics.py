@@ -16,7 +16,7 @@ from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.metrics import _MAX_TENANTS, Metrics, StreamMeter
 from penstock.gateway.worker_metrics import Workers
 
-from .conftest import Serve, Served
+from .conftest import PATIENCE_S, Serve, Served
 
 _ROOT = Path(__file__).parents[2]
 _DASHBOARD = _ROOT / "gateway" / "grafana.json"
@@ -38,12 +38,22 @@ def _parsed(text: str) -> _Values:
     return values
 
 
+def _key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return f"penstock:{name}", frozenset(labels.items())
+
+
 def _value(values: _Values, name: str, **labels: str) -> float:
-    return values[f"penstock:{name}", frozenset(labels.items())]
+    return values[_key(name, **labels)]
 
 
 async def _metrics(served: Served) -> _Values:
     return _parsed((await served.http.get("/metrics")).text)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that answers is waited for, however slow the machine."""
+    monkeypatch.setattr("penstock.gateway.worker_metrics._TIMEOUT_S", PATIENCE_S)
 
 
 async def test_requests_and_refusals(serve: Serve, tmp_path: Path) -> None:
@@ -62,13 +72,15 @@ async def test_requests_and_refusals(serve: Serve, tmp_path: Path) -> None:
         async with served.connect(additional_headers=key) as websocket:
             await websocket.send('{"type": "response.create", "input": "x"}')
             assert json.loads(await websocket.recv())["status"] == 429
-        found = await _metrics(served)
+        ended = {"status": "101", "method": "WEBSOCKET", "route": "/v1/responses"}
+        async with asyncio.timeout(PATIENCE_S):  # it is counted soon after it closed
+            while _key("http_requests_total", **ended) not in (found := await _metrics(served)):
+                pass
     assert _value(found, "refusals_total", code="rate_limit_exceeded") == 2
     asked = {"method": "POST", "route": "/v1/completions"}
     assert _value(found, "http_requests_total", status="200", **asked) == 1
     assert _value(found, "http_requests_total", status="429", **asked) == 1
-    assert _value(found, "http_requests_total",
-                  status="101", method="WEBSOCKET", route="/v1/responses") == 1  # fmt: skip
+    assert _value(found, "http_requests_total", **ended) == 1
     assert _value(found, "tenant_prompt_tokens_total", tenant="acme") == 3
     assert _value(found, "tenant_generation_tokens_total", tenant="acme") == 5
     assert _value(found, "generation_tokens_total") == 5
@@ -92,7 +104,8 @@ async def test_sessions_turns_and_resumes(served: Served) -> None:
 
 
 async def test_what_runs_is_counted(serve: Serve) -> None:
-    async with serve(step_s=0.01) as served:
+    async with serve() as served:
+        served.engine.may_speak.clear()
         await served.http.post("/v1/responses", json={"input": "x", "background": True})
         await served.submitted()
         assert _value(await _metrics(served), "response_logs_live") == 1

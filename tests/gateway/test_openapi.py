@@ -58,6 +58,7 @@ async def test_a_parameter_is_described_as_it_is_taken(served: Served) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # minutes, on a busy machine
 async def test_the_server_does_what_it_says(serve: Serve, tmp_path: Path) -> None:
     async with serve(info={"max_model_len": 256}) as served:
         process = await asyncio.create_subprocess_exec(
@@ -69,7 +70,7 @@ async def test_the_server_does_what_it_says(serve: Serve, tmp_path: Path) -> Non
             "--max-examples=8",
             "--seed=1",
             "--continue-on-failure",
-            "--request-timeout=20",
+            "--request-timeout=120",
             "--generation-database=none",
             "--suppress-health-check=all",
             "--no-color",

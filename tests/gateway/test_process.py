@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 import websockets
 
 from penstock.engine.config import ModelConfig
@@ -25,7 +26,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.process import _Server, _uvicorn_config
 
-from .conftest import ANSWER, until
+from .conftest import ANSWER, PATIENCE_S, until
 from .fake_engine import FakeEngine
 
 
@@ -54,6 +55,7 @@ def launched(
             "model": asdict(ModelConfig(model=model)),
             "log_level": "info",
             "shutdown_grace_s": 1,
+            "header_timeout_s": PATIENCE_S,
             "num_blocks": None,
             **flags,
         }
@@ -80,6 +82,12 @@ def launched(
             os.close(status_read)
 
 
+def client_of(port: int) -> httpx.AsyncClient:
+    # A connection for each request: one that was idle may be closed just when it is used again.
+    fresh = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, limits=fresh)
+
+
 async def ending(web: websockets.ClientConnection) -> AsyncIterator[str | bytes]:
     """Messages until the server closes."""
     with contextlib.suppress(websockets.ConnectionClosed):
@@ -90,7 +98,7 @@ async def ending(web: websockets.ClientConnection) -> AsyncIterator[str | bytes]
 async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     address = f"{tmp_path}/engine.sock"
     with launched(str(model_path), address) as (process, port, status_fd):
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+        async with client_of(port) as http:
             assert (await http.get("/ready")).status_code == 503  # no engine yet
             assert (await http.get("/health")).status_code == 200
             async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.01) as engine:
@@ -103,13 +111,16 @@ async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path
                 assert psutil.Process(process.pid).cmdline()[0] == "penstock-gateway"
                 assert engine.aborted == set()
                 body = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": 200}
+                url = f"ws://127.0.0.1:{port}/v1/responses"
                 async with (
-                    websockets.connect(f"ws://127.0.0.1:{port}/v1/responses") as web,
+                    websockets.connect(url, open_timeout=PATIENCE_S) as web,
                     http.stream("POST", "/v1/completions", json=body) as stream,
                 ):
                     await web.send('{"type": "response.create", "input": "x", "ignore_eos": true}')
                     lines = stream.aiter_lines()
                     await anext(lines)
+                    await until(lambda: len(engine.submitted) == 3)
+                    engine.may_speak.clear()  # none can end by itself
                     process.send_signal(signal.SIGTERM)
                     error, done = [line async for line in lines if line][-2:]
                     assert json.loads(error[6:])["error"]["message"] == (
@@ -118,7 +129,8 @@ async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path
                     assert done == "data: [DONE]"
                     *_, last = [json.loads(message)["type"] async for message in ending(web)]
                     assert last == "response.failed"
-                    assert await asyncio.to_thread(process.wait, 10) in (0, -signal.SIGTERM)
+                    status = await asyncio.to_thread(process.wait, PATIENCE_S)
+                    assert status in (0, -signal.SIGTERM)
                 await until(lambda: engine.aborted == set(list(engine.submitted)[-2:]))
 
 
@@ -128,7 +140,7 @@ async def test_a_bad_model_is_one_status_line(tmp_path: Path) -> None:
         event = json.loads(line)
         assert event["event"] == "failed"
         assert "config.json is missing" in event["message"]
-        assert await asyncio.to_thread(process.wait, 10) == 1
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
 
 
 _ENDLESS = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": 200}
@@ -142,7 +154,7 @@ async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_t
     with patient as (process, port, status_fd):
         async with (
             FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.5) as engine,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http,
+            client_of(port) as http,
         ):
             await asyncio.to_thread(os.read, status_fd, 1000)
             # One that is used all the while stays open.
@@ -160,7 +172,7 @@ async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_t
                 await anext(lines)
                 assert await status(b"GET /ready HTTP/1.1") == b"200"
                 process.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_S):
                     while await status(b"GET /ready HTTP/1.1") == b"200":  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
                 body = b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
@@ -170,15 +182,16 @@ async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_t
                 assert await anext(lines) is not None
                 assert process.poll() is None
                 process.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(process.wait, 10) == -signal.SIGTERM
+                assert await asyncio.to_thread(process.wait, PATIENCE_S) == -signal.SIGTERM
                 with contextlib.suppress(httpx.RemoteProtocolError):
                     assert [line async for line in lines if "DONE" in line] == []
             writer.close()
 
 
 async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
-    model_path: Path, tokenizer: Tokenizer, tmp_path: Path
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.gateway.process._HELLO_S", PATIENCE_S)
     address = f"{tmp_path}/engine.sock"
     config = GatewayConfig(engine_address=address, model=ModelConfig(model=str(model_path)))
     app = create_app(config)
@@ -189,15 +202,15 @@ async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
         async def hand_over(self) -> None:
             events.append("handed over")
 
-    async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.05):
+    async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.05) as engine:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             task = asyncio.create_task(server._serve([listener]))
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+            async with client_of(listener.getsockname()[1]) as http:
                 assert (await http.get("/ready")).status_code == 200, "it waited for the engine"
                 app.state.log_store = Store()
                 async with http.stream("POST", "/v1/completions", json=_ENDLESS) as stream:
                     async for line in stream.aiter_lines():
+                        engine.may_speak.clear()
                         server.should_exit = True
                         events += [line] if line else []
             await task

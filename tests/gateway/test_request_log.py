@@ -162,6 +162,7 @@ async def test_probes_are_not_told(served: Served, lines: _Lines) -> None:
 async def test_ids_of_others_are_not_in_the_route(served: Served, lines: _Lines) -> None:
     await served.http.get("/v1/responses/resp_somebody")
     await served.http.get("/v1/conversations/conv_somebody/items/msg_somebody")
+    await until(lambda: len(lines.access) == 2)
     assert [line["route"] for line in lines.access] == [
         "/v1/responses/{response_id}",
         "/v1/conversations/{conversation_id}/items/{item_id}",

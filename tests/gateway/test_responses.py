@@ -162,7 +162,8 @@ async def test_engine_death_is_response_failed(serve: Serve) -> None:
 
 async def test_engine_death_fails_a_plain_request(serve: Serve) -> None:
     async with serve(step_s=0.01, engine_wait_s=0.1) as served:
-        asked = asyncio.create_task(served.http.post("/v1/responses", json={"input": "x"}))
+        body = {"input": "x", "ignore_eos": True}
+        asked = asyncio.create_task(served.http.post("/v1/responses", json=body))
         await served.submitted()
         await served.engine.die()
         response = await asked

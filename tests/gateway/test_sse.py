@@ -32,7 +32,7 @@ async def test_blocks_of_events_and_of_silence(
             text = ""
             async for piece in response.aiter_text():
                 text += piece
-                if text.count(": ping") == 3:  # before the first token
+                if text.count(": ping") >= 3:  # before the first token
                     served.engine.may_speak.set()
     blocks = text.split("\n\n")
     assert blocks.pop() == ""

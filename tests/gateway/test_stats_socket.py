@@ -14,11 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.gateway.endpoints.stats_socket import INTERVAL_S, changes, series_of
 
-from .conftest import Serve, Served
+from .conftest import PATIENCE_S, Serve, Served
 
 
 def watch(served: Served, query: str = "", **options: Any) -> websockets.connect:
-    return websockets.connect(f"ws://127.0.0.1:{served.port}/v1/stats{query}", **options)
+    url = f"ws://127.0.0.1:{served.port}/v1/stats{query}"
+    return websockets.connect(url, open_timeout=PATIENCE_S, **options)
 
 
 async def scraped(served: Served) -> dict[str, float]:
@@ -27,7 +28,7 @@ async def scraped(served: Served) -> dict[str, float]:
 
 
 async def next_message(socket: websockets.ClientConnection) -> dict[str, Any]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         return json.loads(await socket.recv())
 
 
@@ -60,7 +61,8 @@ async def test_all_numbers_and_then_the_changed_ones(served: Served) -> None:
 async def test_many_watchers_at_a_bounded_rate(served: Served) -> None:
     async with watch(served) as one, watch(served) as other:
         times = [(await next_message(one))["time"] for _ in range(4)]
-        assert times[-1] - times[0] >= 3 * INTERVAL_S * 0.9
+        # What the other had collected half an interval before is good enough for the last.
+        assert times[-1] - times[0] >= (3 - 0.5) * INTERVAL_S * 0.9
         assert len((await next_message(other))["series"]) > 50  # everything, as its first
 
 
@@ -71,7 +73,7 @@ async def test_an_engine_that_dies_and_comes_back(serve: Serve) -> None:
         while "engine" not in (message := await next_message(socket)):
             pass
         assert message["engine"] is None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while "engine_up" not in message["series"]:
                 message = await next_message(socket)
         assert message["series"]["engine_up"] == 0

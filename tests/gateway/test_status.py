@@ -19,7 +19,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.engine_metrics import EngineCollector
 
-from .conftest import Serve, Served, until
+from .conftest import PATIENCE_S, Serve, Served, until
 from .fake_engine import FakeEngine
 
 
@@ -106,7 +106,7 @@ async def test_metrics_of_kv_memory(served: Served) -> None:
 
 async def answers(served: Served, path: str, status: int) -> None:
     """Wait until a path answers with a status."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while (await served.http.get(path)).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from penstock.engine.errors import ConfigError
 from penstock.gateway.tracing import Tracing
 
-from .conftest import Serve
+from .conftest import PATIENCE_S, Serve
 
 _TRACE = "0af7651916cd43dd8448eb211c80319c"
 _PARENT = "b7ad6b7169203331"
@@ -65,7 +65,8 @@ class _Collector:
 
 
 @pytest.fixture
-def collector() -> Iterator[_Collector]:
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Collector]:
+    monkeypatch.setattr("penstock.gateway.tracing._TIMEOUT_S", PATIENCE_S)  # else it sends again
     collector = _Collector()
     yield collector
     collector.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -55,13 +54,16 @@ async def test_stock_client(served: Served) -> None:
 
 async def test_lanes_run_side_by_side_and_each_in_order(serve: Serve) -> None:
     async with serve(step_s=0.002) as served, served.connect() as socket:
+        served.engine.may_speak.clear()  # none ends before both lanes have begun
         for lane in ("a", "b", "a"):
             await send(socket, type="response.create", input="x", stream_id=lane)
         events: list[dict[str, Any]] = []
+        while {event["stream_id"] for event in events} != {"a", "b"}:  # b does not wait for a
+            events.append(json.loads(await socket.recv()))
+        await served.submitted(2)
+        served.engine.may_speak.set()
         while sum(event["type"] == "response.completed" for event in events) < 3:
             events.append(json.loads(await socket.recv()))
-    lanes = [event["stream_id"] for event in events]
-    assert lanes.index("b") < lanes.index("a") + 20  # b did not wait for a
     of_a = [event for event in events if event["stream_id"] == "a"]
     kinds = [event["type"] for event in of_a if event["type"] in ("response.created", *TERMINAL)]
     assert kinds == ["response.created", "response.completed"] * 2
@@ -74,7 +76,8 @@ async def test_cancel(serve: Serve, by: str) -> None:
         await send(socket, type="response.create", input="x", stream_id="s", ignore_eos=True)
         created = json.loads(await socket.recv())
         target = created["response"]["id"] if by == "response_id" else "s"
-        await asyncio.sleep(0.03)
+        while json.loads(await socket.recv())["type"] != "response.output_text.delta":
+            pass
         await send(socket, type="penstock.cancel", **{by: target})
         *_, last = await until_end(socket)
         assert last["type"] == "response.incomplete"
@@ -149,11 +152,10 @@ async def test_steer_is_refused(served: Served) -> None:
 
 
 async def test_limits_of_a_connection(serve: Serve) -> None:
-    async with serve(step_s=0.02) as served, served.connect(max_queue=None) as socket:
+    async with serve() as served, served.connect(max_queue=None) as socket:
+        served.engine.may_speak.clear()  # none ends
         for number in range(17):
-            await send(
-                socket, type="response.create", input="x", stream_id=f"s{number}", ignore_eos=True
-            )
+            await send(socket, type="response.create", input="x", stream_id=f"s{number}")
         events = await until_end(socket)
         assert events[-1]["error"]["code"] == "websocket_stream_limit_reached"
         assert (events[-1]["status"], events[-1]["stream_id"]) == (429, "s16")

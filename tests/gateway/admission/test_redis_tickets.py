@@ -12,12 +12,13 @@ from penstock.gateway.redis_url import RedisAddress
 from penstock.gateway.tickets import TICKET_TTL_S
 
 from ...redis_server import RedisServer
+from ..conftest import PATIENCE_S
 
 
 @pytest.mark.redis
 async def test_another_gateway_takes_it_once(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", appends=False) as server:
-        links = [RedisLink(RedisAddress.parse(server.url), timeout_s=5.0) for _ in range(2)]
+        links = [RedisLink(RedisAddress.parse(server.url), timeout_s=PATIENCE_S) for _ in range(2)]
         one, other = map(RedisTickets, links)
         ticket = await one.issue("laptop")
         with server.client() as client:

@@ -154,19 +154,21 @@ async def test_one_of_many_wins_the_head(bed: Bed) -> None:
 
 
 async def test_a_turn_whose_runner_is_gone_lets_go_of_the_head(bed: Bed) -> None:
-    store = bed.store(lease_s=3)
+    store = bed.store(lease_s=300)
     conversation = a_conversation()
     await store.create(conversation)
     dead = a_turn(conversation)
     await store.begin_turn(dead, takes_head=True)
-    await bed.let_pass(3.1)
+    await bed.let_pass(200)
+    assert (await store.turn(TENANT, dead.turn_id)).status == "in_progress"
+    await bed.let_pass(101)
     assert (await store.turn(TENANT, dead.turn_id)).status == "failed"
     assert (await store.get(TENANT, conversation.conversation_id)).running is None
     await store.touch_turn(TENANT, dead.turn_id)  # it was only slow
     assert (await store.turn(TENANT, dead.turn_id)).status == "in_progress"
     with pytest.raises(ConversationLockedError):
         await store.begin_turn(a_turn(conversation), takes_head=True)
-    await bed.let_pass(3.1)
+    await bed.let_pass(301)
     heir = a_turn(conversation)
     await store.begin_turn(heir, takes_head=True)
     await store.finish_turn(finished(dead))  # too late for the head, but what it said is kept

@@ -146,11 +146,14 @@ async def test_pages_follow_each_other(store: ConversationStore) -> None:
 
 
 async def test_what_is_not_used_is_forgotten(bed: Bed) -> None:
-    store = bed.store(ttl_s=0.5)
+    store = bed.store(ttl_s=300)
     conversation = a_conversation()
     await store.create(conversation)
     turn = await say(store, conversation)
-    await bed.let_pass(0.6)
+    await bed.let_pass(200)
+    page, _ = await store.list_page(TENANT, limit=10)  # this is no use of it
+    assert [each.conversation_id for each in page] == [conversation.conversation_id]
+    await bed.let_pass(101)
     assert await store.list_page(TENANT, limit=10) == ([], False)
     for gone in (
         store.get(TENANT, conversation.conversation_id),

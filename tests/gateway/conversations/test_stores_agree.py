@@ -43,10 +43,10 @@ class StoresAgree(RuleBasedStateMachine):
         self._runner = asyncio.Runner()
         self._link = self._runner.run(self._open())
         self._memory = MemoryConversationStore(1 << 30, clock=lambda: 0.0)
-        self._redis = RedisConversationStore(self._link)
+        self._redis = RedisConversationStore(self._link, lease_s=1e6)  # as time stands still
 
     async def _open(self) -> RedisLink:
-        link = RedisLink(RedisAddress.parse(self.url), timeout_s=30)
+        link = RedisLink(RedisAddress.parse(self.url), timeout_s=60)
         await link.client.flushdb()
         return link
 
