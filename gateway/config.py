@@ -50,6 +50,8 @@ class GatewayConfig:
             None: none is. `x-request-deadline-ms` of a request goes before it.
 
         redis_url: where state is shared; a secret, as it may hold a password. None: in memory.
+        redis_patience_ms: how long an event of a stored response waits for Redis to confirm
+            it; then it is shown, and its response cannot be resumed any more.
         session_storage: while Redis is down, `required` refuses new sessions, `optional` runs
             them without storage.
         session_ttl_s: how long an untouched conversation is kept in Redis.
@@ -94,6 +96,7 @@ class GatewayConfig:
     request_deadline_ms: float | None = None
 
     redis_url: str | None = field(default=None, repr=False)
+    redis_patience_ms: float = 250.0
     session_storage: str = "required"
     session_ttl_s: float = 30 * 86400.0
     session_store_bytes: int = 256 << 20

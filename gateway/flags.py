@@ -138,6 +138,9 @@ FLAGS: tuple[Flag, ...] = (
     # conversations and responses
     Flag("redis-url", None, "keep them in Redis, to outlive and share them, as redis://HOST:6379/0 "
          "or rediss:// for TLS", is_secret=True),
+    Flag("redis-patience-ms", _GATEWAY.redis_patience_ms, "milliseconds that an event of a stored "
+         "response waits for Redis; then it is shown, and the response cannot be resumed",
+         interval),
     Flag("session-storage", _GATEWAY.session_storage, "while Redis is down: required refuses new "
          "sessions, optional runs them without storage", choices=("required", "optional")),
     Flag("session-ttl-s", _GATEWAY.session_ttl_s, "seconds for which an untouched conversation is "

@@ -53,7 +53,10 @@ def _redis_stores(config: GatewayConfig, url: str) -> Stores:
     address = RedisAddress.parse(url)
     # Apart, so that what blocks or is slow on one side never stands before the other.
     link, log_link = RedisLink(address), RedisLink(address)
-    logs = RedisLogStore(log_link.client, RedisLogSettings(ttl_s=config.response_log_ttl_s))
+    settings = RedisLogSettings(
+        ttl_s=config.response_log_ttl_s, ack_timeout_s=config.redis_patience_ms / 1e3
+    )
+    logs = RedisLogStore(log_link.client, settings)
 
     async def close() -> None:
         await logs.close()

@@ -64,7 +64,7 @@ class RedisLogSettings:
 
     ttl_s: float = DEFAULT_TTL_S
     max_log_bytes: int = 64 << 20
-    ack_timeout_s: float = 0.05
+    ack_timeout_s: float = 0.25
     request_timeout_s: float = 1.0
     lease_s: float = 3.0
 
@@ -114,6 +114,7 @@ class RedisLogStore:
     async def start(self, carry_on: CarryOn) -> None:
         """As `LogStore.start`. `carry_on` must have set `on_cancel` when it returns."""
         self._carry_on = carry_on
+        await self._ownership.appear()
         self._tasks = [
             asyncio.create_task(self._ownership.run()),
             asyncio.create_task(self._follower.run()),

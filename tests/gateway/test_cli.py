@@ -81,7 +81,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
         "--max-queue-tokens", "12", "--max-connections", "13", "--header-timeout-s", "14",
         "--body-timeout-s", "15", "--ssl-certfile", "cert", "--ssl-keyfile", "key",
         "--ssl-keyfile-password", "word", "--otlp-endpoint", "http://otlp", "--log-format", "json",
-        "--session-storage", "optional", "--ping-interval-s", "16",
+        "--session-storage", "optional", "--ping-interval-s", "16", "--redis-patience-ms", "17",
     ]  # fmt: skip
     settings = resolve_settings(vars(_parser().parse_args(given)), {})
     values = {**gateway_settings(settings), "worker_index": 2, "num_workers": 3}
@@ -109,6 +109,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
         ssl_keyfile_password="word",
         otlp_endpoint="http://otlp",
         ping_interval_s=16,
+        redis_patience_ms=17,
         log_format="json",
         session_storage="optional",
         model=ModelConfig(model="demo"),

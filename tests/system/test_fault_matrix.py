@@ -16,7 +16,6 @@ from itertools import product
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.redis_server import RedisServer
@@ -28,13 +27,12 @@ pytestmark = pytest.mark.redis
 
 _NUM_CUTS = 4  # per transport and place of return
 _APART = 5  # events between the begins of two streams: each is somewhere else when it is cut
-_LENGTHS = (700, 25)  # tokens of the first stream, and how many less of each that follows
+_LENGTHS = (700, 10)  # tokens of the first stream, and how many less of each that follows
 _CASES = list(product(("sse", "websocket"), ("same", "other"), range(_NUM_CUTS)))
 _BACK_S = 90.0
 _HELLO = {"model": "demo", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
-# What is promised, and by how much a loaded machine may miss it here.
-_GATEWAY_PAUSE_S = 5.0
-_ENGINE_EXTRA_S = 2.0
+# What is promised beyond the time that a start takes, and by how much a loaded machine may miss it.
+_EXTRA_S = 2.0
 _PATIENCE = 3.0
 
 
@@ -55,8 +53,13 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path = tmp_path_factory.mktemp("pair")
     with contextlib.ExitStack() as stack:
-        redis = stack.enter_context(RedisServer(path / "redis"))
+        # A log that Redis is slow to take is given up; disk and machine are not to be the reason.
+        # What is killed, and not the machine, loses nothing by it.
+        options = {"appendfsync": "no"}
+        redis = stack.enter_context(RedisServer(path / "redis", options=options))
         flags = ("--dtype", "float32", "--redis-url", redis.url)
+        flags += ("--redis-patience-ms", "2000")
+        flags += ("--disconnect-grace-s", "600")  # who is slow to return has not left
         first = stack.enter_context(serve(*flags, log=path / "first"))
         optional = ("--session-storage", "optional")
         second = stack.enter_context(serve(*flags, *optional, log=path / "second"))
@@ -142,14 +145,14 @@ async def test_an_engine_killed_twice(pair: Pair, undisturbed: list[dict[str, An
     reading = await _begin(streams)
     for _ in range(2):
         assert _tell("engine killed", streams)
-        _child(pair.first, "penstock-engine").kill()
+        await _kill(pair.first, "engine")
         await _move_on(streams, 10)
     await asyncio.gather(*reading)
     pause_s = await _check(pair, streams, undisturbed)
-    starts = re.findall(r"the engine is back after ([0-9.]+) s", pair.first.log.read_text())
-    assert len(starts) == 2
-    print(f"the engine took {starts} s to start")
-    assert pause_s < _PATIENCE * (max(map(float, starts)) + _ENGINE_EXTRA_S)
+    starts_s = _starts_s(pair.first, "engine")
+    assert len(starts_s) == 2
+    print(f"the engine took {starts_s} s to start")
+    assert pause_s < _PATIENCE * (max(starts_s) + _EXTRA_S)
 
 
 async def test_gateways_killed_in_turn(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
@@ -157,11 +160,15 @@ async def test_gateways_killed_in_turn(pair: Pair, undisturbed: list[dict[str, A
     reading = await _begin(streams)
     for served in (pair.first, pair.second):
         assert _tell("gateway killed", streams)
-        _child(served, "penstock-gateway").kill()
+        await _kill(served, "gateway")
         await _move_on(streams, 10)
     await asyncio.gather(*reading)
-    assert await _check(pair, streams, undisturbed) < _PATIENCE * _GATEWAY_PAUSE_S
     pair.wait_ready()
+    pause_s = await _check(pair, streams, undisturbed)
+    starts_s = _starts_s(pair.first, "gateway") + _starts_s(pair.second, "gateway")
+    assert len(starts_s) == 2
+    print(f"the gateways took {starts_s} s to start")
+    assert pause_s < _PATIENCE * (max(starts_s) + _EXTRA_S)
 
 
 async def test_redis_killed_and_back(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
@@ -223,8 +230,18 @@ async def _check_sessions_work(pair: Pair) -> None:
         assert turn.status_code == 200, turn.text
 
 
-def _child(served: Served, name: str) -> psutil.Process:
-    return next(child for child in served.renew_family() if child.name() == name)
+async def _kill(served: Served, which: str) -> None:
+    """Kill the engine or the gateway, and wait for its successor."""
+    num_back = len(_starts_s(served, which)) + 1
+    name = f"penstock-{which}"
+    next(child for child in served.renew_family() if child.name() == name).kill()
+    await asyncio.to_thread(wait_until, lambda: len(_starts_s(served, which)) == num_back)
+
+
+def _starts_s(served: Served, which: str) -> list[float]:
+    """How long each took that came back."""
+    found = re.findall(rf"the {which} is back after ([0-9.]+) s", served.log.read_text())
+    return [float(start_s) for start_s in found]
 
 
 def _is_ready(base_url: str) -> bool:
