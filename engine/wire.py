@@ -240,7 +240,8 @@ class Wire(threading.Thread):
             elif gateway.num_stuck_beats > MAX_SILENT_BEATS:
                 self._bury(gateway, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
             elif gateway.has_said_hello:
-                self._post_now(gateway, Heartbeat(stats=self.stats))
+                with self._lock:  # no older stats behind those of a step
+                    self._post(gateway, Heartbeat(stats=self.stats))
 
     def _post_now(self, gateway: _Gateway, message: Message) -> None:
         with self._lock:

@@ -10,8 +10,8 @@ the response as its own under the next epoch, then writes the fence (`redis_stre
 taker alone can write. Whoever crashes in between leaves a note that does not fit the stream's
 epoch, which the next one to look drops.
 
-A gateway to which Redis was away takes nothing over for a while: the others' leases ran out with
-its own, and they need a moment to come back.
+A gateway to which Redis was away, or that stood still itself, takes nothing over for a while: the
+others' leases ran out with its own, and they need a moment to come back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import secrets
 import time
@@ -85,8 +86,10 @@ class Ownership:
         self._on_beat = on_beat
         self._hurry = asyncio.Event()
         self._was_away = False
+        self._last_beat_s = math.inf  # there was none
         self._may_adopt_s = 0.0
         self._adopting: asyncio.Task[None] | None = None
+        self._looks_again = False  # somebody may have left since it looked
         self._claims: dict[str, Claim] = {}  # being enforced, or failed on the way
 
     @property
@@ -104,15 +107,19 @@ class Ownership:
         """Look for orphans now."""
         self._hurry.set()
 
+    async def appear(self) -> None:
+        """The first sign of life: whoever begins a response must be missed when it dies."""
+        await self._turn()
+
     async def run(self) -> None:
         """Give signs of life and look for the dead, until cancelled."""
         try:
             while True:
-                await self._turn()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._lease_s / 6):
                         await self._hurry.wait()
                 self._hurry.clear()
+                await self._turn()
         finally:
             if self._adopting is not None:
                 self._adopting.cancel()
@@ -150,12 +157,13 @@ class Ownership:
         try:
             async with asyncio.timeout(self._lease_s / 2):
                 await self._beat()
-            if self._was_away:
-                self._may_adopt_s = time.monotonic() + self._lease_s / 2
-            self._was_away = False
-            if time.monotonic() >= self._may_adopt_s and (
-                self._adopting is None or self._adopting.done()
-            ):
+            now_s = time.monotonic()
+            if self._was_away or now_s - self._last_beat_s > self._lease_s * 2 / 3:
+                self._may_adopt_s = now_s + self._lease_s / 2
+            self._was_away, self._last_beat_s = False, now_s
+            if self._adopting is not None and not self._adopting.done():
+                self._looks_again = True
+            elif now_s >= self._may_adopt_s:
                 self._adopting = asyncio.create_task(self._adopt_orphans())
         except (RedisError, OSError) as error:  # a TimeoutError is an OSError
             if not self._was_away:
@@ -208,6 +216,9 @@ class Ownership:
             _LOG.warning("cannot take responses over now: %s", error)
         except Exception:
             _LOG.exception("taking responses over failed")
+        if self._looks_again:
+            self._looks_again = False
+            self.hurry()
 
     async def _adopt_all_of(self, gateway: str) -> None:
         notes = [note.decode() for note in await ask(self._redis, "SMEMBERS", _owned_key(gateway))]

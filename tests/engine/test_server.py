@@ -14,9 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.engine import wire
+from penstock.engine.batch import Batch
 from penstock.engine.blocks import BlockManager
 from penstock.engine.codec import decode, encode
 from penstock.engine.config import SchedulerConfig
@@ -49,7 +52,8 @@ from penstock.engine.scheduling import Scheduler
 from penstock.engine.server import EngineServer
 from penstock.engine.wire import WireBrokenError
 
-from .policy.fake_device import FakeDevice, expected_output
+from .policy.fake_device import expected_output
+from .policy.stepped_device import SteppedDevice
 
 INFO = EngineInfo(
     model="fake",
@@ -73,19 +77,20 @@ import sys, time
 from penstock.engine.messages import EngineInfo
 from penstock.engine.wire import Wire
 Wire(sys.argv[1], {INFO!r}).start()
-time.sleep(60)
+time.sleep(600)
 """
+PATIENCE_S = 60.0  # with a busy machine
 
 Connect = Callable[..., "Gateway"]
 
 
-class SlowDevice(FakeDevice):
-    """A fake device whose steps take a while, as a model's do."""
+class Device(SteppedDevice):
+    """Its steps take a while, as a model's do; or it breaks."""
 
     step_s = 0.001
     fails = False
 
-    def submit(self, batch):  # type: ignore[no-untyped-def]
+    def submit(self, batch: Batch) -> Any:
         if self.fails:
             raise RuntimeError("the device caught fire")
         time.sleep(self.step_s)
@@ -108,7 +113,7 @@ class Gateway:
     def send(self, message: Message) -> None:
         self.socket.sendall(framed(encode(message)))
 
-    def receive(self, *, timeout_s: float = 5.0, beats: bool = False) -> Message:
+    def receive(self, *, timeout_s: float = PATIENCE_S, beats: bool = False) -> Message:
         """The next message that is no heartbeat. Raises EOFError where the engine has closed."""
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -154,7 +159,7 @@ class Gateway:
                         return tokens, output, numbers
 
 
-def connected(address: str, *, timeout_s: float = 60.0) -> Gateway:
+def connected(address: str, *, timeout_s: float = PATIENCE_S) -> Gateway:
     """As soon as somebody listens there."""
     until_s = time.monotonic() + timeout_s
     while True:
@@ -170,7 +175,7 @@ class Engine:
         self.address = address
         self.blocks = BlockManager(num_blocks=200, block_size=16)
         scheduler = Scheduler(SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=2000)
-        self.device = SlowDevice(num_blocks=200, block_size=16)
+        self.device = Device(num_blocks=200, block_size=16)
         self.server = EngineServer(EngineCore(scheduler, self.device), INFO, address)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
@@ -181,23 +186,43 @@ class Engine:
         except (RuntimeError, WireBrokenError) as error:
             self.error = error
 
-    def wait_for_idle_blocks(self, *, timeout_s: float = 5.0) -> float:
-        """Seconds until no block is in use."""
-        began_s = time.monotonic()
-        while self.blocks.num_used_blocks:
-            assert time.monotonic() - began_s < timeout_s, "blocks are still in use"
-            time.sleep(0.001)
-        return time.monotonic() - began_s
+    def wait_for_idle_blocks(self) -> None:
+        wait_until(lambda: not self.blocks.num_used_blocks)
+
+    def wait_for_mail(self, num_messages: int = 1) -> None:
+        """Until so many have reached it that it will see after the step it holds."""
+        wait_until(lambda: self.server._wire._inbox.qsize() >= num_messages)
+
+    def wait_for_step(self, number: int) -> None:
+        """Until it holds that one."""
+        wait_until(lambda: len(self.device.begun) == number)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.001)
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def num_silent_beats() -> int:
+    """That a gateway may let pass: here none sends any, and a slow machine takes its time."""
+    return 1000
+
+
+@pytest.fixture
+def engine(
+    tmp_path: Path, num_silent_beats: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    monkeypatch.setattr(wire, "MAX_SILENT_BEATS", num_silent_beats)
     running = Engine(f"{tmp_path}/e.sock")
     running.server.start()
     running.thread.start()
     yield running
+    running.device.set_free()
     running.server.stop()
-    running.thread.join(timeout=5)
+    running.thread.join(timeout=PATIENCE_S)
     assert not running.thread.is_alive()
 
 
@@ -228,10 +253,14 @@ def test_a_request_comes_back_token_by_token(connect: Connect) -> None:
 
 def test_all_streams_of_an_iteration_share_a_frame(engine: Engine, connect: Connect) -> None:
     gateway, other = connect(), connect()
-    engine.device.step_s = 0.05
-    for index in range(8):
+    engine.device.hold()
+    gateway.submit("r0", (0,), 5)
+    engine.wait_for_step(1)
+    for index in range(1, 8):
         gateway.submit(f"r{index}", (index,), 5)
     other.submit("theirs", (9,), 5)
+    engine.wait_for_mail(8)
+    engine.device.set_free()
     steps = []
     while True:
         step = gateway.receive()
@@ -239,56 +268,72 @@ def test_all_streams_of_an_iteration_share_a_frame(engine: Engine, connect: Conn
         steps.append(step)
         if any(output.finish_reason for output in step.outputs):
             break
-    assert max(len(step.outputs) for step in steps) >= 7
+    assert max(len(step.outputs) for step in steps) == 8
     assert {o.request_id for s in steps for o in s.outputs} <= {f"r{i}" for i in range(8)}
     assert other.finish("theirs")[0] == expected_output([9], 5)
 
 
 def test_an_abort_frees_blocks_within_a_step(engine: Engine, connect: Connect) -> None:
     gateway = connect()
-    engine.device.step_s = 0.25  # long beside a message's way
+    engine.device.hold(but=1)
     gateway.submit("a", (1,) * 100, 1500)
     gateway.receive()
+    engine.wait_for_step(2)
     assert engine.blocks.num_used_blocks >= 7
-    num_steps = len(engine.device.batches)
     gateway.send(Abort(request_ids=("a", "unknown")))
-    engine.wait_for_idle_blocks()
-    assert len(engine.device.batches) <= num_steps + 2, "the step it met, and the one to forget it"
-    engine.device.step_s = 0.001
+    engine.wait_for_mail()
+    engine.device.allow(1)
+    engine.wait_for_step(3)
+    assert engine.blocks.num_used_blocks == 0
+    assert not engine.device.begun[-1].scheduled, "the step that forgets it"
+    engine.device.set_free()
     gateway.submit("b", (1,), 3)
     assert gateway.finish("b")[0] == expected_output([1], 3)
 
 
-def test_one_gateway_cannot_abort_anothers_request(connect: Connect) -> None:
+def test_one_gateway_cannot_abort_anothers_request(engine: Engine, connect: Connect) -> None:
     gateway, other = connect(), connect()
+    engine.device.hold(but=1)
     gateway.submit("a", (1,), 200)
     gateway.receive()
+    engine.wait_for_step(2)
     other.send(Abort(request_ids=("a",)))
+    engine.wait_for_mail()
+    engine.device.set_free()
     assert gateway.finish("a")[1].finish_reason is FinishReason.LENGTH
 
 
 def test_a_gateway_that_disconnects_loses_its_sequences(engine: Engine, connect: Connect) -> None:
     gateway, stays = connect(), connect()
+    engine.device.hold(but=1)
     gateway.submit("a", (1,) * 50, 1900)
-    stays.submit("b", (2,), 300)
     gateway.receive()
+    engine.wait_for_step(2)
+    stays.submit("b", (2,), 300)
+    engine.wait_for_mail()
     gateway.socket.close()
+    engine.wait_for_mail(2)
+    engine.device.set_free()
     assert stays.finish("b")[0] == expected_output([2], 300)
-    engine.wait_for_idle_blocks(timeout_s=2)
+    engine.wait_for_idle_blocks()
+    assert len(engine.device.batches) < 310
 
 
+@pytest.mark.parametrize("num_silent_beats", [wire.MAX_SILENT_BEATS])
 def test_a_silent_gateway_is_declared_dead(engine: Engine, connect: Connect) -> None:
     gateway = connect()
-    engine.device.step_s = 0.02
+    engine.device.step_s = 0.1  # it would go on for minutes
+    began_s = time.monotonic()
     gateway.submit("a", (1,) * 50, 1900)
     gateway.receive()
-    waited_s = engine.wait_for_idle_blocks(timeout_s=SILENCE_LIMIT_S + 3)
-    assert waited_s > SILENCE_LIMIT_S - 1
+    engine.wait_for_idle_blocks()
+    assert time.monotonic() - began_s > SILENCE_LIMIT_S - 1
 
 
 def test_a_gateway_that_reads_late_loses_nothing(engine: Engine, connect: Connect) -> None:
     """Its frames wait, longer than the kernel has room for them, and nobody else's do."""
     gateway, other = connect(), connect()
+    engine.device.hold()
     gateway.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     params = SamplingParams(max_tokens=300, logprobs=20)
     request = Request(request_id="a", prompt_token_ids=(1,), sampling_params=params)
@@ -296,6 +341,7 @@ def test_a_gateway_that_reads_late_loses_nothing(engine: Engine, connect: Connec
     [wired] = [one for one in engine.server._wire._gateways.values() if one.number == 1]
     wired.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     other.submit("b", (2,), 100)
+    engine.device.set_free()
     assert other.finish("b")[0] == expected_output([2], 100)
     assert wired.pending
     tokens, _, numbers = gateway.finish("a")
@@ -331,14 +377,19 @@ def test_a_machine_that_stood_still_kills_nobody(tmp_path: Path) -> None:
 
 def test_heartbeats_carry_stats_even_while_a_step_is_long(engine: Engine, connect: Connect) -> None:
     gateway = connect()
-    engine.device.step_s = 2.5
+    engine.device.hold()
     gateway.submit("a", (1,), 1)
-    beats = []
-    while not isinstance(message := gateway.receive(beats=True), Step):
-        beats.append(message)
-    assert len(beats) >= 2
-    assert all(isinstance(beat, Heartbeat) for beat in beats)
-    assert message.stats.generation_tokens_total == 1
+    engine.wait_for_step(1)
+    for _ in range(2):
+        beat = gateway.receive(beats=True)
+        assert isinstance(beat, Heartbeat)
+        assert beat.stats is not None
+        assert beat.stats.num_requests_running + beat.stats.num_requests_waiting == 1
+    engine.device.set_free()
+    step = gateway.receive()
+    assert isinstance(step, Step)
+    assert step.stats is not None
+    assert step.stats.generation_tokens_total == 1
 
 
 def test_refusals_name_the_reason(connect: Connect) -> None:
@@ -367,7 +418,7 @@ def test_a_failing_device_tells_every_gateway(engine: Engine, connect: Connect) 
     gateway.submit("a", (1,), 5)
     answer = gateway.receive()
     assert answer == Failure(message="the engine failed: RuntimeError: the device caught fire")
-    engine.thread.join(timeout=5)
+    engine.thread.join(timeout=PATIENCE_S)
     assert isinstance(engine.error, RuntimeError)
 
 
@@ -381,7 +432,7 @@ def test_a_broken_wire_ends_the_engine(
 
     monkeypatch.setattr(engine.server._wire, "_read", fail)
     connect(says_hello=False).send(Hello())
-    engine.thread.join(timeout=5)
+    engine.thread.join(timeout=PATIENCE_S)
     assert isinstance(engine.error, WireBrokenError)
 
 
@@ -446,7 +497,7 @@ def test_what_is_no_frame_is_a_value_error(frame: bytes) -> None:
 
 def test_one_branch_is_aborted_and_the_others_go_on(engine: Engine, connect: Connect) -> None:
     gateway = connect()
-    engine.device.step_s = 0.02
+    engine.device.hold(but=3)
     params = SamplingParams(max_tokens=30, n=3)
     gateway.send(
         Submit(request=Request(request_id="a", prompt_token_ids=(1, 2), sampling_params=params))
@@ -459,9 +510,12 @@ def test_one_branch_is_aborted_and_the_others_go_on(engine: Engine, connect: Con
         for output in step.outputs:
             tokens[output.index].extend(output.token_ids)
             is_over |= output.is_last
-        if len(tokens[1]) == 3:
+        if step.number == 3:
+            engine.wait_for_step(4)
             gateway.send(Abort(branches=(("a", 1), ("unknown", 0))))
-    assert 3 <= len(tokens[1]) < 30
+            engine.wait_for_mail()
+            engine.device.set_free()
+    assert 3 <= len(tokens[1]) <= 4, "what the step it met brought is the last"
     for index in (0, 2):
         assert tokens[index] == expected_output([1, 2], 30, index)
     engine.wait_for_idle_blocks()

@@ -185,6 +185,8 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
     task = asyncio.create_task(server._serve([listener]))
     try:
         async with asyncio.timeout(PATIENCE_S):
+            while not server.started:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
             await app.state.engine.wait_ready()
         yield listener.getsockname()[1]
     finally:

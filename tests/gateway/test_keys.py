@@ -275,7 +275,8 @@ async def test_whoever_leaves_gives_back_what_it_held(serve: Serve, file: Path) 
         for number in range(3):
             async with served.http.stream("POST", "/v1/completions", json=body) as response:
                 assert response.status_code == 200, "the one before still holds its place"
-                await anext(response.aiter_lines())
+                lines = response.aiter_lines()  # held: dropped, it would close the connection
+                await anext(lines)
                 again = await served.http.post("/v1/completions", json=body)
                 assert again.status_code == 429
                 assert "concurrent" in again.json()["error"]["message"]

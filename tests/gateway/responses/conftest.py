@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +13,15 @@ import pytest
 from penstock.gateway.redis_link import RedisAddress, RedisLink
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.redis_log_store import RedisLogSettings, RedisLogStore
+from penstock.gateway.responses.redis_stream import ask
 
 from ...redis_server import RedisServer
-from .records import add_delta, header, seen
+from .records import PATIENCE_S, add_delta, header, seen
 
-# Redis answers late on a busy machine; tests of its absence say how long to wait for it.
-PATIENT = RedisLogSettings(ack_timeout_s=20.0, request_timeout_s=20.0, lease_s=1.0)
+# Redis answers late on a busy machine: whoever waits for it here outlives a test's patience. Tests
+# of its absence make a gateway `impatient` while it lasts.
+_FOREVER_S = 4 * PATIENCE_S
+PATIENT = RedisLogSettings(ack_timeout_s=_FOREVER_S, request_timeout_s=_FOREVER_S, lease_s=1.0)
 
 
 @dataclass
@@ -47,9 +50,31 @@ class Gateway:
 
     async def die(self) -> None:
         """It stops as a process that was killed: nothing is tidied up."""
-        tasks, self.store._tasks = self.store._tasks, []
-        for task in tasks:
-            task.cancel()
+        tasks, self.store._tasks = set(self.store._tasks), []
+        while tasks:  # redis-py waits in ways that may swallow a cancellation
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.1)
+
+    @contextlib.contextmanager
+    def impatient(
+        self, *, ack_timeout_s: float = 0.05, request_timeout_s: float = 0.2
+    ) -> Iterator[None]:
+        """It waits for Redis no longer than that."""
+        writer, opener = self.store._writer, self.store._opener
+        before = writer._ack_timeout_s, opener._timeout_s
+        writer._ack_timeout_s, opener._timeout_s = ack_timeout_s, request_timeout_s
+        try:
+            yield
+        finally:
+            writer._ack_timeout_s, opener._timeout_s = before
+
+    async def is_known(self) -> None:
+        """Wait until the others can see that it lives."""
+        lease = f"penstock:lease:{self.store.gateway_id}"
+        async with asyncio.timeout(PATIENCE_S):
+            while not await ask(self.link.client, "EXISTS", lease):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def begin(gateway: Gateway, num_deltas: int = 0) -> ResponseLog:
@@ -69,10 +94,11 @@ class Gateways:
         self._made: list[Gateway] = []
 
     async def make(self, url: str, settings: RedisLogSettings = PATIENT) -> Gateway:
-        link = RedisLink(RedisAddress.parse(url), timeout_s=10.0)
+        link = RedisLink(RedisAddress.parse(url), timeout_s=_FOREVER_S)
         gateway = Gateway(RedisLogStore(link.client, settings), link)
         self._made.append(gateway)
         await gateway.store.start(gateway.carry_on)
+        await gateway.is_known()
         return gateway
 
     async def close(self) -> None:
@@ -95,7 +121,3 @@ async def gateways() -> AsyncIterator[Gateways]:
         yield made
     finally:
         await made.close()
-
-
-def with_ack_timeout(seconds: float) -> RedisLogSettings:
-    return dataclasses.replace(PATIENT, ack_timeout_s=seconds)

@@ -18,7 +18,6 @@ import httpx
 import pytest
 import websockets
 
-from penstock.engine.batch import Batch
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
@@ -28,42 +27,16 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 
-from ...engine.policy.fake_device import FakeDevice, expected_output
+from ...engine.policy.fake_device import expected_output
+from ...engine.policy.stepped_device import SteppedDevice
 from ...redis_server import RedisServer
 from ..conftest import listen
 from ..fake_engine import INFO
-from .records import until
+from .records import PATIENCE_S, until
 
 pytestmark = pytest.mark.redis
 NUM_STEPS = 40  # before a stop
 ENDLESS = {"model": "tiny", "ignore_eos": True, "stream": True}
-
-
-class SteppedDevice(FakeDevice):
-    """Holds every step until it is let.
-
-    Attributes:
-        begun: the batches it was given, the held one last.
-    """
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        self.begun: list[Batch] = []
-        self._allowed = threading.Semaphore(0)
-        self._is_free = False
-
-    def submit(self, batch: Batch) -> Any:
-        self.begun.append(batch)
-        if not self._is_free:
-            self._allowed.acquire()
-        return super().submit(batch)
-
-    def allow(self, num_steps: int) -> None:
-        self._allowed.release(num_steps)
-
-    def set_free(self) -> None:
-        self._is_free = True
-        self.allow(1)
 
 
 class Engine:
@@ -71,6 +44,7 @@ class Engine:
         sizes = {"num_blocks": INFO.num_blocks, "block_size": INFO.block_size}
         self.blocks = BlockManager(**sizes)
         self.device = SteppedDevice(**sizes)
+        self.device.hold()
         scheduler = Scheduler(
             SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=INFO.max_model_len
         )
@@ -124,7 +98,7 @@ async def stack(
         clients = []
         for _ in range(2):
             port = await exits.enter_async_context(listen(create_app(config), config))
-            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
             clients.append(await exits.enter_async_context(client))
         yield Stack(engine, *clients)
         engine.device.set_free()  # what still runs is to end
@@ -168,7 +142,7 @@ async def test_a_cancel(stack: Stack, where: str, by: str) -> None:
             assert answer.status_code == 200, answer.text
         else:
             url = str(canceller.base_url.copy_with(scheme="ws", path="/v1/responses"))
-            async with websockets.connect(url) as socket:
+            async with websockets.connect(url, open_timeout=PATIENCE_S) as socket:
                 event = {"type": "penstock.cancel", "response_id": response_id}
                 await socket.send(json.dumps(event))
                 await stack.engine.has_mail()

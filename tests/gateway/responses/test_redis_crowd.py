@@ -15,7 +15,7 @@ from penstock.gateway.responses.redis_stream import log_key
 
 from ...redis_server import RedisServer
 from .conftest import PATIENT, Gateways
-from .records import TENANT, add_end, header, read_to_end, until
+from .records import PATIENCE_S, TENANT, add_end, header, read_to_end, until
 
 pytestmark = pytest.mark.redis
 NUM = 300
@@ -60,12 +60,13 @@ async def test_a_busy_loop_is_not_taken_for_a_silent_redis(
 async def test_a_silent_redis_refuses_them_all_in_its_time(
     redis_server: RedisServer, gateways: Gateways
 ) -> None:
-    here = await gateways.make(redis_server.url, dataclasses.replace(USUAL, request_timeout_s=0.2))
+    here = await gateways.make(redis_server.url)
     await here.store.create(header())
-    with redis_server.paused():
-        answers = await asyncio.gather(
-            *(here.store.create(header()) for _ in range(20)), return_exceptions=True
-        )
+    async with asyncio.timeout(PATIENCE_S):
+        with redis_server.paused(), here.impatient():
+            answers = await asyncio.gather(
+                *(here.store.create(header()) for _ in range(20)), return_exceptions=True
+            )
     assert {type(answer) for answer in answers} == {StoreUnavailableError}
     await until(lambda: not here.store._writer._torn)  # what it took after all is ended
     await until(lambda: not here.store._writer._chores)

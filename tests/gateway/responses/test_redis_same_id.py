@@ -13,7 +13,7 @@ from penstock.gateway.responses.redis_stream import log_key
 
 from ...redis_server import RedisServer
 from .conftest import Gateway, Gateways
-from .records import TENANT, add_delta, add_end, header, read_to_end, seen
+from .records import TENANT, add_delta, add_end, header, read_to_end, seen, until
 
 pytestmark = pytest.mark.redis
 
@@ -55,6 +55,6 @@ async def test_who_could_not_begin_does_not_break_what_another_began(
     assert key is not None
     writer = second.store._writer
     writer.give_up(OwnedLog(log=twin_of(log), key=key, epoch=1, is_begun=False))
-    await writer.settle()
+    await until(lambda: not writer._torn)
     add_delta(log)
     assert await is_whole_elsewhere(log, second)
