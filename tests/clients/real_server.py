@@ -9,6 +9,7 @@ import pytest
 from ..system.processes import Served, serve
 
 KEY = "sk-right"
+KEY_OF_FEW = "sk-few"
 KEYS = f"""
 [[keys]]
 key = "{KEY}"
@@ -16,6 +17,13 @@ tenant = "limited"
 
 [tenants.limited]
 requests_per_minute = 60
+
+[[keys]]
+key = "{KEY_OF_FEW}"
+tenant = "few"
+
+[tenants.few]
+requests_per_minute = 20
 """
 
 
@@ -28,7 +36,7 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One that wants `KEY`, and lets it in sixty times a minute."""
+    """One that wants `KEY`, and lets it in sixty times a minute, or `KEY_OF_FEW`, and twenty."""
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys.toml").write_text(KEYS)
     keys = str(folder / "keys.toml")

@@ -22,6 +22,7 @@ EXAMPLES = ROOT / "clients" / "examples"
 PACKAGES = Path(__file__).parent / "examples"
 CACHE = ROOT / "build" / "examples"
 LANGCHAIN = "langchain-openai==1.7.3"
+_PATIENCE_MS = 60_000
 RUN_BY_A_TEST = {
     "openai_python.py", "openai_node.mjs", "ai_sdk.mjs", "langchain_python.py",
     "penstock_python.py", "curl.sh", "page.html",
@@ -31,7 +32,7 @@ RUN_BY_A_TEST = {
 def output(command: list[str], server: Served, *, cwd: Path | None = None) -> str:
     environment = os.environ | {"PENSTOCK_URL": server.base_url}
     result = subprocess.run(
-        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
+        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -68,7 +69,7 @@ def langchain() -> Path:
     folder = CACHE / "langchain"
     python = folder / "bin" / "python"
     if not fresh(folder, LANGCHAIN.encode()):
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=240)
         command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", LANGCHAIN]
         subprocess.run(command, check=True, capture_output=True, timeout=240)
         (folder / "installed").write_bytes(LANGCHAIN.encode())
@@ -143,14 +144,18 @@ async def test_page(elsewhere: str, tmp_path: Path) -> None:
     with serve("--dtype", "float32", "--allowed-origins", elsewhere, log=tmp_path / "log") as own:
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(
-                executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+                executable_path=shutil.which("chromium"),
+                args=["--no-sandbox", "--disable-gpu"],
+                timeout=_PATIENCE_MS,
             )
             page = await browser.new_page()
+            page.set_default_timeout(_PATIENCE_MS)
             await page.goto(f"{elsewhere}/page.html?server={own.base_url}")
             for number, question in enumerate(("Hi, my name is Orlan.", "What is my name?")):
+                # It is connected, and the answer before has ended.
+                await expect(page.get_by_role("button")).to_be_enabled(timeout=_PATIENCE_MS)
                 await page.get_by_placeholder("Ask something").fill(question)
                 await page.keyboard.press("Enter")
                 answer = page.locator("#talk p").nth(number)
-                await expect(answer).to_contain_text("Orlan", timeout=60_000)
-                await page.wait_for_timeout(300)  # the terminal event follows the last text
+                await expect(answer).to_contain_text("Orlan", timeout=_PATIENCE_MS)
             await browser.close()

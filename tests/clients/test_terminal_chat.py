@@ -24,9 +24,14 @@ from ..system.processes import Served
 from .cutting_proxy import CuttingProxy
 from .real_server import KEY
 
-# Takes the terminal as its own first, so that Ctrl-C there becomes a signal here.
+# Takes the terminal as its own first, so that Ctrl-C there becomes a signal here. What is to be
+# stopped takes all of the context, or it might be over before that.
 CHAT = """
 import fcntl, os, sys, termios, penstock.clients
+from penstock.clients.python import responses_socket
+def body_of(params, **asked):
+    return body(params, **asked) | {"ignore_eos": "without end" in asked["input"]}
+body, responses_socket.body_of = responses_socket.body_of, body_of
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from penstock.clients.python.terminal_chat import run
@@ -34,9 +39,11 @@ url, key, model = (argument or None for argument in sys.argv[1:])
 sys.exit(run(url, api_key=key, model=model))
 """
 WITH_RETRIES = "model=model, retries=penstock.clients.RetryPolicy({}))"
+_PATIENCE_S = 120.0
 PROMPT = "› "
 CTRL_C, CTRL_D = "\x03", "\x04"
 TOLD, ASKED = "Hi, my name is Orlan.", "What is my name?"
+ENDLESS = "Tell me a story without end."
 LONG = "Tell me a long story about a lighthouse."
 COLOURS = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
@@ -65,7 +72,12 @@ def pipe(
     lines: str, url: str, key: str = "", model: str = "", *, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(url, key, model), input=lines, capture_output=True, text=True, timeout=60, cwd=cwd
+        command(url, key, model),
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+        cwd=cwd,
     )
 
 
@@ -85,11 +97,12 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def read_until(self, wanted: str, timeout_s: float = 60.0) -> str:
+    def read_until(self, wanted: str, timeout_s: float = _PATIENCE_S) -> str:
         """Output up to and with the text `wanted`."""
         deadline = time.monotonic() + timeout_s
         while wanted not in self._unread:
-            ready, _, _ = select.select([self._ours], [], [], deadline - time.monotonic())
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._ours], [], [], left_s)
             assert ready, f"no {wanted!r} in {self._unread!r}"
             self._unread += self._decoder.decode(os.read(self._ours, 65_536))
         seen, _, self._unread = self._unread.partition(wanted)
@@ -114,8 +127,10 @@ class Terminal:
         self.read_until(PROMPT)
         for _ in range(10):
             self.press(key)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self._process.wait(3)
+            # It ends its line when it has heard; a second Ctrl-C would kill it on its way out.
+            with contextlib.suppress(AssertionError):
+                self.read_until("\n", timeout_s=5)
+                return self._process.wait(_PATIENCE_S)
         raise AssertionError("the chat does not end")
 
     def close(self) -> None:
@@ -194,7 +209,7 @@ def test_a_lost_conversation(real_server: Served, keyed_server: Served) -> None:
         assert chat.stdout.readline().startswith("*  1")
         proxy.upstream_url = keyed_server.base_url
         proxy.cut_all()
-        output, complaints = chat.communicate(f"{ASKED}\n{ASKED}\n", timeout=30)
+        output, complaints = chat.communicate(f"{ASKED}\n{ASKED}\n", timeout=_PATIENCE_S)
     assert output.count("\n") == 1
     assert "Orlan" not in output
     assert "no longer has this conversation" in complaints
@@ -211,7 +226,7 @@ def test_an_answer_that_was_lost_for_good_is_resumed(real_server: Served, tmp_pa
         chat.stdin.flush()
         assert chat.stderr.readline().endswith("; /resume goes on with the answer\n")
         proxy.cut_behind(None)
-        output, complaints = chat.communicate("/resume\n/save a.md\n", timeout=60)
+        output, complaints = chat.communicate("/resume\n/save a.md\n", timeout=_PATIENCE_S)
     assert complaints == ""
     first, rest = output.split("\n", 1)
     saved = (tmp_path / "a.md").read_text()
@@ -230,9 +245,10 @@ def test_a_full_context(real_server: Served) -> None:
 
 
 def test_no_server() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    done = pipe("hi\n", url)
+    with socket.socket() as holder:  # of a port, at which nobody listens
+        holder.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{holder.getsockname()[1]}"
+        done = pipe("hi\n", url)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"penstock chat: cannot reach {url}: connection refused; is `penstock serve` running?\n"
@@ -272,7 +288,7 @@ def test_in_a_terminal(terminal: Terminal, real_server: Served) -> None:
 @pytest.mark.parametrize("stop", [CTRL_C, "/stop\n"])
 def test_stopping_an_answer_and_going_on(terminal: Terminal, stop: str) -> None:
     terminal.ask(TOLD)
-    terminal.say(LONG)
+    terminal.say(ENDLESS)
     terminal.read_until("\x1b[2K")  # the answer is being drawn
     terminal.press(stop)
     assert "stopped · " in terminal.read_until(" tokens\x1b[0m")

@@ -13,14 +13,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.model_files import DEMO_MODEL_PATH
 
-from .processes import Served, serve
+from .processes import Served, lengthen, serve
 
 
 @pytest.fixture(scope="session")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server of the demo model in fp32, for tests that leave it as it was."""
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Arguments of `serve`: the demo model with room for answers that do not end."""
+    return lengthen(tmp_path_factory.mktemp("long"))
+
+
+@pytest.fixture(scope="session")
+def demo_server(
+    long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One server of that model in fp32, for tests that leave it as it was."""
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve("--dtype", "float32", log=log) as served:
+    with serve(*long_model, "--dtype", "float32", log=log) as served:
         yield served
 
 

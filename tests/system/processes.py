@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import random
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +21,13 @@ from pathlib import Path
 import httpx
 import psutil
 
+from penstock.engine.model_files import DEMO_MODEL_PATH
+
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
-READY_S = 60.0
+READY_S = 180.0
+END_S = 120.0  # for a process to end, or for anything else that is sure to come
+NUM_CONTEXT_TOKENS = 32_768  # of a model by `lengthen`
+ENDLESS_TOKENS = 30_000  # more than any test waits for; what stops them is never their number
 
 
 @dataclass
@@ -42,7 +51,30 @@ class Served:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=END_S)
+
+
+def lengthen(folder: Path) -> tuple[str, ...]:
+    """The built-in model with a context of `NUM_CONTEXT_TOKENS`, as arguments of `serve`: an answer
+    can be so long that it does not end of itself while a test looks on, however slow that is."""
+    path = folder / "demo"
+    path.mkdir()
+    for file in DEMO_MODEL_PATH.iterdir():
+        (path / file.name).symlink_to(file)
+    config = json.loads((DEMO_MODEL_PATH / "config.json").read_text())
+    (path / "config.json").unlink()
+    config["max_position_embeddings"] = NUM_CONTEXT_TOKENS
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path), "--served-model-name", "demo"
+
+
+def free_port() -> int:
+    """One that nobody takes by chance before it is used: not of those that connections get."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[str]:
@@ -79,18 +111,34 @@ def serve(*arguments: str, log: Path) -> Iterator[Served]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(timeout=20)
+            process.wait(timeout=END_S)
         if process.stdout is not None:
             process.stdout.close()
 
 
-def wait_gone(processes: Sequence[psutil.Process], *, timeout_s: float = 10.0) -> None:
+@contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    """It stands still: what it would do at once is not done before this ends."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def wait_gone(processes: Sequence[psutil.Process]) -> None:
     """Assert that none of them is left, zombies aside."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    wait_until(lambda: not any(map(_lives, processes)))
 
 
-def wait_until(condition, *, timeout_s: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = END_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it never came true"
@@ -110,3 +158,10 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
     """The value of `penstock:name`."""
     (value,) = await metrics(client, name)
     return value
+
+
+async def idle(client: httpx.AsyncClient) -> None:
+    """Wait until nothing runs and no block is taken, as the engine has last reported."""
+    async with asyncio.timeout(END_S):
+        while any(await metrics(client, "num_requests_running", "kv_cache_usage_perc")):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -24,7 +24,7 @@ import websockets
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 _AGAIN_S = 0.05
-_CONNECT_S = 20.0
+_CONNECT_S = 60.0
 _LOST = (httpx.TransportError, websockets.WebSocketException, OSError, TimeoutError)
 
 Event = dict[str, Any]
@@ -191,7 +191,7 @@ async def replay(server: str, response_id: str) -> list[Event]:
         ExpiredError: it keeps no log of it.
     """
     query = {"stream": "true"}
-    async with httpx.AsyncClient(base_url=server, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server, timeout=120) as client:
         response = await client.get(f"/v1/responses/{response_id}", params=query)
     if response.status_code != 200:
         raise _refused(response.status_code, response.json()["error"])

@@ -66,6 +66,6 @@ async def test_the_library_in_node(demo_server: Served) -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        told, _ = await asyncio.wait_for(process.communicate(), timeout=200)
+        told, _ = await asyncio.wait_for(process.communicate(), timeout=280)
     assert process.returncode == 0, told.decode()
     assert b"# pass 16" in told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import httpx
 import websockets
 
-from .processes import PENSTOCK, Served, metric, metrics
+from .processes import END_S, ENDLESS_TOKENS, PENSTOCK, Served, idle, metrics
 
 _QUESTION = [{"role": "user", "content": "What is paged attention?"}]
 
@@ -29,7 +28,7 @@ def test_curl_gets_an_event_stream(demo_server: Served) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=END_S,
         check=True,
     )
     events = [line.removeprefix("data: ") for line in result.stdout.splitlines() if line]
@@ -42,7 +41,7 @@ def test_curl_gets_an_event_stream(demo_server: Served) -> None:
 
 async def test_a_websocket_client_chats_over_several_turns(demo_server: Served) -> None:
     address = demo_server.base_url.replace("http", "ws") + "/v1/responses"
-    async with websockets.connect(address) as socket:
+    async with websockets.connect(address, open_timeout=END_S) as socket:
 
         async def turn(text: str, **more: Any) -> dict[str, Any]:
             create = {"type": "response.create", "model": "demo", "input": text, "temperature": 0}
@@ -67,7 +66,7 @@ async def test_a_websocket_client_chats_over_several_turns(demo_server: Served) 
 
 
 async def test_the_models_endpoint_and_probes(demo_server: Served) -> None:
-    async with httpx.AsyncClient(base_url=demo_server.base_url) as client:
+    async with httpx.AsyncClient(base_url=demo_server.base_url, timeout=END_S) as client:
         models = (await client.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["demo"]
         assert (await client.get("/health")).status_code == 200
@@ -81,22 +80,19 @@ async def test_a_client_that_leaves_frees_its_blocks(demo_server: Served) -> Non
         "model": "demo",
         "messages": _QUESTION,
         "stream": True,
-        "max_tokens": 1900,
+        "max_tokens": ENDLESS_TOKENS,
         "ignore_eos": True,
     }
 
     async with httpx.AsyncClient(base_url=demo_server.base_url, timeout=60) as client:
+        await idle(client)  # of what others left
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            await anext(response.aiter_lines())
+            lines = response.aiter_lines()  # held: without it, the connection closes
+            await anext(lines)
             running, usage = await metrics(client, "num_requests_running", "kv_cache_usage_perc")
             assert running == 1
             assert usage > 0
-        for _ in range(50):
-            if await metric(client, "num_requests_running") == 0:
-                break
-            await asyncio.sleep(0.1)
-        assert await metric(client, "num_requests_running") == 0
-        assert await metric(client, "kv_cache_usage_perc") == 0
+        await idle(client)
 
 
 def test_the_terminal_chat_answers_what_is_piped_in(demo_server: Served) -> None:
@@ -105,7 +101,7 @@ def test_the_terminal_chat_answers_what_is_piped_in(demo_server: Served) -> None
         input="Hi, my name is Orlan.\nWhat is my name?\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=END_S,
     )
     assert result.returncode == 0, result.stderr
     assert "Orlan" in result.stdout

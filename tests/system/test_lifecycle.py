@@ -16,20 +16,28 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from .processes import PENSTOCK, Served, launch, serve, wait_gone, wait_until
+from .processes import (
+    END_S,
+    ENDLESS_TOKENS,
+    PENSTOCK,
+    READY_S,
+    Served,
+    launch,
+    serve,
+    wait_gone,
+    wait_until,
+)
 
 _STORY = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Tell me a long story."}],
     "stream": True,
-    "max_tokens": 1500,
+    "max_tokens": ENDLESS_TOKENS,
     "ignore_eos": True,
 }
 
 
-def test_three_processes_with_titles_and_one_clear_line(demo_server: Served) -> None:
-    assert demo_server.line.startswith("penstock is ready at http://127.0.0.1:")
-    assert "model demo" in demo_server.line
+def test_three_processes_with_titles(demo_server: Served) -> None:
     names = sorted(child.name() for child in demo_server.family)
     assert names == ["penstock-engine", "penstock-gateway"]
     assert psutil.Process(demo_server.process.pid).name() == "penstock"
@@ -48,8 +56,10 @@ def test_no_torch_in_the_gateway_and_no_framework_in_the_supervisor(demo_server:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_process(number: int, tmp_path: Path) -> None:
+def test_one_clear_line_and_a_signal_ends_every_process(number: int, tmp_path: Path) -> None:
     with serve(log=tmp_path / "log") as served:
+        assert served.line.startswith("penstock is ready at http://127.0.0.1:")
+        assert "model demo" in served.line
         assert served.stop(number) == 0
         wait_gone(served.family)
         assert "Traceback" not in served.log.read_text()
@@ -61,7 +71,7 @@ def test_a_signal_during_start_ends_every_process(tmp_path: Path) -> None:
     wait_until(lambda: len(parent.children()) == 2)
     family = parent.children()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=END_S) == 0
     wait_gone(family)
     process.communicate()
 
@@ -73,8 +83,10 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
         wait_gone(served.family)
 
 
-async def test_a_stop_in_the_middle_of_a_stream_leaves_no_process(tmp_path: Path) -> None:
-    with serve("--shutdown-grace-s", "0.2", log=tmp_path / "log") as served:
+async def test_a_stop_in_the_middle_of_a_stream_leaves_no_process(
+    long_model: tuple[str, ...], tmp_path: Path
+) -> None:
+    with serve(*long_model, "--shutdown-grace-s", "0.2", log=tmp_path / "log") as served:
         async with (
             httpx.AsyncClient(base_url=served.base_url, timeout=60) as client,
             client.stream("POST", "/v1/chat/completions", json=_STORY) as response,
@@ -85,7 +97,7 @@ async def test_a_stop_in_the_middle_of_a_stream_leaves_no_process(tmp_path: Path
             *_, error, last = [line async for line in lines if line]
         assert "the server is shutting down" in error
         assert last == "data: [DONE]", "even then a stream has its terminal event"
-        assert await asyncio.to_thread(served.process.wait, 20) == 0
+        assert await asyncio.to_thread(served.process.wait, END_S) == 0
         wait_gone(served.family)
 
 
@@ -98,13 +110,14 @@ def test_an_engine_that_dies_before_the_gateway_is_ready_ends_the_command(tmp_pa
     gateway.suspend()  # it will not be ready
     try:
         # It closes the pipe to the supervisor when it has said that it is ready.
-        wait_until(lambda: _num_pipes(engine) == 0, timeout_s=60)
+        wait_until(lambda: _num_pipes(engine) == 0, timeout_s=READY_S)
         engine.kill()
         wait_until(lambda: "the engine died (SIGKILL)" in (tmp_path / "log").read_text())
     finally:
-        gateway.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor may have killed it
+            gateway.resume()
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=END_S)
     assert process.returncode == 1
     wait_gone(family)
 
@@ -124,7 +137,7 @@ def fail(*arguments: str) -> str:
         [PENSTOCK, "serve", "--port", "0", *arguments],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=READY_S,
     )
     assert result.returncode != 0
     assert result.stdout == ""

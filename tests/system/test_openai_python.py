@@ -1,5 +1,4 @@
-"""The stock `openai` client for Python against a real server: every call that applies to it, and
-every object as strictly as the client's own types have it."""
+"""The stock `openai` client for Python: every call that applies, every object as its types say."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from .processes import Served
+from .processes import END_S, ENDLESS_TOKENS, Served
 
 MODEL = "demo"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 QUESTION: list[Any] = [{"role": "user", "content": "What is paged attention?"}]
-LONG: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
+ENDLESS: dict[str, Any] = {"max_output_tokens": ENDLESS_TOKENS, "extra_body": {"ignore_eos": True}}
+PATIENT: Any = {"open_timeout": END_S}
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -45,7 +45,7 @@ def payloads(stream: Any) -> list[str]:
 
 def finished(client: OpenAI, response_id: str) -> Response:
     """A background response, once it is over."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + END_S
     while True:
         response = client.responses.retrieve(response_id)
         if response.status not in ("queued", "in_progress"):
@@ -244,7 +244,7 @@ def test_a_background_stream_is_left_and_followed_again(client: OpenAI) -> None:
 
 
 def test_a_response_is_cancelled(client: OpenAI) -> None:
-    begun = client.responses.create(model=MODEL, input="Go on.", background=True, **LONG)
+    begun = client.responses.create(model=MODEL, input="Go on.", background=True, **ENDLESS)
     raw = client.responses.with_raw_response.cancel(begun.id)
     assert strict(Response, raw).status == "cancelled"
     assert client.responses.retrieve(begun.id).status == "cancelled"
@@ -264,7 +264,7 @@ def test_a_broken_off_response_is_continued(client: OpenAI) -> None:
 # The client's own way with a newer `websockets`.
 @pytest.mark.filterwarnings("ignore:connect\\(\\) must be used:DeprecationWarning")
 def test_responses_over_the_websocket(client: OpenAI) -> None:
-    with client.responses.connect() as connection:
+    with client.responses.connect(websocket_connection_options=PATIENT) as connection:
         connection.response.create(model=MODEL, input="Count to 5.", temperature=0)
         events = []
         for event in connection:
@@ -313,15 +313,13 @@ def test_a_conversation(client: OpenAI) -> None:
 def test_the_loser_of_a_race_for_the_head_is_told_once(client: OpenAI) -> None:
     made = client.conversations.create()
     running = client.responses.create(
-        model=MODEL, input="Go on.", conversation=made.id, background=True, **LONG
+        model=MODEL, input="Go on.", conversation=made.id, background=True, **ENDLESS
     )
-    started_s = time.monotonic()
     with pytest.raises(openai.ConflictError) as lost:
         client.responses.create(model=MODEL, input="Me too.", conversation=made.id)
     assert lost.value.code == "conversation_locked"
     assert lost.value.response.headers["x-should-retry"] == "false"
     assert lost.value.request.headers["x-stainless-retry-count"] == "0"
-    assert time.monotonic() - started_s < 10
     client.responses.cancel(running.id)
 
 

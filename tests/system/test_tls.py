@@ -11,7 +11,7 @@ import httpx
 import pytest
 import websockets
 
-from .processes import serve
+from .processes import END_S, serve
 from .test_lifecycle import fail
 
 _PASSWORD = "of the key"
@@ -44,7 +44,7 @@ async def test_https_and_wss(certificate: tuple[Path, Path], tmp_path: Path) -> 
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(served.base_url.replace("https", "http"))
         address = served.base_url.replace("https", "wss") + "/v1/responses"
-        async with websockets.connect(address, ssl=trust) as web:
+        async with websockets.connect(address, ssl=trust, open_timeout=END_S) as web:
             await web.send('{"type": "response.create", "input": "Hello", "max_output_tokens": 4}')
             while json.loads(await web.recv())["type"] != "response.incomplete":
                 pass

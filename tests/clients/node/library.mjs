@@ -13,7 +13,9 @@ import {
 } from "../../../clients/browser/penstock-client.js";
 
 const { PENSTOCK_URL, PENSTOCK_CUT_URL, PENSTOCK_CONTROL_URL } = process.env;
-const STORY = { model: "demo", input: "Tell me a long story.", temperature: 0, ignore_eos: true, max_output_tokens: 300 };
+const STORY = { model: "demo", input: "Tell me a long story.", temperature: 0, ignore_eos: true, max_output_tokens: 1_200 };
+/** Nobody waits for its end. */
+const ENDLESS = { ...STORY, max_output_tokens: 30_000 };
 const SHORT = { model: "demo", input: "My name is Ada.", temperature: 0 };
 const NAMES = [
   "Ada", "Bela", "Carol", "Dora", "Emil", "Fred", "Grace", "Hugo", "Ida", "Jonas", "Karl", "Lena",
@@ -69,7 +71,7 @@ for (const transport of ["websocket", "sse"]) {
 
   test(`${transport}: cancel, and go on from there`, async () => {
     const client = connect({ transport });
-    const answer = client.respond(STORY);
+    const answer = client.respond(ENDLESS);
     let half = "";
     for await (const piece of answer) {
       half += piece;
@@ -78,7 +80,7 @@ for (const transport of ["websocket", "sse"]) {
     const { kind, responseId } = await answer.done;
     assert.equal(kind, "cancelled");
     const { input: _, ...same } = STORY;
-    const rest = client.respond({ ...same, previous_response_id: responseId, penstock: { continue: true } });
+    const rest = client.respond({ ...same, max_output_tokens: 100, previous_response_id: responseId, penstock: { continue: true } });
     assert.ok((half + (await read(rest))).startsWith(undisturbed.slice(0, half.length + 50)));
   });
 

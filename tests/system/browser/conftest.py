@@ -45,7 +45,9 @@ async def browser() -> AsyncIterator[Browser]:
     """The system's; tests that need one are skipped where there is none."""
     path = shutil.which("chromium") or pytest.skip("chromium is not installed")
     async with async_playwright() as playwright:
-        started = await playwright.chromium.launch(executable_path=path, args=CHROMIUM_ARGS)
+        started = await playwright.chromium.launch(
+            executable_path=path, args=CHROMIUM_ARGS, timeout=ANSWER_TIMEOUT_MS
+        )
         yield started
         await started.close()
 
@@ -55,7 +57,7 @@ async def new_page(browser: Browser) -> AsyncIterator[NewPage]:
     """Makes pages of one browser profile. No script error, policy violation or request to
     elsewhere may happen in them."""
     context = await browser.new_context(viewport={"width": 1000, "height": 640})
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(ANSWER_TIMEOUT_MS)
     wrong: list[str] = []
 
     async def make() -> Page:
@@ -78,7 +80,7 @@ async def page(new_page: NewPage) -> Page:
 @pytest_asyncio.fixture(loop_scope="module")
 async def api(demo_server: Served) -> AsyncIterator[httpx.AsyncClient]:
     """Somebody else at the same server."""
-    async with httpx.AsyncClient(base_url=f"{demo_server.base_url}/v1/", timeout=60) as client:
+    async with httpx.AsyncClient(base_url=f"{demo_server.base_url}/v1/", timeout=120) as client:
         yield client
 
 

@@ -11,33 +11,49 @@ from typing import Any
 
 from playwright.async_api import Locator, Page, expect
 
+from tests.system.processes import ENDLESS_TOKENS
+
 CHROMIUM_ARGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-ANSWER_TIMEOUT_MS = 60_000
+ANSWER_TIMEOUT_MS = 100_000
 STORY = "Tell me a long story."
+# An answer to STORY that `stories` makes of this length does not end before it is stopped.
+ENDLESS = ENDLESS_TOKENS
+_MAX_TOKENS = 700
 
 
 async def open_page(page: Page, base_url: str, **settings: Any) -> None:
-    """The page as soon as it is connected; with what a reader has set before, if anything."""
-    if settings:
-        kept = json.dumps(json.dumps({name: str(value) for name, value in settings.items()}))
-        await page.add_init_script(f"localStorage.setItem('penstock.settings', {kept})")
+    """The page as soon as it is connected; with what a reader has set before. No answer is longer
+    than any that is meant to end, lest a model that has lost its thread fills its context."""
+    settings = {"max_output_tokens": _MAX_TOKENS, **settings}
+    kept = json.dumps(json.dumps({name: str(value) for name, value in settings.items()}))
+    await page.add_init_script(
+        f"localStorage['penstock.settings'] ??= {kept};"  # not again when it is loaded anew
+    )
     await page.goto(base_url)
     await connected(page)
 
 
-async def long_answers(page: Page) -> None:
-    """From the next page load on, no answer ends of itself while a test still watches it grow."""
+async def stories(page: Page, num_tokens: int = ENDLESS) -> None:
+    """From the next page load on, an answer to STORY has exactly so many tokens."""
     await page.add_init_script(
-        """const send = WebSocket.prototype.send;
-        WebSocket.prototype.send = function (data) {
-          const message = JSON.parse(data);
-          if (message.type === "response.create") message.min_tokens = 200;
-          send.call(this, JSON.stringify(message));
-        };"""
+        """const stringify = JSON.stringify;
+        JSON.stringify = (value, ...more) => {
+          const isStory = value?.model && stringify(value.input ?? "").includes("long story");
+          const limits = { min_tokens: NUM, max_output_tokens: NUM };
+          return stringify(isStory ? { ...value, ...limits } : value, ...more);
+        };""".replace("NUM", str(num_tokens))
     )
+
+
+async def stopped(page: Page, turn: Locator) -> str:
+    """Stops an answer that would not end of itself; returns what there is of it."""
+    await page.keyboard.press("Escape")
+    text = await finished(turn)
+    await expect(turn).to_contain_text("Stopped.")
+    return text
 
 
 async def connected(page: Page) -> None:

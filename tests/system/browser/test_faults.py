@@ -8,33 +8,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import pytest_asyncio
-from playwright.async_api import Page, WebSocketRoute, expect
+from playwright.async_api import Locator, Page, WebSocketRoute, expect
 from playwright.async_api import TimeoutError as PlaywrightTimeoutError
 
 from penstock.load.toxic_proxy import ToxicProxy
 from tests.redis_server import RedisServer
 
-from ..processes import Served, serve, wait_gone
+from ..processes import Served, free_port, serve, wait_gone
 from .conftest import NewPage
-from .page_flow import STORY, ask, connected, finished, growing, long_answers, open_page, say
+from .page_flow import (
+    ENDLESS,
+    STORY,
+    ask,
+    connected,
+    finished,
+    growing,
+    open_page,
+    say,
+    stopped,
+    stories,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 _KEY = "sk-right!$"
+_NUM_TOKENS = 1_200  # of the story that is broken
+_FAST, _SLOW = 500_000, 20_000  # bytes per second; the slow one gives time to break it
 
 
 @pytest.fixture(scope="module")
 def undisturbed(demo_server: Served) -> str:
-    body = {"model": "demo", "input": STORY, "temperature": 0}
-    response = httpx.post(f"{demo_server.base_url}/v1/responses", json=body, timeout=60).json()
+    body: dict[str, Any] = {"model": "demo", "input": STORY, "temperature": 0}
+    body |= {"min_tokens": _NUM_TOKENS, "max_output_tokens": _NUM_TOKENS}
+    response = httpx.post(f"{demo_server.base_url}/v1/responses", json=body, timeout=120).json()
     return str(response["output"][0]["content"][0]["text"])
 
 
@@ -42,17 +56,30 @@ def undisturbed(demo_server: Served) -> str:
 async def proxy(demo_server: Served) -> AsyncIterator[ToxicProxy]:
     address = urlsplit(demo_server.base_url)
     async with ToxicProxy(address.hostname or "", address.port or 0) as proxy:
-        # So slow that there is time to break it; nothing of the page itself needs much.
-        proxy.downstream.rate_bytes_per_s = 200_000
         yield proxy
 
 
+async def _slow_story(page: Page, proxy: ToxicProxy) -> Locator:
+    """Its turn, on a page that has been loaded; it comes slowly until `_FAST` is set."""
+    proxy.downstream.rate_bytes_per_s = _SLOW
+    return await say(page, STORY)
+
+
 @pytest.fixture(scope="module")
-def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def small_server(
+    long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """One that asks for a key, and answers one at a time."""
     log = tmp_path_factory.mktemp("small") / "log"
-    with serve("--api-key", _KEY, "--max-num-seqs", "1", log=log) as served:
+    with serve(*long_model, "--api-key", _KEY, "--max-num-seqs", "1", log=log) as served:
         yield served
+
+
+async def _open(page: Page, proxy: ToxicProxy) -> None:
+    """The page through the proxy, which is quick until the story begins."""
+    proxy.downstream.rate_bytes_per_s = _FAST
+    await stories(page, _NUM_TOKENS)
+    await open_page(page, f"http://127.0.0.1:{proxy.port}", temperature=0)
 
 
 async def _same(page: Page, answer: str, undisturbed: str) -> None:
@@ -65,8 +92,8 @@ async def _same(page: Page, answer: str, undisturbed: str) -> None:
 async def test_the_network_breaks_in_an_answer(
     page: Page, proxy: ToxicProxy, undisturbed: str
 ) -> None:
-    await open_page(page, f"http://127.0.0.1:{proxy.port}", temperature=0)
-    story = await say(page, STORY)
+    await _open(page, proxy)
+    story = await _slow_story(page, proxy)
     for num_chars in (40, 200, 400):
         await growing(story, num_chars)
         await proxy.refuse()
@@ -77,6 +104,7 @@ async def test_the_network_breaks_in_an_answer(
         proxy.accept()
         with contextlib.suppress(PlaywrightTimeoutError):  # the page may be quicker
             await page.get_by_role("button", name="Try now").click(timeout=2_000)
+    proxy.downstream.rate_bytes_per_s = _FAST
     await _same(page, await finished(story), undisturbed)
     await expect(page.get_by_role("textbox")).to_have_value("kept while offline")
     assert await ask(page, "Hello!")
@@ -85,13 +113,14 @@ async def test_the_network_breaks_in_an_answer(
 async def test_a_line_that_is_dead_and_does_not_say_so(
     page: Page, proxy: ToxicProxy, undisturbed: str
 ) -> None:
-    await open_page(page, f"http://127.0.0.1:{proxy.port}", temperature=0)
-    story = await say(page, STORY)
+    await _open(page, proxy)
+    story = await _slow_story(page, proxy)
     await growing(story)
     proxy.downstream.is_black_hole = True
     await page.evaluate("dispatchEvent(new Event('offline'))")  # the system says so
     await expect(page.get_by_role("alert")).to_contain_text("connection to the server broke")
     proxy.downstream.is_black_hole = False
+    proxy.downstream.rate_bytes_per_s = _FAST
     proxy.reset_all()
     await page.evaluate("dispatchEvent(new Event('online'))")
     await _same(page, await finished(story), undisturbed)
@@ -102,27 +131,28 @@ async def test_without_websockets(page: Page, proxy: ToxicProxy, undisturbed: st
         await route.close()
 
     await page.route_web_socket(re.compile("/v1/responses"), block)
-    await open_page(page, f"http://127.0.0.1:{proxy.port}", temperature=0)
+    await _open(page, proxy)
     # A route accepts before it closes: the page takes it for a connection that does not last.
     await page.add_init_script("delete window.WebSocket")
     await page.reload()
     await expect(page.locator("#connection")).to_contain_text("without WebSocket")
-    story = await say(page, STORY)
+    story = await _slow_story(page, proxy)
     await growing(story, 200)
     await proxy.refuse()
     proxy.reset_all()
     await expect(page.get_by_role("alert")).to_be_visible()
+    proxy.downstream.rate_bytes_per_s = _FAST
     proxy.accept()
     await _same(page, await finished(story), undisturbed)
-    story = await say(page, STORY)
+    story = await _slow_story(page, proxy)
     await growing(story)
-    await page.keyboard.press("Escape")
-    await expect(story).to_contain_text("Stopped.")
+    await stopped(page, story)
 
 
 async def test_a_page_that_is_loaded_anew_in_an_answer(
     page: Page, demo_server: Served, undisturbed: str
 ) -> None:
+    await stories(page, _NUM_TOKENS)
     await open_page(page, demo_server.base_url, temperature=0)
     await growing(await say(page, STORY))
     await page.reload()
@@ -132,12 +162,12 @@ async def test_a_page_that_is_loaded_anew_in_an_answer(
 
 @pytest.mark.redis
 async def test_the_server_is_restarted_in_an_answer(
-    page: Page, tmp_path: Path, undisturbed: str
+    page: Page, long_model: tuple[str, ...], tmp_path: Path, undisturbed: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
+    await stories(page, _NUM_TOKENS)
     with RedisServer(tmp_path / "redis") as redis:
-        flags = ("--dtype", "float32", "--port", port, "--redis-url", redis.url)
+        flags = (*long_model, "--dtype", "float32", "--port", port, "--redis-url", redis.url)
         with serve(*flags, log=tmp_path / "first") as served:
             await open_page(page, served.base_url, temperature=0)
             story = await say(page, STORY)
@@ -147,7 +177,7 @@ async def test_the_server_is_restarted_in_an_answer(
             await expect(page.get_by_role("alert")).to_contain_text("server")
             half = await story.locator(".prose").inner_text()
             served.process.wait()
-        assert len(half) < len(undisturbed) / 2
+        assert len(half) < len(undisturbed)
         with serve(*flags, log=tmp_path / "second"):
             await connected(page)
             await _same(page, await finished(story), undisturbed)
@@ -175,15 +205,15 @@ async def test_a_key_and_a_queue(new_page: NewPage, small_server: Served) -> Non
     assert await page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
 
     # With the one place taken, the page says how long the line is.
-    body = {"model": "demo", "input": STORY, "ignore_eos": True, "max_output_tokens": 1_900}
-    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {_KEY}"}) as api:
+    body: dict[str, Any] = {"model": "demo", "input": STORY, "ignore_eos": True}
+    body |= {"max_output_tokens": ENDLESS, "store": False}  # it ends with its reader
+    async with httpx.AsyncClient(timeout=120, headers={"Authorization": f"Bearer {_KEY}"}) as api:
         url = f"{small_server.base_url}/v1/responses"
         async with api.stream("POST", url, json={**body, "stream": True}) as busy:
-            async for line in busy.aiter_lines():
-                if "output_text.delta" in line:
-                    break
+            lines = busy.aiter_lines()  # held: without it, the connection closes
+            while "output_text.delta" not in await anext(lines):
+                pass
             others = [asyncio.create_task(api.post(url, json=body)) for _ in range(4)]
-            await asyncio.sleep(0.2)
             waiting = await say(page, "Hello!")
             await expect(page.locator("#live")).to_contain_text(re.compile(r"Waiting: (\d+|next)"))
             for other in others:
@@ -194,7 +224,7 @@ async def test_a_key_and_a_queue(new_page: NewPage, small_server: Served) -> Non
 
 async def test_a_server_that_has_forgotten_everything(page: Page, small_server: Served) -> None:
     await page.add_init_script(f"sessionStorage.setItem('penstock.apiKey', '{_KEY}')")
-    await long_answers(page)
+    await stories(page)
     await open_page(page, small_server.base_url)
     story = await say(page, STORY)
     await growing(story)
@@ -203,4 +233,5 @@ async def test_a_server_that_has_forgotten_everything(page: Page, small_server: 
     await expect(story).to_contain_text("no longer has this conversation")
     await page.get_by_role("button", name="Start anew with this message").click()
     await expect(page.locator(".is-error")).to_have_count(0)
-    assert await finished(page.locator(".turn"))
+    await growing(page.locator(".turn"))
+    await stopped(page, page.locator(".turn"))

@@ -10,7 +10,7 @@ from playwright.async_api import Page, Route, expect
 
 from ..processes import Served
 from .conftest import make_conversation
-from .page_flow import STORY, finished, growing, long_answers, open_page
+from .page_flow import STORY, finished, growing, open_page, stopped, stories
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 SAID = [("user", "I am Ada."), ("assistant", "Hello!")]
@@ -41,7 +41,7 @@ async def test_a_message_waits_for_what_was_said_before(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
     conversation = await make_conversation(api, SAID)
-    await long_answers(page)
+    await stories(page)
     may_load = await held_back(page)
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
     await write(page, STORY)
@@ -50,9 +50,7 @@ async def test_a_message_waits_for_what_was_said_before(
     await growing(turn)
     # All of it is there while the answer grows, and in its order.
     assert await page.locator(".bubble").all_inner_texts() == ["I am Ada.", STORY]
-    await page.keyboard.press("Escape")
-    await finished(turn)
-    await expect(turn).to_contain_text("Stopped.")  # so it had not ended before
+    await stopped(page, turn)
 
 
 async def test_who_goes_elsewhere_meanwhile_has_the_message_back(

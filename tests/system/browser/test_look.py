@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -13,12 +13,13 @@ from playwright.async_api import Page, expect
 
 from ..processes import Served
 from .conftest import make_conversation
-from .page_flow import STORY, connected, finished, growing, long_answers, open_page, say
+from .page_flow import STORY, connected, finished, growing, open_page, say, stopped, stories
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 _MAX_PAGE_BYTES = 100_000
-_MAX_FRAME_MS = 100  # of half of all frames, on a machine that does other things, too
+_NUM_TOKENS = 300
+_MAX_FRAME_MS = 100  # of half of all frames; more where a page at rest has no short ones either
 
 # What moves, and how often, while an answer comes.
 _WATCH = """() => {
@@ -90,6 +91,7 @@ async def test_axe_finds_nothing_serious(
 
 
 async def test_nothing_moves_while_an_answer_comes(page: Page, demo_server: Served) -> None:
+    await stories(page, _NUM_TOKENS)
     await open_page(page, demo_server.base_url)
     await finished(await say(page, "Hello!"))
     await page.wait_for_timeout(600)  # what follows an input so closely does not count
@@ -100,10 +102,7 @@ async def test_nothing_moves_while_an_answer_comes(page: Page, demo_server: Serv
     seen = await page.evaluate("window.seen")
     assert seen["shifts"] == []
     await turn.get_by_role("button", name="Figures").click()
-    counts = await turn.locator(".stats").inner_text()
-    num_tokens = re.search(r"(\d+) tokens\n", counts)
-    assert num_tokens is not None
-    assert int(num_tokens.group(1)) > 200
+    await expect(turn.locator(".stats")).to_contain_text(f"{_NUM_TOKENS} tokens")
     # Once per frame, however many tokens come.
     assert seen["changes"] <= len(seen["frames"]) + 5
 
@@ -118,12 +117,13 @@ async def test_two_hundred_messages_stay_smooth(
     await expect(page.locator(".message")).to_have_count(200)
     await expect(page.locator(".message").last).to_be_in_viewport()
     await page.evaluate(_WATCH)
+    await page.wait_for_function("() => window.seen.frames.length > 30")
+    resting_ms = median(await page.evaluate("window.seen.frames.splice(0)"))
     turn = await say(page, STORY)
     await finished(turn)
     await expect(turn.locator(".prose")).to_be_in_viewport()
     seen = await page.evaluate("window.seen")
-    frames = sorted(seen["frames"])
-    assert frames[len(frames) // 2] < _MAX_FRAME_MS
+    assert median(seen["frames"]) < max(_MAX_FRAME_MS, 3 * resting_ms)
     assert seen["shifts"] == []
     await page.mouse.move(500, 300)
     await page.mouse.wheel(0, -4_000)
@@ -141,21 +141,23 @@ async def test_scrolling_follows_until_the_reader_scrolls_up(
     })()"""
     said = [("assistant", f"Paragraph {number}.") for number in range(20)]
     conversation = await make_conversation(api, said)
-    await long_answers(page)
+    await stories(page)
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
     await expect(page.locator(".message")).to_have_count(20)
     turn = await say(page, STORY)
     await growing(turn)
-    assert await page.evaluate(distance) < 40
+    # Between two frames there may be text that it has not followed yet.
+    await page.wait_for_function(f"() => {distance} < 40")
     await page.mouse.move(500, 300)
     await page.mouse.wheel(0, -300)
     latest = page.get_by_role("button", name="Latest")
     await expect(latest).to_be_visible()
-    await finished(turn)
+    await growing(turn, len(await turn.locator(".prose").inner_text()) + 40)
+    await stopped(page, turn)
     assert await page.evaluate(distance) > 250
     await latest.click()
     await expect(latest).to_be_hidden()
-    assert await page.evaluate(distance) < 2
+    await page.wait_for_function(f"() => {distance} < 2")
 
 
 async def test_a_narrow_screen(page: Page, demo_server: Served, api: httpx.AsyncClient) -> None:

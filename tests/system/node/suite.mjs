@@ -11,6 +11,7 @@ import OpenAI from "openai";
 const client = new OpenAI({ baseURL: `${process.argv[2]}/v1`, apiKey: "none" });
 const model = "demo";
 const messages = [{ role: "user", content: "What is paged attention?" }];
+const ENDLESS = { ignore_eos: true, max_output_tokens: 30_000 };
 const ENDS = ["response.completed", "response.incomplete", "response.failed"];
 
 async function all(stream) {
@@ -185,7 +186,7 @@ const cases = {
   },
 
   async "a response is cancelled"() {
-    const asked = { model, input: "Go on.", background: true, ignore_eos: true };
+    const asked = { model, input: "Go on.", background: true, ...ENDLESS };
     const begun = await client.responses.create(asked);
     assert.equal((await client.responses.cancel(begun.id)).status, "cancelled");
     assert.equal((await client.responses.retrieve(begun.id)).status, "cancelled");
@@ -232,7 +233,7 @@ const cases = {
   async "the loser of a race for the head is told once"() {
     const { id: conversation } = await client.conversations.create();
     const asked = { model, input: "Go on.", conversation };
-    const running = await client.responses.create({ ...asked, background: true, ignore_eos: true });
+    const running = await client.responses.create({ ...asked, background: true, ...ENDLESS });
     let requests = 0;
     const counting = client.withOptions({
       fetch: (...args) => {
