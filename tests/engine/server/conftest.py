@@ -1,0 +1,49 @@
+"""An engine's end of the wire, and who connects to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine import wire
+
+from .stack import INFO, PATIENCE_S, Connect, Engine, Gateway
+
+
+@pytest.fixture
+def num_silent_beats() -> int:
+    """That a gateway may let pass: here none sends any, and a slow machine takes its time."""
+    return 1000
+
+
+@pytest.fixture
+def engine(
+    tmp_path: Path, num_silent_beats: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    monkeypatch.setattr(wire, "MAX_SILENT_BEATS", num_silent_beats)
+    running = Engine(f"{tmp_path}/e.sock")
+    running.server.start()
+    running.thread.start()
+    yield running
+    running.device.set_free()
+    running.server.stop()
+    running.thread.join(timeout=PATIENCE_S)
+    assert not running.thread.is_alive()
+
+
+@pytest.fixture
+def connect(engine: Engine) -> Iterator[Connect]:
+    """Makes gateways, and closes their sockets at the end."""
+    gateways: list[Gateway] = []
+
+    def make(*, says_hello: bool = True) -> Gateway:
+        gateways.append(Gateway(engine.address))
+        if says_hello:
+            assert gateways[-1].hello() == INFO
+        return gateways[-1]
+
+    yield make
+    for gateway in gateways:
+        gateway.socket.close()

@@ -1,0 +1,177 @@
+"""The engine's end of the wire as a thread, and gateways that speak to it."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from penstock.engine.batch import Batch
+from penstock.engine.blocks import BlockManager
+from penstock.engine.codec import decode, encode
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.frames import FrameReader, framed
+from penstock.engine.messages import (
+    EngineInfo,
+    Heartbeat,
+    Hello,
+    Message,
+    Step,
+    Submit,
+)
+from penstock.engine.request import (
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.server import EngineServer
+from penstock.engine.wire import WireBrokenError
+
+from ..policy.stepped_device import SteppedDevice
+
+INFO = EngineInfo(
+    model="fake",
+    model_path="/",
+    max_model_len=2000,
+    vocab_size=50,
+    num_blocks=200,
+    block_size=16,
+    num_host_blocks=64,
+    max_num_seqs=16,
+    scheduling_policy="fcfs",
+    dtype="float32",
+    device="cpu",
+    eos_token_ids=(1, 2),
+    pid=1,
+)
+
+PATIENCE_S = 60.0  # with a busy machine
+
+Connect = Callable[..., "Gateway"]
+
+
+class Device(SteppedDevice):
+    """Its steps take a while, as a model's do; or it breaks."""
+
+    step_s = 0.001
+    fails = False
+
+    def submit(self, batch: Batch) -> Any:
+        if self.fails:
+            raise RuntimeError("the device caught fire")
+        time.sleep(self.step_s)
+        return super().submit(batch)
+
+
+class Gateway:
+    """A gateway's socket."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        try:
+            self.socket.connect(address)
+        except OSError:
+            self.socket.close()
+            raise
+        self._frames = FrameReader()
+        self._messages: deque[Message] = deque()
+
+    def send(self, message: Message) -> None:
+        self.socket.sendall(framed(encode(message)))
+
+    def receive(self, *, timeout_s: float = PATIENCE_S, beats: bool = False) -> Message:
+        """The next message that is no heartbeat. Raises EOFError where the engine has closed."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            while self._messages:
+                message = self._messages.popleft()
+                if beats or not isinstance(message, Heartbeat):
+                    return message
+            if not select.select([self.socket], [], [], max(0, deadline_s - time.monotonic()))[0]:
+                raise TimeoutError
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self._messages += map(decode, self._frames.feed(data))
+
+    def hello(self) -> EngineInfo:
+        self.send(Hello())
+        message = self.receive()
+        assert isinstance(message, EngineInfo)
+        return message
+
+    def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        self.send(
+            Submit(
+                request=Request(
+                    request_id=request_id, prompt_token_ids=prompt, sampling_params=params
+                )
+            )
+        )
+
+    def finish(self, request_id: str) -> tuple[list[int], RequestOutput, list[int]]:
+        """A request's tokens, its last output, and the numbers of the frames meanwhile."""
+        tokens: list[int] = []
+        numbers: list[int] = []
+        while True:
+            step = self.receive()
+            assert isinstance(step, Step)
+            numbers.append(step.number)
+            for output in step.outputs:
+                if output.request_id == request_id:
+                    tokens.extend(output.token_ids)
+                    if output.finish_reason is not None:
+                        return tokens, output, numbers
+
+
+def connected(address: str, *, timeout_s: float = PATIENCE_S) -> Gateway:
+    """As soon as somebody listens there."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Gateway(address)
+        except OSError:
+            assert time.monotonic() < until_s, "nobody listens"
+            time.sleep(0.01)
+
+
+class Engine:
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.blocks = BlockManager(num_blocks=200, block_size=16)
+        scheduler = Scheduler(SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=2000)
+        self.device = Device(num_blocks=200, block_size=16)
+        self.server = EngineServer(EngineCore(scheduler, self.device), INFO, address)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except (RuntimeError, WireBrokenError) as error:
+            self.error = error
+
+    def wait_for_idle_blocks(self) -> None:
+        wait_until(lambda: not self.blocks.num_used_blocks)
+
+    def wait_for_mail(self, num_messages: int = 1) -> None:
+        """Until so many have reached it that it will see after the step it holds."""
+        wait_until(lambda: self.server._wire._inbox.qsize() >= num_messages)
+
+    def wait_for_step(self, number: int) -> None:
+        """Until it holds that one."""
+        wait_until(lambda: len(self.device.begun) == number)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.001)

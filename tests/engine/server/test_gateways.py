@@ -1,0 +1,165 @@
+"""Gateways that come, fall silent, read late or speak something else, and what ends them all."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.engine import wire
+from penstock.engine.frames import framed
+from penstock.engine.messages import (
+    PROTOCOL_VERSION,
+    SILENCE_LIMIT_S,
+    Failure,
+    Heartbeat,
+    Hello,
+    Step,
+    Submit,
+)
+from penstock.engine.request import (
+    Request,
+    SamplingParams,
+)
+from penstock.engine.wire import WireBrokenError
+
+from ..policy.fake_device import expected_output
+from .stack import INFO, PATIENCE_S, Connect, Engine, connected
+
+_BARE_WIRE = f"""
+import sys, time
+from penstock.engine.messages import EngineInfo
+from penstock.engine.wire import Wire
+Wire(sys.argv[1], {INFO!r}).start()
+time.sleep(600)
+"""
+
+
+def test_a_gateway_that_disconnects_loses_its_sequences(engine: Engine, connect: Connect) -> None:
+    gateway, stays = connect(), connect()
+    engine.device.hold(but=1)
+    gateway.submit("a", (1,) * 50, 1900)
+    gateway.receive()
+    engine.wait_for_step(2)
+    stays.submit("b", (2,), 300)
+    engine.wait_for_mail()
+    gateway.socket.close()
+    engine.wait_for_mail(2)
+    engine.device.set_free()
+    assert stays.finish("b")[0] == expected_output([2], 300)
+    engine.wait_for_idle_blocks()
+    assert len(engine.device.batches) < 310
+
+
+@pytest.mark.parametrize("num_silent_beats", [wire.MAX_SILENT_BEATS])
+def test_a_silent_gateway_is_declared_dead(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.step_s = 0.1  # it would go on for minutes
+    began_s = time.monotonic()
+    gateway.submit("a", (1,) * 50, 1900)
+    gateway.receive()
+    engine.wait_for_idle_blocks()
+    assert time.monotonic() - began_s > SILENCE_LIMIT_S - 1
+
+
+def test_a_gateway_that_reads_late_loses_nothing(engine: Engine, connect: Connect) -> None:
+    """Its frames wait, longer than the kernel has room for them, and nobody else's do."""
+    gateway, other = connect(), connect()
+    engine.device.hold()
+    gateway.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    params = SamplingParams(max_tokens=300, logprobs=20)
+    request = Request(request_id="a", prompt_token_ids=(1,), sampling_params=params)
+    gateway.send(Submit(request=request))
+    [wired] = [one for one in engine.server._wire._gateways.values() if one.number == 1]
+    wired.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    other.submit("b", (2,), 100)
+    engine.device.set_free()
+    assert other.finish("b")[0] == expected_output([2], 100)
+    assert wired.pending
+    tokens, _, numbers = gateway.finish("a")
+    assert tokens == expected_output([1], 300)
+    assert numbers == list(range(1, 301))
+
+
+def test_what_speaks_something_else_is_let_go(engine: Engine, connect: Connect) -> None:
+    stranger, gateway = connect(says_hello=False), connect()
+    stranger.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises((EOFError, ConnectionResetError)):
+        stranger.receive()
+    gateway.submit("a", (1,), 5)
+    assert gateway.finish("a")[0] == expected_output([1], 5)
+
+
+def test_a_machine_that_stood_still_kills_nobody(tmp_path: Path) -> None:
+    address = f"{tmp_path}/e.sock"
+    process = subprocess.Popen([sys.executable, "-c", _BARE_WIRE, address])
+    try:
+        gateway = connected(address)
+        assert gateway.hello() == INFO
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(SILENCE_LIMIT_S + 1)
+        process.send_signal(signal.SIGCONT)
+        for _ in range(2):
+            assert isinstance(gateway.receive(beats=True), Heartbeat)
+        gateway.socket.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_heartbeats_carry_stats_even_while_a_step_is_long(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.hold()
+    gateway.submit("a", (1,), 1)
+    engine.wait_for_step(1)
+    for _ in range(2):
+        beat = gateway.receive(beats=True)
+        assert isinstance(beat, Heartbeat)
+        assert beat.stats is not None
+        assert beat.stats.num_requests_running + beat.stats.num_requests_waiting == 1
+    engine.device.set_free()
+    step = gateway.receive()
+    assert isinstance(step, Step)
+    assert step.stats is not None
+    assert step.stats.generation_tokens_total == 1
+
+
+def test_strangers_are_told_to_say_hello(connect: Connect) -> None:
+    gateway = connect(says_hello=False)
+    gateway.socket.sendall(framed(b"\xc1 junk"))
+    gateway.submit("a", (1,), 5)
+    assert gateway.receive() == Failure(message="unknown gateway: say hello first")
+    other = connect(says_hello=False)
+    other.send(Hello(protocol_version=PROTOCOL_VERSION + 1))
+    answer = other.receive()
+    assert isinstance(answer, Failure)
+    assert "upgrade both together" in answer.message
+
+
+def test_a_failing_device_tells_every_gateway(engine: Engine, connect: Connect) -> None:
+    gateway = connect()
+    engine.device.fails = True
+    gateway.submit("a", (1,), 5)
+    answer = gateway.receive()
+    assert answer == Failure(message="the engine failed: RuntimeError: the device caught fire")
+    engine.thread.join(timeout=PATIENCE_S)
+    assert isinstance(engine.error, RuntimeError)
+
+
+def test_a_broken_wire_ends_the_engine(
+    engine: Engine, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would live on, deaf."""
+
+    def fail(_: object) -> None:
+        raise MemoryError("a bug")
+
+    monkeypatch.setattr(engine.server._wire, "_read", fail)
+    connect(says_hello=False).send(Hello())
+    engine.thread.join(timeout=PATIENCE_S)
+    assert isinstance(engine.error, WireBrokenError)
