@@ -125,13 +125,21 @@ class EngineClient:
         return self.info
 
     def require_info(self) -> EngineInfo:
-        """What the engine is.
+        """What the engine is, for a request that comes in.
+
+        Raises:
+            EngineDeadError: no engine answers, or this gateway takes no more requests.
+        """
+        if self._is_draining:
+            raise EngineDeadError(_SHUTDOWN)
+        return self.info_for_running()
+
+    def info_for_running(self) -> EngineInfo:
+        """What the engine is, for a request that was let in: a drain gives it time.
 
         Raises:
             EngineDeadError: no engine answers.
         """
-        if self._is_draining:
-            raise EngineDeadError(_SHUTDOWN)
         if self.info is None:
             raise EngineDeadError("the engine is not available")
         return self.info
@@ -142,7 +150,7 @@ class EngineClient:
         Raises:
             EngineDeadError: no engine answers.
         """
-        self.require_info()
+        self.info_for_running()
         return self._streams.open(request)
 
     def abort(self, request_id: str) -> None:

@@ -227,7 +227,7 @@ class Generation:
 
     def _end_of(self, token_ids: tuple[int, ...]) -> FinishReason | None:
         """Why the output ends with these tokens, if it does: its last words may have been lost."""
-        info, params = self._engine.require_info(), self.request.sampling_params
+        info, params = self._engine.info_for_running(), self.request.sampling_params
         ends = params.stop_token_ids + (() if params.ignore_eos else info.eos_token_ids)
         if len(token_ids) >= params.min_tokens and token_ids[-1] in ends:
             return FinishReason.STOP

@@ -18,9 +18,13 @@ from typing import Any, cast
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.connection import SSLConnection
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import (
+    Sentinel,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 from redis.backoff import ExponentialWithJitterBackoff
 
 from penstock.gateway.conversations.store import StoreUnavailableError
@@ -206,20 +210,37 @@ def _connect(address: RedisAddress, options: dict[str, Any], sentinels: Sentinel
     if sentinels is not None:
         # Nothing waits for a connection here: what is in flight is bounded by admission.
         assert address.service is not None
-        client: Redis = sentinels.master_for(address.service, ssl=address.is_tls, **options)
+        managed = SentinelManagedSSLConnection if address.is_tls else SentinelManagedConnection
+        client: Redis = sentinels.master_for(
+            address.service, connection_class=_telling_of_closing(managed), **options
+        )
         return client
     if address.is_cluster:
         nodes = [ClusterNode(host, port) for host, port in address.hosts]
         options.setdefault("max_connections", _MAX_CLUSTER_CONNECTIONS)
         cluster = RedisCluster(startup_nodes=nodes, ssl=address.is_tls, **options)
         return cast("Redis", cluster)  # the same commands
-    if address.is_tls:
-        options["connection_class"] = SSLConnection
+    kind = options.get("connection_class", SSLConnection if address.is_tls else Connection)
+    options["connection_class"] = _telling_of_closing(kind)
     if address.hosts:
         options["host"], options["port"] = address.hosts[0]
     options.setdefault("max_connections", _MAX_CONNECTIONS)
     pool: ConnectionPool = BlockingConnectionPool(timeout=_POOL_WAIT_S, **options)
     return Redis.from_pool(pool)
+
+
+def _telling_of_closing(base: type[AbstractConnection]) -> type[AbstractConnection]:
+    """`base`, for uvloop: there, writing to a connection that has just closed is a RuntimeError,
+    and redis-py takes that for a bug, not for an absence. (A cluster's client takes no such class.)
+    """
+
+    async def send(self: AbstractConnection, *args: Any, **options: Any) -> None:
+        try:
+            await base.send_packed_command(self, *args, **options)
+        except RuntimeError as error:
+            raise exceptions.ConnectionError(str(error)) from error
+
+    return type(base.__name__, (base,), {"send_packed_command": send})
 
 
 def _text(value: object) -> str:

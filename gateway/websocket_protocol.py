@@ -11,7 +11,7 @@ connection, often before the client has read why.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from starlette.types import Scope
 from starlette.websockets import WebSocketDisconnect
@@ -22,6 +22,9 @@ from websockets.server import ServerProtocol
 
 from penstock.gateway.direct import offer_direct
 from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 _FAREWELL_S = 5.0  # for the close code to be read
 
@@ -58,6 +61,11 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
     def start_keepalive(self) -> None:
         del self.request, self.response  # the handshake is over, and an idle socket is to be small
         super().start_keepalive()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # by an answer; uvicorn would log it as an error
 
     def data_received(self, data: bytes) -> None:
         if not self._has_failed:

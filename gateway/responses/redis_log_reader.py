@@ -98,6 +98,9 @@ class StreamFollower:
                     for key in list(self._followed):
                         self._fail(key, store_unavailable())
                 await asyncio.sleep(_RETRY_S)
+            except Exception:  # a bug of ours; those who read must not wait for ever
+                _LOG.exception("following streams failed")
+                await asyncio.sleep(_RETRY_S)
             else:
                 last_answer_s = time.monotonic()
                 for key, entries in found:

@@ -162,7 +162,9 @@ class RedisLogStore:
                 await ask(self._redis, "DEL", _key(response_id))
 
     async def hand_over(self) -> None:
+        self._ownership.is_leaving = True
         await self._writer.flushed()
+        self._writer.let_go()
         with contextlib.suppress(RedisError, OSError):
             async with asyncio.timeout(_HAND_OVER_S):
                 await self._ownership.leave()
@@ -237,6 +239,8 @@ class RedisLogStore:
             return
         log = stored.log
         is_cancelled = await ask(self._redis, "EXISTS", cancel_key(claim.response_id))
+        if self._ownership.is_leaving:
+            return  # to whoever comes next: the fence is this gateway's, and so is the note
         assert self._carry_on is not None
         self._live[claim.response_id] = log
         num_stored = len(log.entries)

@@ -138,6 +138,12 @@ class LogWriter:
         if owned.log.is_ended:
             self._on_done(owned.response_id)
 
+    def let_go(self) -> None:
+        """Leave what is owned to other gateways, as Redis has it: from now on nothing is added,
+        least of all an end because this gateway goes down."""
+        for owned in list(self.owned.values()):
+            self._part_with(owned)
+
     async def settle(self) -> None:
         """Look after what an absence of Redis left behind: logs whose state is not known, such as
         are broken, farewells. Repeated until it is done.
@@ -311,6 +317,9 @@ class LogWriter:
     def _lose(self, owned: OwnedLog) -> None:
         """Another gateway has fenced it."""
         _LOG.warning("another gateway has taken %s over", owned.response_id)
+        self._part_with(owned)
+
+    def _part_with(self, owned: OwnedLog) -> None:
         self.owned.pop(owned.response_id, None)
         self._on_done(owned.response_id)
         owned.log.fail(ResponseMovedError(owned.response_id))

@@ -143,6 +143,9 @@ class Ownership:
             RedisError: Redis does not answer.
         """
         self.is_leaving = True
+        if self._adopting is not None:  # it may add to what this gateway leaves
+            self._adopting.cancel()
+            await asyncio.wait({self._adopting})
         others = await self._others()
         commands: list[Command] = [("DEL", f"penstock:lease:{self.gateway_id}")]
         if not await ask(self._redis, "EXISTS", _owned_key(self.gateway_id)):
@@ -156,6 +159,9 @@ class Ownership:
     async def _turn(self) -> None:
         try:
             async with asyncio.timeout(self._lease_s / 2):
+                if self.is_leaving:  # without a lease
+                    await self._on_beat(False)
+                    return
                 await self._beat()
             now_s = time.monotonic()
             if self._was_away or now_s - self._last_beat_s > self._lease_s * 2 / 3:

@@ -15,7 +15,7 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import Request, TokenLogprobs
 from penstock.gateway.branch import Delta
 from penstock.gateway.delta_source import Usage
-from penstock.gateway.errors import GenerationFailedError
+from penstock.gateway.errors import GenerationFailedError, RequestRefusedError
 from penstock.gateway.responses.log import FindAgain, LogNotice, ResponseLog
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry
 
@@ -69,10 +69,15 @@ class LoggedGeneration:
         Raises:
             InvalidRequestError: the engine refused the request.
             GenerationFailedError: it failed otherwise.
-            RequestRefusedError: the log cannot be followed to its end from here.
+            RequestRefusedError: 503: the log cannot be followed to its end from here.
         """
         while not self._due:
-            entries = await self._reader.next()
+            try:
+                entries = await self._reader.next()
+            except RequestRefusedError as error:
+                if error.code != "response_expired":
+                    raise
+                raise _lost() from error
             if entries is None:
                 return None
             self._due += [entry for entry in entries if not isinstance(entry, LogNotice)]
@@ -88,6 +93,15 @@ class LoggedGeneration:
             kind = InvalidRequestError if code == "invalid_prompt" else GenerationFailedError
             raise kind(message)
         return Delta(index=0, text="", finish_reason=entry.reason)
+
+
+def _lost() -> RequestRefusedError:
+    """Its storage lost a log that was being read: asked for again, the answer begins anew."""
+    return RequestRefusedError(
+        "what was stored of this answer is lost; ask again",
+        code="session_store_unavailable",
+        status=503,
+    )
 
 
 def packed(entries: Iterable[TokenLogprobs]) -> tuple[dict[str, Any], ...]:

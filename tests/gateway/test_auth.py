@@ -56,6 +56,15 @@ async def test_foreign_pages_are_refused(served: Served, origin: str) -> None:
     assert caught.value.response.status_code == 403
 
 
+async def test_a_refused_handshake_is_no_error_of_the_server(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as served:
+        with pytest.raises(websockets.InvalidStatus):
+            await served.connect(origin="https://evil.example")
+    assert "handshake" not in caplog.text
+
+
 async def test_own_page_is_let_in(served: Served) -> None:
     origin = f"http://127.0.0.1:{served.port}"
     response = await served.http.post("/v1/completions", json=ASK, headers={"Origin": origin})

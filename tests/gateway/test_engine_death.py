@@ -251,6 +251,19 @@ async def test_a_drain_ends_those_who_wait(connect: Connect) -> None:
             await task
 
 
+async def test_what_was_let_in_before_a_drain_still_enters_the_engine(connect: Connect) -> None:
+    async with connect(step_s=0.002) as link:
+        first = asyncio.create_task(link.outputs())
+        await until(lambda: len(link.engine.submitted) == 1)
+        draining = asyncio.create_task(link.client.drain(PATIENCE_S))
+        await until(lambda: not link.client.is_alive)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            link.client.require_info()
+        assert (await link.outputs("taken over"))[0].text == ANSWER
+        await first
+        await draining
+
+
 async def test_a_request_that_kills_engines_is_found_among_many(connect: Connect) -> None:
     async with connect(step_s=0.005) as link:
         link.engine.poison = lambda request: request.request_id.startswith("poison")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from redis import exceptions
 
 from penstock.engine.errors import ConfigError
@@ -155,6 +156,20 @@ async def test_sentinels_name_the_master(tmp_path: Path) -> None:
 
 
 @pytest.mark.redis
+def test_a_connection_that_uvloop_closed_is_an_absence(shared_server: RedisServer) -> None:
+    async def write_behind_its_end() -> None:
+        async with linked(shared_server.url) as link:
+            connection = await link.client.connection_pool.get_connection()
+            connection._writer.transport.abort()
+            with pytest.raises(exceptions.ConnectionError, match="closed"):
+                await connection.send_command("PING", check_health=False)
+            await link.client.connection_pool.release(connection)
+            assert await link.is_up()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(write_behind_its_end())
+
+
 async def test_a_mistake_of_ours_is_no_outage(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         async with linked(server.url) as link:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.responses.log import LogNotice, ResponseLog
+from penstock.gateway.responses.log_store import response_expired
 from penstock.gateway.responses.record import Entry
+from penstock.gateway.responses.replay import LoggedGeneration
 
 from .records import add_delta, add_end, header
 
@@ -52,3 +57,19 @@ async def test_notices_keep_their_places_in_a_long_log() -> None:
         while (batch := await reader.next()) is not None:
             found += batch
     assert found == expected
+
+
+async def test_an_answer_whose_log_is_lost_is_to_be_asked_for_again() -> None:
+    """A 404 would say that there was nothing to ask, and no client tries again after one."""
+    log = ResponseLog(header())
+    add_delta(log)
+
+    async def find_again() -> ResponseLog:
+        return log
+
+    with LoggedGeneration(log, find_again=find_again) as generation:
+        assert await generation.next() is not None
+        log.fail(response_expired(log.header.response_id))
+        with pytest.raises(RequestRefusedError) as caught:
+            await generation.next()
+    assert (caught.value.status, caught.value.code) == (503, "session_store_unavailable")

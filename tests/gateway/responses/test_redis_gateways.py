@@ -206,12 +206,29 @@ async def test_handing_over_is_quick(
     leaving, other = [await gateways.make(redis_server.url, slow) for _ in range(2)]
     logs = [await begin(leaving, 2) for _ in range(5)]
     await leaving.store.hand_over()
+    assert len(leaving.lost) == len(logs)
     await until(lambda: len(other.carried_on) == len(logs))
     with pytest.raises(StoreUnavailableError):
         await leaving.store.create(header())
-    for log in logs:
-        add_delta(log)
-    await until(lambda: len(leaving.lost) == len(logs))
+
+
+async def test_who_hands_over_says_no_last_word(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    """Its runs fail when it goes down; the responses do not, however late another one looks."""
+    leaving = await gateways.make(redis_server.url)
+    log = await begin(leaving, 2)
+    await leaving.store.hand_over()
+    add_end(log)
+    await leaving.store._writer.flushed()
+    await leaving.store._ownership._turn()
+    other = await gateways.make(redis_server.url)
+    await until(lambda: other.carried_on)
+    (carried_on,) = other.carried_on.values()
+    assert not carried_on.is_ended
+    assert len(carried_on.entries) == 2
+    with redis_server.client() as client:
+        assert not client.exists(f"penstock:lease:{leaving.store.gateway_id}")
 
 
 async def test_an_ended_response_leaves_nothing_to_take_over(
