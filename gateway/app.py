@@ -120,7 +120,7 @@ def create_app(config: GatewayConfig) -> Starlette:
                     WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
                     *TicketDesk(gate.tickets).routes(),
                     *conversation_routes(
-                        stores.conversations, max_body_bytes=config.max_body_bytes
+                        stores.conversations, responder, max_body_bytes=config.max_body_bytes
                     ),
                 ]
             ),

@@ -8,14 +8,14 @@
              penstock.recovered · penstock.prefix_dropped · penstock.pong · error
 
 `PROTOCOL.md` has them in full. Responses of one lane (`stream_id`) come in order, those of other
-lanes side by side. One task always receives, so a cancel is read while tokens are sent. Nothing is
-queued for a slow reader: each lane waits for the socket, and reads on from its place in the log.
+lanes side by side, so many at a time. One task always receives, so a cancel is read while tokens
+are sent. Nothing is queued for a slow reader: each lane waits for the socket, and reads on from its
+place in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -26,18 +26,27 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from penstock.gateway.auth import KEY_SUBPROTOCOL
 from penstock.gateway.callers import caller_of
+from penstock.gateway.conversations.records import StoredTurn
 from penstock.gateway.direct import direct_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.responses.events import Event
 from penstock.gateway.responses.follower import Follower
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.responder import Responder
+from penstock.gateway.responses.unstored import LaneMemory
 from penstock.gateway.schemas import SocketRequest, parse_json, parse_request
+from penstock.gateway.socket_messages import (
+    limit_reached,
+    on_lane,
+    response_id_of,
+    starting_after_of,
+    stream_id_of,
+)
 
 MAX_IN_FLIGHT = 16
-MAX_LANES = 32
+MAX_OPEN = 64  # in flight, and waiting to be
+MAX_LANES = 32  # with a name
 MAX_AGE_S = 3600.0
-_LANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _Message = Mapping[str, Any]
 
 
@@ -73,7 +82,7 @@ def accepted_subprotocol(offered: list[str]) -> str | None:
 class Connection:
     """One client's socket and what runs on it."""
 
-    __slots__ = ("_lanes", "_responder", "_websocket", "caller", "direct")
+    __slots__ = ("_lanes", "_responder", "_unstored", "_websocket", "caller", "direct", "in_flight")
 
     def __init__(self, websocket: WebSocket, responder: Responder) -> None:
         self.caller = caller_of(websocket.scope)
@@ -83,6 +92,8 @@ class Connection:
         self.direct = direct
         self._responder = responder
         self._lanes: dict[str | None, Lane] = {}
+        self._unstored: dict[str | None, StoredTurn] = {}  # by lane
+        self.in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def run(self) -> None:
         """Take messages until the client leaves."""
@@ -123,7 +134,7 @@ class Connection:
         stream_id = None
         try:
             message = parse_json(data)
-            stream_id = _stream_id(message)
+            stream_id = stream_id_of(message)
             kind = message.get("type")
             handler = _HANDLERS.get(kind) if isinstance(kind, str) else None
             if handler is None:
@@ -145,12 +156,13 @@ class Connection:
 
     async def _begin(self, lane: Lane, body: _Message) -> Follower:
         request = parse_request(SocketRequest, body)
-        run = await self._responder.create(request, self.caller)
+        memory = LaneMemory(self._unstored, lane.stream_id)
+        run = await self._responder.create(request, self.caller, memory=memory)
         lane.log = run.log
         return self._follower(run.log, notices=request.penstock.events)
 
     async def _resume(self, message: _Message, stream_id: str | None) -> None:
-        response_id, after = _response_id(message, "penstock.resume"), _starting_after(message)
+        response_id, after = response_id_of(message, "penstock.resume"), starting_after_of(message)
         lane = self._lane(stream_id)
         lane.add(lambda: self._follow(lane, response_id, after=after))
 
@@ -160,9 +172,9 @@ class Connection:
             lane.log = await self._responder.resume(self.caller, response_id)
         except RequestRefusedError as error:
             said = {"recovered": False, "error": failure_of(error).body()["error"]}
-            await self.send(_on_lane({**event, **said}, lane.stream_id))
+            await self.send(on_lane({**event, **said}, lane.stream_id))
             return None
-        await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
+        await self.send(on_lane({**event, "recovered": True}, lane.stream_id))
         return self._follower(lane.log, after=after)
 
     def _follower(
@@ -177,11 +189,11 @@ class Connection:
         Raises:
             RequestRefusedError: the connection has enough of them.
         """
-        if sum(lane.num_open for lane in self._lanes.values()) >= MAX_IN_FLIGHT:
-            raise _limit(f"at most {MAX_IN_FLIGHT} responses may be in flight on a connection")
+        if sum(lane.num_open for lane in self._lanes.values()) >= MAX_OPEN:
+            raise limit_reached(f"at most {MAX_OPEN} responses may run or wait on a connection")
         if stream_id not in self._lanes:
-            if len(self._lanes) >= MAX_LANES:
-                raise _limit(f"a connection may use at most {MAX_LANES} stream ids")
+            if stream_id is not None and len(self._lanes.keys() - {None}) >= MAX_LANES:
+                raise limit_reached(f"a connection may use at most {MAX_LANES} stream ids")
             self._lanes[stream_id] = Lane(self, stream_id=stream_id)
         return self._lanes[stream_id]
 
@@ -191,7 +203,7 @@ class Connection:
             if lane is None:
                 return  # a cancel may cross the end of its response: then nothing is left to do
         else:
-            response_id = _response_id(message, "penstock.cancel")
+            response_id = response_id_of(message, "penstock.cancel")
             lane = next((lane for lane in self._lanes.values() if lane.reads(response_id)), None)
             if lane is None:
                 await self._responder.cancel(self.caller, response_id)
@@ -202,13 +214,13 @@ class Connection:
             await self._responder.cancel(self.caller, lane.log.header.response_id)
 
     async def _drop_prefix(self, message: _Message, stream_id: str | None) -> None:
-        response_id = _response_id(message, "penstock.drop_prefix")
+        response_id = response_id_of(message, "penstock.drop_prefix")
         await self._responder.drop_prefix(self.caller, response_id)
         event = {"type": "penstock.prefix_dropped", "response_id": response_id}
-        await self.send(_on_lane(event, stream_id))
+        await self.send(on_lane(event, stream_id))
 
     async def _ping(self, _: _Message, stream_id: str | None) -> None:
-        await self.send(_on_lane({"type": "penstock.pong"}, stream_id))
+        await self.send(on_lane({"type": "penstock.pong"}, stream_id))
 
     async def _steer(self, message: _Message, stream_id: str | None) -> None:
         event = {
@@ -224,7 +236,7 @@ class Connection:
                 "previous_response_id": message.get("previous_response_id"),
             },
         }
-        await self.send(_on_lane(event, stream_id))
+        await self.send(on_lane(event, stream_id))
 
 
 _Handler = Callable[[Connection, _Message, str | None], Awaitable[None]]
@@ -279,9 +291,10 @@ class Lane:
 
     async def _run(self) -> None:
         while self._waiting:
-            self._is_running = True
             try:
-                await self._pass_on(self._waiting.popleft())
+                async with self._connection.in_flight:
+                    self._is_running = True
+                    await self._pass_on(self._waiting.popleft())
             except WebSocketDisconnect:
                 return
             except Exception as error:
@@ -303,46 +316,3 @@ class Lane:
         if self._suffix is None:
             return [event.json for event in events]
         return [event.json[:-1] + self._suffix for event in events]
-
-
-def _response_id(message: _Message, kind: str) -> str:
-    response_id = message.get("response_id")
-    if not isinstance(response_id, str):
-        raise RequestRefusedError(
-            f"{kind} needs a response_id",
-            code="missing_required_parameter",
-            param="response_id",
-        )
-    return response_id
-
-
-def _starting_after(message: _Message) -> int:
-    after = message.get("starting_after", -1)
-    if not isinstance(after, int) or isinstance(after, bool):
-        raise RequestRefusedError(
-            "starting_after must be a sequence number", code="invalid_type", param="starting_after"
-        )
-    return max(-1, after)
-
-
-def _stream_id(message: _Message) -> str | None:
-    stream_id = message.get("stream_id")
-    if stream_id is not None and not (
-        isinstance(stream_id, str) and _LANE_NAME.fullmatch(stream_id)
-    ):
-        raise RequestRefusedError(
-            "stream_id must be 1 to 256 letters, digits, '_', '.' or '-'",
-            code="invalid_value",
-            param="stream_id",
-        )
-    return stream_id
-
-
-def _on_lane(event: dict[str, Any], stream_id: str | None) -> dict[str, Any]:
-    return event if stream_id is None else {**event, "stream_id": stream_id}
-
-
-def _limit(message: str) -> RequestRefusedError:
-    return RequestRefusedError(
-        message, code="websocket_stream_limit_reached", param="stream_id", status=429
-    )

@@ -11,16 +11,19 @@ Not known here: I/O.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConnectionLostError, PenstockError, ProtocolError, refused
-from .server import Server, error_of
+from .server import Server, error_of, json_text
 from .sources import Event, leaves_a_turn, parse_event
 from .steps import Close, Locked, Send, Steps, read_text
 from .track import Track
+
+# The server's limits (`PROTOCOL.md`).
+MAX_LANES = 32
+MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Link:
@@ -45,18 +48,20 @@ class Link:
 
     def lane(self, body: Mapping[str, Any] | None, track: Track) -> LaneSource:
         """A lane for a response; see `LaneSource`."""
-        name = next(name for n in itertools.count() if (name := f"r{n}") not in self._lanes)
-        self._lanes[name] = LaneSource(self, name, body, track)
-        return self._lanes[name]
+        return LaneSource(self, body, track)
 
     def free(self, lane: LaneSource) -> None:
         """Its name may be used again: the server is done with it."""
         if self._lanes.get(lane.name) is lane:
             del self._lanes[lane.name]
 
-    def join(self, lane: LaneSource) -> Steps[None]:
+    def join(self, lane: LaneSource) -> Steps[bool]:
         """Under the lock: have the lane's response asked for, or resumed, on a connection that
-        is up."""
+        is up.
+
+        Returns:
+            Whether it is; else all lanes are taken, and one message more has come of them.
+        """
         if self.is_closed:
             raise ConnectionLostError("the socket was closed")
         if self._socket is None:
@@ -66,33 +71,40 @@ class Link:
                 if other is not lane and other.is_under_way:
                     yield from self._begin(other)
         if lane.generation != self.generation:
+            if len(self._lanes) >= MAX_LANES and self._lanes.get(lane.name) is not lane:
+                yield from self._receive()
+                return False
             yield from self._begin(lane)
+        return True
 
     def pump(self, lane: LaneSource) -> Steps[None]:
         """Under the lock: receive one message, unless another reader has brought the lane's or
         lost the connection meanwhile."""
         if lane.has_some or self._socket is None or lane.generation != self.generation:
             return
-        try:
-            text = yield from read_text(self._socket)
-        except ConnectionLostError:
-            yield from self._drop()
-            raise
-        self._file(parse_event(text))
+        yield from self._receive()
 
-    def send(self, message: Mapping[str, Any]) -> Steps[None]:
+    def send(self, text: str) -> Steps[None]:
         if self._socket is None:
             raise ConnectionLostError("the socket is not connected")
-        yield Send(self._socket, json.dumps(message))
+        yield Send(self._socket, text)
 
     def close(self) -> Steps[None]:
         self.is_closed = True
         yield from self._drop()
 
     def _begin(self, lane: LaneSource) -> Steps[None]:
+        if self._lanes.get(lane.name) is not lane:
+            names = (f"r{number}" for number in itertools.count())
+            lane.name = next(name for name in names if name not in self._lanes)
+        text = json_text(lane.opening())
+        if len(text.encode()) > MAX_MESSAGE_BYTES:  # it would cost all others their connection
+            message = f"the message is larger than {MAX_MESSAGE_BYTES} bytes"
+            raise refused(413, {"message": message, "code": "request_too_large"})
+        self._lanes[lane.name] = lane
         lane.generation = self.generation
         try:
-            yield from self.send(lane.opening())
+            yield from self.send(text)
         except ConnectionLostError:
             yield from self._drop()
             raise
@@ -100,10 +112,18 @@ class Link:
     def _drop(self) -> Steps[None]:
         socket, self._socket = self._socket, None
         for lane in list(self._lanes.values()):
-            if lane.is_abandoned:
+            if not lane.is_under_way:
                 self.free(lane)
         if socket is not None:
             yield Close(socket)
+
+    def _receive(self) -> Steps[None]:
+        try:
+            text = yield from read_text(self._socket)
+        except ConnectionLostError:
+            yield from self._drop()
+            raise
+        self._file(parse_event(text))
 
     def _file(self, event: Event) -> None:
         self.num_received += "sequence_number" in event
@@ -120,14 +140,14 @@ class LaneSource:
         body: of the question; None: the response is there already, and `track` says which.
     """
 
-    def __init__(self, link: Link, name: str, body: Mapping[str, Any] | None, track: Track) -> None:
+    def __init__(self, link: Link, body: Mapping[str, Any] | None, track: Track) -> None:
         self.track = track
         self.is_repeatable = body is None or not leaves_a_turn(body)
         self.is_kept = body is None or body.get("store", True)
         self.generation = 0  # of the connection on which it was begun; 0: none
         self.is_abandoned = False
         self._link = link
-        self.name = name
+        self.name = ""  # none yet
         self._body = body
         self._ready: deque[Event | PenstockError] = deque()
 
@@ -167,9 +187,12 @@ class LaneSource:
     def take(self, event: Event) -> None:
         """An event of this lane has come."""
         if event["type"] == "error":
+            if self.track.response_id is None:
+                self._link.free(self)
             self._refuse(error_of(event))
         elif event["type"] == "penstock.recovered":
             if not event["recovered"]:
+                self._link.free(self)
                 self._refuse(refused(404, event.get("error")))
         else:
             self._take_own(event)
@@ -186,7 +209,8 @@ class LaneSource:
             self._link.free(self)
 
     def open(self) -> Steps[None]:
-        yield Locked(self._link.lock, self._link.join(self))
+        while not (yield Locked(self._link.lock, self._link.join(self))):
+            pass
 
     def next(self) -> Steps[Event]:
         while not self._ready:
@@ -215,7 +239,7 @@ class LaneSource:
         for is_last in (False, True):
             try:
                 yield from self.open()
-                yield from self._link.send(message)
+                yield from self._link.send(json_text(message))
             except ConnectionLostError:
                 if is_last:
                     raise

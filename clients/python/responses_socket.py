@@ -23,7 +23,8 @@ from .track import Track
 class ResponsesSocket(Resource[R], Generic[R]):
     """A WebSocket that connects when it is needed, and again when it was lost.
 
-    The server takes at most 16 responses in flight on one; the next is refused (`RateLimitError`).
+    The server runs at most 16 responses of one at a time, and 16 more wait there. Further ones wait
+    here: `create` returns when one of those has ended.
     Its streams may be read by different threads or tasks.
     """
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 from .errors import PenstockError, ProtocolError, RefusedError, UnreachableError, refused
 from .retries import RetryPolicy
@@ -31,8 +31,10 @@ class Server:
         """Accepts the address with or without `/v1`, and without `http://`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or the key cannot stand in a header.
         """
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("api_key may hold letters, digits and signs of ASCII only")
         url = base_url if "://" in base_url else f"http://{base_url}"
         try:
             parts = urlsplit(url)
@@ -60,16 +62,22 @@ class Server:
         query: Mapping[str, str | int | None] | None = None,
         is_repeatable: bool = True,
     ) -> Request:
-        """A request to a path below `/v1`; what is None in the query is left out."""
+        """A request to a path below `/v1`; what is None in the query is left out.
+
+        Raises:
+            ValueError: an id in the path is empty or `..`, or the body is no JSON.
+        """
+        if not {"", ".", ".."}.isdisjoint(path.split("/")[1:]):
+            raise ValueError(f"an id is missing in {path!r}")
         given = {name: value for name, value in (query or {}).items() if value is not None}
         headers = self._headers()
         if body is not None:
             headers["Content-Type"] = "application/json"
         return Request(
             method=method,
-            url=f"{self.base_url}/v1{path}{'?' + urlencode(given) if given else ''}",
+            url=f"{self.base_url}/v1{quote(path)}{'?' + urlencode(given) if given else ''}",
             headers=headers,
-            body=None if body is None else json.dumps(body).encode(),
+            body=None if body is None else json_text(body).encode(),
             is_repeatable=is_repeatable,
         )
 
@@ -125,6 +133,17 @@ class Server:
 
     def _unreachable(self, error: UnreachableError) -> UnreachableError:
         return UnreachableError(f"cannot reach {self.base_url}: {error}")
+
+
+def json_text(message: Mapping[str, Any]) -> str:
+    """A message as it is sent.
+
+    Raises:
+        ValueError: it holds NaN, infinity or half a surrogate pair, which JSON does not have.
+    """
+    text = json.dumps(message, allow_nan=False, ensure_ascii=False)
+    text.encode()
+    return text
 
 
 def error_in(body: bytes) -> object:

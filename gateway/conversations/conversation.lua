@@ -76,6 +76,18 @@ local function drop_chunks(body)
   end)
 end
 
+-- Whether nothing is missing from the turn to the root.
+local function is_whole(turn)
+  while turn ~= '' do
+    local link = link_of(turn)
+    if not link then
+      return false
+    end
+    turn = link.parent
+  end
+  return true
+end
+
 -- The turn that holds the head.
 local function holder()
   local turn = field('running')
@@ -144,7 +156,7 @@ function operations.finish_turn(turn, status, ...)
     put_body(turn, ...)
     if field('running') == turn then
       set('running', '')
-      if status ~= 'failed' then
+      if status ~= 'failed' and is_whole(turn) then
         set('head', turn)
       end
     end
@@ -217,7 +229,7 @@ function operations.tree()
 end
 
 function operations.set_head(turn, expected)
-  if turn ~= '' and not link_of(turn) then
+  if not is_whole(turn) then
     return {'no turn'}
   end
   if holder() ~= '' or field('head') ~= expected then
@@ -241,8 +253,8 @@ function operations.delete_turn(turn)
   if field('running') == turn then
     set('running', '')
   end
-  if field('head') == turn then
-    set('head', (link.parent ~= '' and link_of(link.parent)) and link.parent or '')
+  if not is_whole(field('head')) then
+    set('head', is_whole(link.parent) and link.parent or '')
   end
   if field('is_listed') == '0' and redis.call('EXISTS', LINKS) == 0 then
     redis.call('DEL', FIELDS)

@@ -55,6 +55,15 @@ class _Tree:
         node = self.nodes.get(turn_id) if turn_id is not None else None
         return node is not None and node.place.status == "in_progress" and node.lease_s > now_s
 
+    def is_whole(self, turn_id: str | None) -> bool:
+        """Whether nothing is missing from the turn to the root."""
+        while turn_id is not None:
+            node = self.nodes.get(turn_id)
+            if node is None:
+                return False
+            turn_id = node.place.parent_id
+        return True
+
 
 class MemoryConversationStore:
     """A `ConversationStore`.
@@ -107,7 +116,7 @@ class MemoryConversationStore:
         if after is not None:
             ids = [conversation.conversation_id for conversation in listed]
             if after not in ids:
-                raise no_conversation(after)
+                raise no_conversation(after, param="after")
             start = ids.index(after) + 1
         return listed[start : start + limit], len(listed) > start + limit
 
@@ -148,7 +157,7 @@ class MemoryConversationStore:
         if tree is None or node is None or node.place.status != "in_progress":
             return
         if tree.conversation.running == turn.turn_id:
-            moves = turn.status != "failed"
+            moves = turn.status != "failed" and tree.is_whole(turn.turn_id)
             head = turn.turn_id if moves else tree.conversation.head
             tree.conversation = replace(tree.conversation, head=head, running=None)
         self._use(turn.tenant, turn.conversation_id)
@@ -198,7 +207,7 @@ class MemoryConversationStore:
         self, tenant: str, conversation_id: str, turn_id: str | None, *, expected: str | None
     ) -> None:
         tree = self._use(tenant, conversation_id)
-        if turn_id is not None and turn_id not in tree.nodes:
+        if turn_id is not None and not tree.is_whole(turn_id):
             raise no_turn(turn_id)
         if self._is_held(tree) or tree.conversation.head != expected:
             raise head_locked(conversation_id)
@@ -209,13 +218,13 @@ class MemoryConversationStore:
         conversation = tree.conversation
         if conversation.running == turn_id:
             conversation = replace(conversation, running=None)
-        if conversation.head == turn_id:
+        self._remove(tree, node)
+        if not tree.is_whole(conversation.head):
             parent_id = node.place.parent_id
             conversation = replace(
-                conversation, head=parent_id if parent_id in tree.nodes else None
+                conversation, head=parent_id if tree.is_whole(parent_id) else None
             )
         tree.conversation = conversation
-        self._remove(tree, node)
         if not tree.nodes and not conversation.is_listed:
             self._drop(conversation.conversation_id)
 

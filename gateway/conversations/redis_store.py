@@ -83,7 +83,7 @@ class RedisConversationStore:
             reply = await self._run_listing("page", tenant, *wanted)
             if reply[0] != b"ok":
                 assert after is not None
-                raise no_conversation(after)
+                raise no_conversation(after, param="after")
             ids = [id_.decode() for id_ in reply[1:]]
             found = await self._peek(tenant, ids)
             page += found

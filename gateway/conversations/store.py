@@ -88,7 +88,8 @@ class ConversationStore(Protocol):
     async def finish_turn(self, turn: StoredTurn) -> None:
         """Replace a turn by what became of it, and let go of the head if it held it.
 
-        `completed`, `incomplete` and `cancelled` move the head it held to it; `failed` does not.
+        `completed`, `incomplete` and `cancelled` move the head it held to it; `failed` does not,
+        nor does a turn that continues one that is forgotten.
         A turn that was deleted meanwhile stays deleted. Repeating it changes nothing.
         """
         ...
@@ -130,16 +131,17 @@ class ConversationStore(Protocol):
         ...
 
     async def delete_turn(self, tenant: str, turn_id: str) -> None:
-        """Forget one turn: what continues it cannot be continued any more. If it was the head, the
-        head goes back to its parent, or to nothing if that was forgotten too. A tree that is not
-        listed goes with its last turn. Raises: NotFoundError."""
+        """Forget one turn: what continues it cannot be continued any more, nor be the head. If it
+        led to the head, that goes back to its parent, or to nothing if one before that is forgotten
+        too. A tree that is not listed goes with its last turn. Raises: NotFoundError."""
         ...
 
 
-def no_conversation(conversation_id: str) -> NotFoundError:
+def no_conversation(conversation_id: str, *, param: str = "conversation") -> NotFoundError:
     return NotFoundError(
         f"no conversation {conversation_id!r} is stored here",
         code="conversation_not_found",
+        param=param,
         status=404,
     )
 

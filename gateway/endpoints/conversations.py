@@ -22,6 +22,7 @@ from penstock.gateway.conversations.store import ConversationStore
 from penstock.gateway.endpoints.http import json_response, read_json
 from penstock.gateway.endpoints.item_pages import item_page, list_object, read_query
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.responses.responder import Responder
 from penstock.gateway.schemas import parse_fields
 from penstock.gateway.schemas.items import item_objects, without_logprobs
 from penstock.gateway.schemas.listing import (
@@ -35,9 +36,11 @@ from penstock.gateway.schemas.listing import (
 )
 
 
-def conversation_routes(store: ConversationStore, *, max_body_bytes: int) -> list[BaseRoute]:
+def conversation_routes(
+    store: ConversationStore, responder: Responder, *, max_body_bytes: int
+) -> list[BaseRoute]:
     """The routes below `/v1`."""
-    conversations = Conversations(store, max_body_bytes=max_body_bytes)
+    conversations = Conversations(store, responder, max_body_bytes=max_body_bytes)
     items = ConversationItems(store, max_body_bytes=max_body_bytes)
     one, item = "/conversations/{conversation_id}", "/conversations/{conversation_id}/items"
     return [
@@ -86,6 +89,12 @@ class _Endpoints:
 class Conversations(_Endpoints):
     """Conversations themselves."""
 
+    def __init__(
+        self, store: ConversationStore, responder: Responder, *, max_body_bytes: int
+    ) -> None:
+        super().__init__(store, max_body_bytes=max_body_bytes)
+        self._responder = responder
+
     async def create(self, request: Request) -> Response:
         asked = parse_fields(NewConversation, await self._body(request))
         conversation = Conversation(
@@ -123,7 +132,7 @@ class Conversations(_Endpoints):
 
     async def delete(self, request: Request) -> Response:
         conversation_id = request.path_params["conversation_id"]
-        await self._store.delete(_tenant(request), conversation_id)
+        await self._responder.delete_conversation(caller_of(request.scope), conversation_id)
         return json_response(
             {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
         )

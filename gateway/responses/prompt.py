@@ -18,6 +18,7 @@ from penstock.gateway.conversations.records import Item, Rendering, StoredTurn
 from penstock.gateway.conversations.store import ConversationStore, NotFoundError
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generator import ChatPrompt, Generator
+from penstock.gateway.responses.unstored import LaneMemory, items_said
 from penstock.gateway.schemas import ResponsesRequest
 from penstock.gateway.schemas.items import for_template, item_objects
 
@@ -31,17 +32,19 @@ class Place:
     Attributes:
         is_new: the tree begins with it, and is no listed conversation.
         takes_head: it was asked for by `conversation`.
+        is_apart: what it continues is not stored, and not in its tree.
         path: the turns before it, root first.
     """
 
     conversation_id: str
     is_new: bool = False
     takes_head: bool = False
+    is_apart: bool = False
     path: Sequence[StoredTurn] = ()
 
     @property
     def parent(self) -> StoredTurn | None:
-        return self.path[-1] if self.path else None
+        return self.path[-1] if self.path and not self.is_apart else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ class Prompt:
     """A turn's prompt.
 
     Attributes:
+        items: what came in; all that was said before too, where the turn is to stand alone.
         text: what the ids stand for; None where they are not of one rendering.
     """
 
@@ -69,14 +73,22 @@ class PromptBuilder:
         self._generator = generator
         self._conversations = conversations
 
-    async def build(self, request: ResponsesRequest, caller: Caller) -> Prompt:
+    async def build(
+        self, request: ResponsesRequest, caller: Caller, memory: LaneMemory | None
+    ) -> Prompt:
         """The prompt of a request.
+
+        Args:
+            memory: where turns that are not stored are remembered.
 
         Raises:
             InvalidRequestError: the template refuses it, or what it continues is not there.
         """
-        place = await self._place(request, caller.tenant)
-        items = item_objects(request.items)
+        remembered = None if memory is None else memory.turn(request.previous_response_id)
+        place = await self._place(request, caller.tenant, remembered)
+        new = items = item_objects(request.items)
+        if place.is_apart or (memory is not None and not request.store):
+            items = (*items_said(place.path), *new)
         if request.penstock.continues:
             return Prompt(place=place, items=items, token_ids=_broken_off(place), text=None)
         # Instructions are those of this request alone: they are not inherited.
@@ -85,7 +97,7 @@ class PromptBuilder:
         )
         text = await self._generator.render_chat(
             ChatPrompt(
-                messages=[*instructions, *history(place.path), *map(for_template, items)],
+                messages=[*instructions, *history(place.path), *map(for_template, new)],
                 # What follows a prepared prompt may be more of it.
                 add_generation_prompt=request.generates,
                 template=request.chat_template,
@@ -96,7 +108,9 @@ class PromptBuilder:
         rest = await self._generator.tokenise(reused.rest, add_special_tokens=False)
         return Prompt(place=place, items=items, token_ids=[*reused.token_ids, *rest], text=text)
 
-    async def _place(self, request: ResponsesRequest, tenant: str) -> Place:
+    async def _place(
+        self, request: ResponsesRequest, tenant: str, remembered: StoredTurn | None
+    ) -> Place:
         if request.conversation is not None:
             conversation = await self._conversations.get(tenant, request.conversation)
             head = conversation.head
@@ -105,6 +119,9 @@ class PromptBuilder:
         previous = request.previous_response_id
         if previous is None:
             return Place(conversation_id=new_conversation_id(), is_new=True)
+        if remembered is not None:
+            tree = new_conversation_id()
+            return Place(conversation_id=tree, is_new=True, is_apart=True, path=[remembered])
         conversation_id = conversation_of(previous)
         try:
             path = await self._conversations.path(tenant, previous)
@@ -148,7 +165,7 @@ def items_of(path: Sequence[StoredTurn]) -> list[Item]:
 
 def _broken_off(place: Place) -> list[int]:
     """The ids of a turn that is to go on as if it had never ended."""
-    parent = place.parent
+    parent = place.path[-1] if place.path else None
     if parent is None or parent.status not in _BROKEN_OFF or parent.output is None:
         raise RequestRefusedError(
             "penstock.continue needs a previous response that is incomplete",
@@ -163,5 +180,4 @@ def _no_previous(response_id: str) -> NotFoundError:
         f"no response {response_id!r} is stored here",
         code="previous_response_not_found",
         param="previous_response_id",
-        status=404,
     )

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from dataclasses import dataclass, field
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import Retention
 from penstock.gateway.callers import Caller
 from penstock.gateway.conversations.ids import new_response_id
-from penstock.gateway.conversations.records import Conversation, Rendering, StoredTurn
+from penstock.gateway.conversations.records import Conversation, StoredTurn
 from penstock.gateway.conversations.store import (
     ConversationStore,
     NotFoundError,
@@ -34,6 +33,8 @@ from penstock.gateway.responses.log_store import LogStore, response_expired
 from penstock.gateway.responses.prompt import Prompt, PromptBuilder
 from penstock.gateway.responses.record import ResponseHeader
 from penstock.gateway.responses.run import ResponseRun, RunSettings
+from penstock.gateway.responses.turns import turn_of
+from penstock.gateway.responses.unstored import LaneMemory
 from penstock.gateway.schemas import ResponsesRequest
 from penstock.gateway.schemas.items import new_item_id
 
@@ -90,9 +91,17 @@ class Responder:
     # -- new ones ----------------------------------------------------------------------------
 
     async def create(
-        self, request: ResponsesRequest, caller: Caller, *, deadline_s: float | None = None
+        self,
+        request: ResponsesRequest,
+        caller: Caller,
+        *,
+        deadline_s: float | None = None,
+        memory: LaneMemory | None = None,
     ) -> ResponseRun:
         """A response that runs from now on, on its own.
+
+        Args:
+            memory: where it is remembered if it is not to be stored.
 
         Raises:
             InvalidRequestError: it cannot be served, or what it continues is not here.
@@ -100,7 +109,7 @@ class Responder:
             EngineDeadError: no engine answers.
         """
         model = self._generator.model.require(request.model)
-        prompt = await self._prompts.build(request, caller)
+        prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.place.conversation_id)
         generation = await self._generator.plan(
             response_id,
@@ -119,6 +128,8 @@ class Responder:
             raise
         turn = None if log is None else turn_of(header)
         run = self._run(generation, log or ResponseLog(header), turn=turn, text=prompt.text)
+        if memory is not None and not request.store:
+            run.on_unstored = memory.keep
         self._keep(run.start(after=self._engine_is_there))  # it may have died meanwhile
         return run
 
@@ -259,6 +270,24 @@ class Responder:
         await self._conversations.delete_turn(caller.tenant, response_id)
         await self._logs.delete(caller.tenant, response_id)
 
+    async def delete_conversation(self, caller: Caller, conversation_id: str) -> None:
+        """Forget a conversation with its responses; those that run are stopped. Raises:
+        NotFoundError."""
+        turns = await self._conversations.tree(caller.tenant, conversation_id)
+        for turn in turns:
+            if turn.status == "in_progress":
+                await self._stop(caller, turn.turn_id)
+        await self._conversations.delete(caller.tenant, conversation_id)
+        for turn in turns:
+            await self._logs.delete(caller.tenant, turn.turn_id)
+
+    async def _stop(self, caller: Caller, response_id: str) -> None:
+        try:
+            await self._logs.cancel(caller.tenant, response_id)
+        except RequestRefusedError as error:
+            if error.code != "response_expired":  # it has no log (any more), and does not run
+                raise
+
     async def drop_prefix(self, caller: Caller, response_id: str) -> None:
         """Have the engine forget the KV of a conversation up to and including a response; raises
         as `turn`."""
@@ -271,28 +300,6 @@ class Responder:
     def _retention(self) -> Retention | None:
         seconds = self._settings.retention_s
         return Retention(duration_s=seconds) if seconds > 0 else None
-
-
-def turn_of(header: ResponseHeader) -> StoredTurn:
-    """What is stored of a response while it runs."""
-    request = header.request
-    return StoredTurn(
-        turn_id=header.response_id,
-        conversation_id=header.conversation_id,
-        tenant=header.tenant,
-        parent_id=header.parent_id,
-        status="in_progress",
-        created_at=header.created_at,
-        items=header.input_items,
-        continues=header.continues,
-        prompt_token_ids=array("I", request.prompt_token_ids),
-        prompt=(
-            None
-            if header.rendering is None
-            else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
-        ),
-        cache_salt=request.cache_salt,
-    )
 
 
 def _header(

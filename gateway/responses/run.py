@@ -35,6 +35,7 @@ from penstock.gateway.responses.events import num_closing_events, response_objec
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.record import DeltaEntry, EndEntry
 from penstock.gateway.responses.replay import packed
+from penstock.gateway.responses.turns import turn_of
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
@@ -68,6 +69,7 @@ class ResponseRun:
     Attributes:
         log: what comes of it.
         failure: what ended it, if it failed.
+        on_unstored: told of its turn at the end, before its readers, if it is not stored.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ResponseRun:
     ) -> None:
         self.log = log
         self.failure: Failure | None = None
+        self.on_unstored: Callable[[StoredTurn], None] | None = None
         self._generation = generation
         self._tokenizer = tokenizer
         self._turn = turn
@@ -230,6 +233,8 @@ class ResponseRun:
 
     async def _store(self, end: EndEntry) -> None:
         """Before anybody sees the end: who does may continue from it at once."""
+        if self.on_unstored is not None:
+            self.on_unstored(self._finished(turn_of(self.log.header), end))
         if self._turn is None:
             return
         try:

@@ -17,7 +17,7 @@ _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_CHARS = 512
 _MAX_INCLUDES = 32
 _MAX_ID_CHARS = 128
-_PART_KEYS = frozenset({"type", "text", "annotations", "logprobs"})
+_PART_KEYS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 
 
 class Model(BaseModel):
@@ -57,7 +57,7 @@ def _part_text(part: Any) -> str:
         raise PydanticCustomError(
             "unsupported_parameter", "content parts must be text, not {kind}", {"kind": repr(kind)}
         )
-    unknown = sorted(set(part) - _PART_KEYS)
+    unknown = sorted({key for key, value in part.items() if value is not None} - _PART_KEYS)
     if unknown:
         raise PydanticCustomError(
             "unknown_parameter", "a text part has no {name}", {"name": repr(unknown[0])}
@@ -106,6 +106,7 @@ class TextPart(Model):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class ConversationName(Model):

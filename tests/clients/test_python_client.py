@@ -137,7 +137,7 @@ async def test_the_same_on_asyncio(real_server: Served) -> None:
             await client.responses.retrieve("resp_nowhere")
 
 
-async def test_sixteen_at_once_on_one_socket_and_no_more(real_server: Served) -> None:
+async def test_sixteen_at_once_on_one_socket_and_others_wait(real_server: Served) -> None:
     policy = RetryPolicy(max_retries=0)
     async with (
         AsyncClient(real_server.base_url, retries=policy) as client,
@@ -145,15 +145,13 @@ async def test_sixteen_at_once_on_one_socket_and_no_more(real_server: Served) ->
     ):
         with paused(real_server.child("penstock-engine")):  # none can end before its time
             streams = [await socket.create(**ENDLESS) for _ in range(16)]
-            one_more = await socket.create(**ASKED)
-            with pytest.raises(RateLimitError) as caught:
-                await one_more.final()
-        assert caught.value.code == "websocket_stream_limit_reached"
+            others = [asyncio.create_task(socket.create(**ASKED)) for _ in range(40)]
+            await asyncio.wait(others[:16])  # at the server; the rest in the client
         await asyncio.gather(*(stream.cancel() for stream in streams))
         ended = await asyncio.gather(*(stream.final() for stream in streams))
         assert {response["status"] for response in ended} == {"cancelled"}
-        again = await socket.create(**ASKED)  # their lanes are free again
-        assert "5" in output_text(await again.final())
+        for other in others:
+            assert "5" in output_text(await (await other).final())
 
 
 def test_streams_of_one_socket_in_threads_of_their_own(client: Client) -> None:
@@ -216,6 +214,26 @@ def test_leaving_a_lane_in_the_middle_harms_no_other(client: Client) -> None:
         client.responses.cancel(left.response_id)
 
 
+def test_what_cannot_be_sent_is_said_and_harms_no_other(client: Client) -> None:
+    with client.connect() as socket:
+        stream = socket.create(**ASKED)
+        for parameters in ({"input": "\ud83d"}, {"temperature": float("nan")}):
+            for create in (socket.create, client.responses.create):
+                with pytest.raises(ValueError, match=r"surrogates|JSON"):
+                    create(**ASKED | parameters)
+        with pytest.raises(InvalidRequestError, match="larger") as caught:
+            socket.create(model="demo", input="word " * 300_000)
+        assert caught.value.status == 413
+        assert "5" in output_text(stream.final())
+    for response_id in ("", "..", "x/../y"):
+        with pytest.raises(ValueError, match="id is missing"):
+            client.responses.retrieve(response_id)
+    with pytest.raises(NotFoundError, match="'a\\?b#ü'"):
+        client.responses.retrieve("a?b#ü")
+    with pytest.raises(ValueError, match="api_key"):
+        Client("http://127.0.0.1:8000", api_key="clé")
+
+
 def test_refusals_are_typed(client: Client) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         client.responses.create(model="demo", input="x", top_p=7)
@@ -225,7 +243,7 @@ def test_refusals_are_typed(client: Client) -> None:
             client.responses.stream(**ASKED, previous_response_id="resp_nowhere"),
             socket.create(**ASKED, previous_response_id="resp_nowhere"),
         ):
-            with pytest.raises(NotFoundError) as gone:
+            with pytest.raises(InvalidRequestError) as gone:
                 stream.final()
             assert gone.value.code == "previous_response_not_found"
             assert list(stream) == []

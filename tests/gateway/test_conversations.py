@@ -17,7 +17,7 @@ from openai.types.conversations import (
 from pydantic import TypeAdapter
 
 from ..redis_server import RedisServer
-from .conftest import Serve, Served
+from .conftest import ANSWER, Serve, Served
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
 URL = "/v1/conversations"
@@ -266,6 +266,33 @@ async def test_a_running_turn_holds_the_head(serve: Serve) -> None:
         grown = await tree(served, made)
         assert (grown["head"], grown["running"]) == (running.id, None)
         assert grown["data"][-1]["status"] == "cancelled"
+
+
+async def test_a_deleted_conversation_takes_its_responses_with_it(serve: Serve) -> None:
+    async with serve() as served:
+        responses, made = served.client.responses, await make(served)
+        ended = await responses.create(model="tiny", input="one", conversation=made)
+        served.engine.may_speak.clear()  # the next one does not end by itself
+        running = await responses.create(
+            model="tiny", input="two", conversation=made, background=True
+        )
+        await served.submitted(2)
+        assert (await served.http.delete(f"{URL}/{made}")).status_code == 200
+        await served.aborted()
+        for query in ("", "?stream=true"):
+            gone = await served.http.get(f"/v1/responses/{ended.id}{query}")
+            assert gone.status_code == 404, query
+        assert (await served.http.get(f"/v1/responses/{running.id}")).status_code == 404
+
+
+async def test_items_as_the_stock_client_lists_them_come_in_again(served: Served) -> None:
+    first = await served.client.responses.create(model="tiny", input="one")
+    listed = await served.client.responses.input_items.list(first.id)
+    said = [item.model_dump() for item in (*listed.data, *first.output)]
+    await served.client.responses.create(
+        model="tiny", input=[*said, {"role": "user", "content": "two"}]
+    )
+    assert served.prompt_of() == f"<user>one\n<assistant>{ANSWER}\n<user>two\n<assistant>"
 
 
 async def test_logprobs_of_items_are_shown_on_request(served: Served) -> None:

@@ -117,7 +117,7 @@ async def test_unknown_previous_response(served: Served, is_stored_off: bool) ->
     previous = "resp_nothing"
     if is_stored_off:
         previous = (await served.client.responses.create(model="tiny", input="a", store=False)).id
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         await served.client.responses.create(
             model="tiny", input="two", previous_response_id=previous
         )

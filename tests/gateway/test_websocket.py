@@ -114,12 +114,13 @@ async def test_cancel(serve: Serve, by: str) -> None:
         ('{"type": "response.create", "input": "x", "generate": 0}', "invalid_type", 400),
         ('{"type": "penstock.drop_prefix"}', "missing_required_parameter", 400),
         ('{"type": "penstock.drop_prefix", "response_id": "resp_0"}', "response_not_found", 404),
-        ('{"type": "response.create", "input": "x", "stream_id": "a b"}', "invalid_value", 400),
+        ('{"type": "response.create", "input": "x", "stream_id": "a b"}', "invalid_stream_id", 400),
+        ('{"type": "response.create", "input": "x", "stream_id": ""}', "invalid_stream_id", 400),
         ('{"type": "response.create", "input": "x", "model": "other"}', "model_not_found", 404),
         (
             '{"type": "response.create", "input": "x", "previous_response_id": "resp_0"}',
             "previous_response_not_found",
-            404,
+            400,
         ),
     ],
 )  # fmt: skip
@@ -151,14 +152,46 @@ async def test_steer_is_refused(served: Served) -> None:
         assert event.steer.input == "faster"
 
 
-async def test_limits_of_a_connection(serve: Serve) -> None:
+async def test_a_17th_response_waits_until_one_has_ended(serve: Serve) -> None:
     async with serve() as served, served.connect(max_queue=None) as socket:
         served.engine.may_speak.clear()  # none ends
         for number in range(17):
             await send(socket, type="response.create", input="x", stream_id=f"s{number}")
-        events = await until_end(socket)
-        assert events[-1]["error"]["code"] == "websocket_stream_limit_reached"
-        assert (events[-1]["status"], events[-1]["stream_id"]) == (429, "s16")
+        await served.submitted(16)
+        await send(socket, type="penstock.ping")
+        begun: set[str] = set()
+        while (event := json.loads(await socket.recv()))["type"] != "penstock.pong":
+            begun.add(event["stream_id"])
+        assert begun == {f"s{number}" for number in range(16)}
+        served.engine.may_speak.set()
+        ended = [(await until_end(socket))[-1] for _ in range(17)]
+        assert {event["type"] for event in ended} == {"response.completed"}
+        assert {event["stream_id"] for event in ended} == {f"s{number}" for number in range(17)}
+
+
+async def test_a_crowd_that_waits_is_bounded(serve: Serve) -> None:
+    async with serve() as served, served.connect(max_queue=None) as socket:
+        served.engine.may_speak.clear()  # none ends
+        for _ in range(65):
+            await send(socket, type="response.create", input="x", stream_id="a")
+        error = (await until_end(socket))[-1]
+        assert error["error"]["code"] == "websocket_stream_limit_reached"
+        assert (error["status"], error["stream_id"]) == (400, "a")
+
+
+async def test_32_lanes_have_names(served: Served) -> None:
+    async with served.connect() as socket:
+        for stream_id in [None, *(f"s{number}" for number in range(32))]:
+            await send(socket, type="response.create", input="x", stream_id=stream_id)
+            assert (await until_end(socket))[-1]["type"] == "response.completed"
+        await send(socket, type="response.create", input="x", stream_id="one-more")
+        [error] = await until_end(socket)
+        assert (error["status"], error["stream_id"]) == (400, "one-more")
+        assert error["error"]["type"] == "invalid_request_error"
+        assert error["error"]["code"] == "websocket_stream_limit_reached"
+        assert error["error"]["param"] == "stream_id"
+        await send(socket, type="response.create", input="x", stream_id="s5")
+        assert (await until_end(socket))[-1]["type"] == "response.completed"
 
 
 async def test_client_gone_aborts_what_is_not_stored(serve: Serve) -> None:

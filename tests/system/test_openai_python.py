@@ -342,7 +342,7 @@ def test_errors_are_typed(client: OpenAI) -> None:
             model=MODEL, input="a", conversation="conv_1", previous_response_id="resp_1"
         )
     assert both.value.code == "mutually_exclusive_parameters"
-    with pytest.raises(openai.NotFoundError) as unknown:
+    with pytest.raises(openai.BadRequestError) as unknown:
         client.responses.create(model=MODEL, input="a", previous_response_id="resp_1")
     assert unknown.value.code == "previous_response_not_found"
     for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):

@@ -27,9 +27,29 @@ async def test_a_forgotten_turn_cannot_be_continued(store: ConversationStore) ->
         await store.delete_turn(TENANT, second.turn_id)
     with not_found():
         await store.begin_turn(a_turn(conversation, second), takes_head=False)
-    assert await head_of(store, conversation) == third.turn_id
-    await store.delete_turn(TENANT, third.turn_id)  # its parent is gone too
-    assert await head_of(store, conversation) is None
+    assert await head_of(store, conversation) == first.turn_id  # what is behind cannot be it
+    with not_found():
+        await store.set_head(
+            TENANT, conversation.conversation_id, third.turn_id, expected=first.turn_id
+        )
+    await store.delete_turn(TENANT, third.turn_id)
+    assert await head_of(store, conversation) == first.turn_id
+    await say(store, conversation, first)  # the conversation goes on
+
+
+async def test_a_running_turn_behind_a_forgotten_one_does_not_become_the_head(
+    store: ConversationStore,
+) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    first = await say(store, conversation)
+    second = await say(store, conversation, first)
+    running = a_turn(conversation, second)
+    await store.begin_turn(running, takes_head=True)
+    await store.delete_turn(TENANT, second.turn_id)
+    await store.finish_turn(finished(running))
+    shown = await store.get(TENANT, conversation.conversation_id)
+    assert (shown.head, shown.running) == (first.turn_id, None)
 
 
 async def test_the_head_goes_back_to_the_parent(store: ConversationStore) -> None:

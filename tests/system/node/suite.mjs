@@ -259,7 +259,7 @@ const cases = {
     const unknown = await refusal(
       client.responses.create({ model, input: "a", previous_response_id: "resp_1" }),
     );
-    assert.ok(unknown instanceof OpenAI.NotFoundError);
+    assert.ok(unknown instanceof OpenAI.BadRequestError);
     assert.equal(unknown.code, "previous_response_not_found");
   },
 };
