@@ -12,6 +12,7 @@ are answered. Not known here: scheduling, blocks, tensors, the forms prompts com
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,8 +65,8 @@ class LLM:
         ConfigError: an unknown or impossible setting, or a model that cannot be loaded.
     """
 
-    def __init__(self, model: str = "demo", **settings: Any) -> None:
-        config = engine_config(model, settings)
+    def __init__(self, model: str | os.PathLike[str] = "demo", **settings: Any) -> None:
+        config = engine_config(os.fspath(model), settings)
         self._core, self.info = build_core(config)
         path = Path(self.info.model_path)
         self.tokenizer = Tokenizer.from_directory(path)

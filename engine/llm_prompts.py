@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard
 
 from penstock.engine.config import (
     CacheConfig,
@@ -18,6 +18,7 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError, InvalidRequestError
+from penstock.engine.field_types import misfits
 from penstock.engine.request import SamplingParams
 from penstock.engine.text import Tokenizer
 
@@ -67,11 +68,8 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def _section(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(kind)
-    for name, value in values.items():
-        if get_origin(hints[name]) is Literal and value not in get_args(hints[name]):
-            choices = ", ".join(get_args(hints[name]))
-            raise ConfigError(f"{name} must be one of {choices}, not {value!r}")
+    for name, expected in misfits(kind, values):
+        raise ConfigError(f"{name} must be {expected}, not {values[name]!r}")
     return kind(**values)
 
 
@@ -85,6 +83,8 @@ def tokenise(prompts: Prompts, tokenizer: Tokenizer, *, vocab_size: int) -> list
     Raises:
         InvalidRequestError: a prompt of another form, or an id that the model does not know.
     """
+    if not isinstance(prompts, Sequence | Mapping):
+        raise _no_prompt(prompts)
     several: Sequence[Any] = [prompts] if _is_one(prompts) else prompts  # type: ignore[assignment]
     return [_tokenise(prompt, tokenizer, vocab_size) for prompt in several]
 
@@ -107,12 +107,16 @@ def _tokenise(prompt: object, tokenizer: Tokenizer, vocab_size: int) -> TokenPro
     if isinstance(prompt, str):
         return TokenPrompt(tuple(tokenizer.encode(prompt)), prompt)
     if not _are_ids(prompt):
-        raise InvalidRequestError(
-            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
-            param="prompts",
-        )
+        raise _no_prompt(prompt)
     check_vocabulary(prompt, vocab_size, param="prompts")
     return TokenPrompt(tuple(prompt))
+
+
+def _no_prompt(value: object) -> InvalidRequestError:
+    kind = type(value).__name__
+    return InvalidRequestError(
+        f"a prompt is a text or a list of token ids, not {kind}", param="prompts"
+    )
 
 
 def check_vocabulary(
@@ -127,9 +131,22 @@ def check_vocabulary(
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    """A list of conversations, of one if `messages` is one."""
+    """A list of conversations, of one if `messages` is one.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
     several: Sequence[Any] = messages
-    return [several] if several and isinstance(several[0], Mapping) else several
+    if several and isinstance(several[0], Mapping):
+        several = [several]
+    for conversation in several:
+        if isinstance(conversation, str) or not all(
+            isinstance(each, Mapping) for each in conversation
+        ):
+            raise InvalidRequestError(
+                "a conversation is a list of messages with `role` and `content`", param="messages"
+            )
+    return several
 
 
 def params_for(
@@ -141,9 +158,11 @@ def params_for(
     as it is.
 
     Raises:
-        InvalidRequestError: a list of another length than the prompts'.
+        InvalidRequestError: a list of another length than the prompts', or a value of another type
+            than its field's.
     """
     if isinstance(params, SamplingParams):
+        _check_types(params)
         return [
             replace(params, seed=(params.seed + place) & _MAX_SEED) for place in range(num_prompts)
         ]
@@ -151,4 +170,17 @@ def params_for(
         raise InvalidRequestError(
             f"{len(params)} sampling parameters for {num_prompts} prompts", param="sampling_params"
         )
+    for each in params:
+        _check_types(each)
     return list(params)
+
+
+def _check_types(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling parameters are SamplingParams, not {type(params).__name__}",
+            param="sampling_params",
+        )
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    for name, expected in misfits(SamplingParams, values):
+        raise InvalidRequestError(f"{name} must be {expected}, not {values[name]!r}", param=name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,7 +67,7 @@ class SamplingParams:
         best_of: outputs computed, of which whoever collects them keeps the n likeliest.
         beam_search: search instead of sampling; everything that shapes a draw must be neutral.
         stop, include_stop_str_in_output, skip_special_tokens: read by `engine.text` alone,
-            where ids become text; they never reach the engine core.
+            where ids become text; they never reach the engine core. A lone string is one stop.
     """
 
     temperature: float = 1.0
@@ -124,6 +124,7 @@ class SamplingParams:
                 f"must be between 0 and {MAX_LOGPROBS}",
             )
         self._check_branches()
+        object.__setattr__(self, "stop", _several(self.stop))
 
     def _check_branches(self) -> None:
         _check(1 <= self.n <= MAX_BRANCHES, "n", f"must be between 1 and {MAX_BRANCHES}")
@@ -170,6 +171,10 @@ _NO_DRAW: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0.0,),
     "logit_bias": ({},),
 }
+
+
+def _several(strings: str | Iterable[str] | None) -> tuple[str, ...]:
+    return (strings,) if isinstance(strings, str) else tuple(strings or ())
 
 
 def _check(is_valid: bool, param: str, rule: str) -> None:

@@ -71,12 +71,13 @@ def dynamic_frequencies(config: RopeConfig, head_dim: int, lengths: Tensor) -> T
     original = config.original_max_position_embeddings
     stretch = config.factor * lengths.double().clamp(min=original) / original - (config.factor - 1)
     log_theta = math.log(config.theta) + stretch.log() * (head_dim / (head_dim - 2))
-    exponents = _exponents(head_dim).to(lengths.device)
+    # Made where they are used: CUDA graphs cannot capture a copy that the host waits for.
+    exponents = _exponents(head_dim, lengths.device)
     return (-log_theta[:, None] * exponents).exp().float()
 
 
-def _exponents(head_dim: int) -> Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def _exponents(head_dim: int, device: torch.device | None = None) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
 
 
 def attention_factor(config: RopeConfig) -> float:

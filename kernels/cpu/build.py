@@ -59,13 +59,17 @@ def _digest_of_inputs(compiler: str, flags: tuple[str, ...]) -> str:
 
 def _cache_dir() -> Path:
     chosen = os.environ.get(CACHE_VARIABLE)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(chosen) if chosen else base / "penstock"
+    if chosen:
+        return Path(chosen)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    except RuntimeError as error:  # a container's user, whom the system does not know
+        raise BuildError(f"no place for a cache ({error}): set {CACHE_VARIABLE}") from error
 
 
 def _is_intact(path: Path) -> bool:
     try:
-        return _seal(path).read_text() == _digest_of_file(path)
+        return _seal(path).read_bytes() == _digest_of_file(path).encode()
     except OSError:
         return False
 

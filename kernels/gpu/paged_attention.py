@@ -60,11 +60,12 @@ def paged_attention_triton(
     shape = (arguments["GROUP"], arguments["HEAD_DIM"])
     limits = device_limits(query.device)
     key = tuning_key(arguments, query.dtype, key_cache.dtype)
-    if layout.max_query_len > 1 or is_invariant:
+    max_query_len = min(layout.max_query_len, len(query))  # it may be larger than what is there
+    if max_query_len > 1 or is_invariant:
         tile = prefill_config(*shape, query.dtype, limits)
         tile |= config or tuned("paged_prefill", key) or {}
         prefill(output, arguments, layout, tile, is_invariant=is_invariant)
-    if not is_invariant and (layout.max_query_len == 1 or layout.num_seqs > 1):
+    if not is_invariant and (max_query_len == 1 or layout.num_seqs > 1):
         dtype = query.dtype if query.dtype == torch.float32 else key_cache.dtype
         tile = decode_config(*shape, dtype, limits)
         tile |= config or tuned("paged_decode", key) or {}

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -68,3 +70,26 @@ def test_dynamic_frequencies_follow_the_length(head_dim):
         torch.testing.assert_close(row, theirs, rtol=1e-6, atol=0)
     plain = theta_frequencies(10_000.0, head_dim)
     torch.testing.assert_close(rows[:3], plain.expand(3, -1), rtol=1e-6, atol=0)
+
+
+class _OfOneDevice(TorchDispatchMode):
+    """Every tensor that an operation takes or gives is on this device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for each in tree_leaves((args, kwargs, result)):
+            if isinstance(each, torch.Tensor):
+                assert each.device.type == self._device, f"{operation} with a {each.device} tensor"
+        return result
+
+
+def test_dynamic_frequencies_take_no_tensor_from_the_host():
+    """Else no step of such a model could be captured as a CUDA graph."""
+    config = RopeConfig(rope_type="dynamic", factor=4.0, original_max_position_embeddings=CONTEXT)
+    lengths = torch.empty(3, dtype=torch.int64, device="meta")
+    with _OfOneDevice("meta"):
+        dynamic_frequencies(config, 16, lengths)

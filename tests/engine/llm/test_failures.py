@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 
@@ -17,6 +18,7 @@ from penstock.engine import (
     EngineError,
     InvalidRequestError,
     PromptTooLongError,
+    SamplingParams,
 )
 
 from .conftest import GREEDY, MAX_MODEL_LEN, PROMPTS, one
@@ -31,6 +33,7 @@ from .conftest import GREEDY, MAX_MODEL_LEN, PROMPTS, one
         ([[5, -1]], InvalidRequestError, "-1 is not in the vocabulary"),
         (["fine", 7.5], InvalidRequestError, "not float"),
         ([{"promt": "fine"}], InvalidRequestError, "a prompt is"),
+        (None, InvalidRequestError, "not NoneType"),
     ],
 )
 def test_a_bad_prompt_refuses_the_call_before_anything_runs(
@@ -53,6 +56,44 @@ def test_unknown_ids_in_parameters_are_refused(
     with pytest.raises(InvalidRequestError, match="vocabulary") as caught:
         llm.generate("fine", replace(GREEDY, **changes), use_tqdm=False)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logprobs": True}, "logprobs must be int or None, not True"),
+        ({"prompt_logprobs": 1.5}, "prompt_logprobs must be int or None"),
+        ({"n": 1.5}, "n must be int"),
+        ({"stop": (1,)}, "stop must be a list of str"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids must be a list of int"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias must be a mapping from int to float"),
+        ({"ignore_eos": "no"}, "ignore_eos must be bool"),
+    ],
+)
+def test_a_parameter_of_a_wrong_type_is_named_before_anything_runs(
+    changes: dict[str, Any], words: str, llm: LLM
+) -> None:
+    params = replace(GREEDY, **changes)
+    for several in (params, [params]):
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            llm.generate(["fine"], several, use_tqdm=False)
+        assert caught.value.param in changes
+    assert llm.generate("fine", GREEDY, use_tqdm=False)
+
+
+def test_numbers_may_be_numpys_and_tuples_lists(llm: LLM) -> None:
+    params: Any = {"temperature": np.float32(0), "max_tokens": np.int64(3), "stop_token_ids": [5]}
+    (result,) = llm.generate("fine", SamplingParams(**params), use_tqdm=False)
+    assert 0 < len(result.outputs[0].token_ids) <= 3
+
+
+def test_what_is_no_sampling_params_or_no_conversation_is_refused(llm: LLM) -> None:
+    wrong: Any = [{"temperature": 0}]
+    with pytest.raises(InvalidRequestError, match="are SamplingParams, not dict"):
+        llm.generate("fine", wrong, use_tqdm=False)
+    for messages in ("hello", [["hello"]]):
+        with pytest.raises(InvalidRequestError, match="a list of messages"):
+            llm.chat(messages, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_lists_must_be_as_long_as_the_prompts(llm: LLM) -> None:
@@ -90,6 +131,9 @@ def test_lower_priorities_run_first(tiny: Path, monkeypatch: pytest.MonkeyPatch)
         ({"tensor_parallelism": 2}, "'tensor_parallelism'"),
         ({"preemption": "never"}, "preemption must be one of auto, swap, recompute, not 'never'"),
         ({"block_size": 0}, "--block-size"),
+        ({"block_size": 16.0}, "block_size must be int, not 16.0"),
+        ({"max_model_len": "64"}, "max_model_len must be int or None"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be bool"),
     ],
 )
 def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: str) -> None:
@@ -137,7 +181,7 @@ def test_a_model_without_a_distribution_is_an_error_not_an_answer(tiny: Path) ->
     weights = safetensors.torch.load_file(tiny / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))
     safetensors.torch.save_file(weights, tiny / "model.safetensors", metadata={"format": "pt"})
-    with LLM(str(tiny), num_blocks=40) as llm:
+    with LLM(tiny, num_blocks=40) as llm:
         with pytest.raises(EngineError, match="not a distribution"):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False)
         assert llm._core.scheduler.blocks.num_used_blocks == 0

@@ -135,6 +135,8 @@ def test_an_output_ends_before_a_stop_string(llm: LLM) -> None:
     assert len(output.token_ids) == len(output.logprobs) < len(full.token_ids)
     shown = one(llm, PROMPTS[1], replace(params, include_stop_str_in_output=True))
     assert shown.text == output.text + stop
+    lone: Any = stop  # as others take it, too
+    assert one(llm, PROMPTS[1], replace(params, stop=lone)) == output
 
 
 def test_a_stop_string_ends_its_branch_alone(llm: LLM) -> None:

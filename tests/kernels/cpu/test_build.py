@@ -50,13 +50,15 @@ def test_it_is_compiled_once(compilations):
     assert other != first or select_isa().flags == ()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "unsealed"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "unsealed", "bad seal"])
 def test_a_damaged_file_is_compiled_again(compilations, damage):
     path = build_library(select_isa(), DEFINES)
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:5000])
     elif damage == "garbage":
         path.write_bytes(b"not a library")
+    elif damage == "bad seal":
+        path.with_suffix(".sha256").write_bytes(b"\xff\xfe")
     else:
         path.with_suffix(".sha256").unlink()
     library = load_library(torch.float32)
@@ -95,6 +97,22 @@ def test_without_kernels_there_is_one_line_in_the_log(monkeypatch, caplog, varia
     (record,) = caplog.records
     assert reason in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+def test_a_user_without_a_home_gets_no_kernels_or_names_a_place(monkeypatch, caplog, tmp_path):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert load_library(torch.float32) is not None
+    monkeypatch.delenv(CACHE_VARIABLE)
+    with caplog.at_level(logging.WARNING):
+        assert load_library(torch.float32) is None
+    (record,) = caplog.records
+    assert CACHE_VARIABLE in record.getMessage()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_library(torch.float32) is not None
 
 
 def test_an_error_of_the_compiler_is_told(monkeypatch, tmp_path):

@@ -301,3 +301,9 @@ def test_splits_on_a_card_of_132_processors(
 ) -> None:
     limits = DeviceLimits(num_processors=132, shared_bytes=0)
     assert choose_splits(num_rows, max_visible, 64, limits) == expected
+
+
+def test_one_token_is_computed_where_a_launch_could_take_more(device: str) -> None:
+    case = PagedCase(CaseShape(step=[(20, 1)]), device=device)
+    case.layout = replace(case.layout, max_query_len=6)
+    check(case)
