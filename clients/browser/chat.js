@@ -39,6 +39,7 @@ const page = {
   send: /** @type {HTMLButtonElement} */ (byId("send")),
   hint: byId("hint"),
   live: byId("live"),
+  refusal: byId("refusal"),
   announcer: byId("announcer"),
 };
 
@@ -54,8 +55,9 @@ const pane = new ConversationPane({
   transcript: page.transcript,
   parameters: () => settings.parameters(),
   announce,
-  onLost: (text) => {
+  onLost: (text, reason = "") => {
     page.text.value ||= text;
+    if (pane.isEmpty) page.refusal.textContent = reason; // else it is under the last turn
     fitComposer();
   },
 });
@@ -97,6 +99,7 @@ function submit() {
 }
 
 function ask(/** @type {string} */ text) {
+  page.refusal.textContent = "";
   void pane.ask(text);
   scroll.follow();
 }
@@ -119,13 +122,18 @@ function listenToPane() {
   tabs.addEventListener("message", ({ data }) => {
     void list.refresh();
     if (data.conversation === pane.id) void catchUp();
-    if (data.deleted && data.deleted === pane.id) showNewChat("Deleted.");
+    if (data.deleted && data.deleted === pane.id) leaveDeleted();
   });
   list.addEventListener("deleted", (event) => {
     const id = /** @type {CustomEvent<string>} */ (event).detail;
     tabs.postMessage({ deleted: id });
-    if (id === pane.id) showNewChat("Deleted.");
+    if (id === pane.id) leaveDeleted();
   });
+}
+
+function leaveDeleted() {
+  pane.stop(); // nobody will read the rest
+  showNewChat("Deleted.");
 }
 
 /** Shows what others have done meanwhile. What is gone from the server stays on the page. */
@@ -172,7 +180,8 @@ function refresh() {
   page.welcome.hidden = !pane.isEmpty || (location.hash !== "" && pane.id !== null);
   const isAnswering = pane.answer !== null;
   page.composer.classList.toggle("is-answering", isAnswering);
-  page.hint.hidden = isAnswering;
+  page.refusal.hidden = isAnswering || !pane.isEmpty || !page.refusal.textContent;
+  page.hint.hidden = isAnswering || !page.refusal.hidden;
   page.live.hidden = !isAnswering;
   page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || !page.text.value.trim();
   page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");

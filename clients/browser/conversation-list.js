@@ -3,6 +3,7 @@
  */
 
 import { button, byId, make } from "./dom.js";
+import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
@@ -67,7 +68,7 @@ export class ConversationList extends EventTarget {
 
   async #delete(/** @type {Conversation} */ { id }) {
     if (!confirm("Delete this conversation? The server forgets all of it.")) return;
-    await quietly(() => this.#conversations.delete(id));
+    if (!(await wasDone("be deleted", () => this.#conversations.delete(id)))) return;
     this.dispatchEvent(new CustomEvent("deleted", { detail: id }));
     await this.refresh();
   }
@@ -83,7 +84,7 @@ export class ConversationList extends EventTarget {
     const title = titleInput.value.trim();
     const renamed = this.#renamed;
     if (!renamed || !title) return;
-    await quietly(() => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
+    await wasDone("be renamed", () => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
     await this.refresh();
   }
 
@@ -97,6 +98,7 @@ export class ConversationList extends EventTarget {
   #row(/** @type {Conversation} */ conversation) {
     const row = make("li");
     const link = /** @type {HTMLAnchorElement} */ (make("a", "", titleOf(conversation)));
+    link.dir = "auto";
     link.href = `#${conversation.id}`;
     link.dataset.id = conversation.id;
     const title = titleOf(conversation);
@@ -107,6 +109,19 @@ export class ConversationList extends EventTarget {
     );
     return row;
   }
+}
+
+/** Whether the server has done it, also if there is nothing left to do it to; says why not. */
+async function wasDone(/** @type {string} */ what, /** @type {() => Promise<unknown>} */ work) {
+  try {
+    await work();
+  } catch (error) {
+    if (!(error instanceof PenstockError)) throw error;
+    if (error.status === 404) return true;
+    alert(`This conversation could not ${what}: ${error.message}`);
+    return false;
+  }
+  return true;
 }
 
 function titleOf(/** @type {Conversation} */ { metadata, created_at }) {

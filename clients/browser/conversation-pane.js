@@ -8,7 +8,7 @@
  */
 
 import { stepBefore, stepBeside } from "./branches.js";
-import { cutText, NOT_LOADED, problemText, refusalText, TAKEN, wasKept } from "./endings.js";
+import { cutText, isGone, NOT_LOADED, problemText, refusalText, TAKEN, wasKept } from "./endings.js";
 import { PenstockError, pathTo } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
@@ -24,7 +24,7 @@ import { grouped, inputOf, numShown, placeOf, runningOf, titleFrom, usageOf, use
  * @property {HTMLElement} transcript
  * @property {() => Record<string, any> & { model: string }} parameters  of the next request
  * @property {(text: string) => void} announce
- * @property {(text: string) => void} onLost  a message could not be sent: the writer has it back
+ * @property {(text: string, reason?: string) => void} onLost  a message could not be sent: the writer has it back
  */
 
 const MAX_ANNOUNCED_CHARACTERS = 1_000;
@@ -84,7 +84,12 @@ export class ConversationPane extends EventTarget {
     if (epoch !== this.#epoch || this.answer) return;
     this.#tree = tree;
     const path = pathTo(tree, tree.running ?? tree.head);
-    this.#show(path);
+    const refused = this.views.at(-1)?.turnIds.length === 0 ? this.views.at(-1) : undefined;
+    // It stays, with what can be done about it, as long as nothing else has been said there.
+    if (!refused || path.at(-1)?.turn !== this.views.at(-2)?.turnIds.at(-1)) {
+      this.#show(path);
+      if (refused) this.#around.onLost(messageText(refused.items[refused.items.length - 1]));
+    }
     this.#followRunning(path.at(-1));
     this.#changed();
   }
@@ -203,7 +208,7 @@ export class ConversationPane extends EventTarget {
     if (isKept && responseId && !view.turnIds.includes(responseId)) view.turnIds.push(responseId);
     if (outcome.problem?.code === "conversation_locked") this.#giveBack(view, outcome.problem);
     else if (isKept) this.#noteEnd(view, outcome.kind, outcome.reason);
-    else this.#noteProblem(view, outcome, await this.#isGone(outcome));
+    else this.#noteProblem(view, outcome, await isGone(this.#around.client, this.id, outcome));
     if (isKept && !answer.text) view.addNote("The model ended its answer without a word.");
     this.answer = null;
     this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
@@ -231,24 +236,14 @@ export class ConversationPane extends EventTarget {
   }
 
   /** Says why there is no answer, and offers what can be done about it. */
-  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome, /** @type {boolean} */ isGone) {
-    const { text, endsConversation } = problemText(outcome, isGone);
-    const again = () => {
-      this.#drop(view);
-      void this.#send(view.items);
-    };
+  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome, /** @type {boolean} */ isLost) {
+    const { text, endsConversation } = problemText(outcome, { isGone: isLost, isFirst: this.views.length === 1 });
     view.addNote(text, {
       isError: true,
       action: endsConversation
         ? { label: "Start anew with this message", run: () => this.#startAnew(view) }
-        : { label: "Try again", run: again },
+        : { label: "Try again", run: () => this.#sendInstead(view, view.items) },
     });
-  }
-
-  /** Whether with a lost answer the conversation is lost, too. */
-  async #isGone(/** @type {Outcome} */ { kind }) {
-    if (kind !== "lost" || !this.id) return false;
-    return this.#around.client.conversations.get(this.id).then(() => false, (error) => error.status === 404);
   }
 
   #startAnew(/** @type {TurnView} */ view) {
@@ -263,10 +258,15 @@ export class ConversationPane extends EventTarget {
   }
 
   #handBack(/** @type {string} */ text, /** @type {string} */ reason) {
-    this.#around.onLost(text);
+    this.#around.onLost(text, reason);
     this.#around.announce(reason);
     this.views.at(-1)?.addNote(reason, { isError: true });
     this.#changed();
+  }
+
+  #sendInstead(/** @type {TurnView} */ view, /** @type {TurnView["items"]} */ items) {
+    this.#drop(view);
+    void this.#send(items);
   }
 
   #drop(/** @type {TurnView} */ view) {
@@ -302,6 +302,7 @@ export class ConversationPane extends EventTarget {
   async #branch(/** @type {TurnView} */ view, /** @type {TurnView["items"]} */ items) {
     const { id } = this;
     if (!id || this.answer || this.isBusy) return;
+    if (view.turnIds.length === 0) return this.#sendInstead(view, items); // the server did not take it
     await this.#whileBusy(async () => {
       const { head, parent } = await stepBefore(this.#around.client.conversations, id, view.turnIds[0]);
       this.views.splice(this.views.indexOf(view)).forEach((later) => later.remove());

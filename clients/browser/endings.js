@@ -15,6 +15,7 @@ const ENDS_OF_CONVERSATIONS = {
   previous_response_not_found: GONE,
   context_length_exceeded: "This conversation has filled the model's context and cannot go on.",
 };
+const TOO_LONG = "This message is longer than the model's context.";
 const LOST = "The connection broke here, and the server no longer has the rest of this answer.";
 
 /** Whether the turn is there to be gone on from. */
@@ -30,8 +31,21 @@ export function cutText(/** @type {string} */ kind, /** @type {string | null} */
   return "Cut short: the answer reached its length limit.";
 }
 
+/** Whether with a lost answer its conversation is lost, too. */
+export async function isGone(
+  /** @type {import("./penstock-client.js").PenstockClient} */ client,
+  /** @type {string | null} */ id,
+  /** @type {Outcome} */ { kind },
+) {
+  if (kind !== "lost" || !id) return false;
+  return client.conversations.get(id).then(() => false, (error) => error.status === 404);
+}
+
 /** Why there is no answer, and whether it is worth asking in this conversation again. */
-export function problemText(/** @type {Outcome} */ { kind, problem }, /** @type {boolean} */ isGone) {
+export function problemText(
+  /** @type {Outcome} */ { kind, problem }, /** @type {{ isGone: boolean, isFirst: boolean }} */ { isGone, isFirst },
+) {
+  if (isFirst && problem?.code === "context_length_exceeded") return { text: TOO_LONG, endsConversation: false };
   const lasting = isGone ? GONE : ENDS_OF_CONVERSATIONS[problem?.code ?? ""];
   const text = lasting ?? (kind === "lost" ? LOST : problem?.message || "The server gave no reason.");
   return { text, endsConversation: lasting !== undefined };

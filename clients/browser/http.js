@@ -77,13 +77,19 @@ export class Http {
     if (body) headers["Content-Type"] = "application/json";
     let answer;
     try {
-      answer = await fetch(this.url(path), { method, headers, signal, body: body && JSON.stringify(body) });
+      answer = await fetch(this.url(path), { method, headers, signal, body: body && jsonOf(body) });
     } catch (error) {
       throw unreachable(error);
     }
     if (!answer.ok) throw await refusal(answer);
     return answer;
   }
+}
+
+/** A body as it is sent; half a surrogate pair, which no server takes, as a replacement character. */
+export function jsonOf(/** @type {object} */ body) {
+  return JSON.stringify(body, (_, value) =>
+    typeof value === "string" ? value.replace(/\p{Surrogate}/gu, "\ufffd") : value);
 }
 
 function unreachable(/** @type {unknown} */ error) {

@@ -11,13 +11,25 @@ const input = /** @type {HTMLInputElement} */ (byId("key-input"));
 const complaint = byId("key-error");
 
 export function storedKey() {
-  return sessionStorage.getItem(ITEM);
+  try {
+    return sessionStorage.getItem(ITEM);
+  } catch {
+    return null;
+  }
+}
+
+/** Null: forgets it. A browser that keeps nothing asks anew when the page is loaded anew. */
+function store(/** @type {string | null} */ key) {
+  try {
+    if (key) sessionStorage.setItem(ITEM, key);
+    else sessionStorage.removeItem(ITEM);
+  } catch {}
 }
 
 /** Asks for a key; one that was kept was not accepted. */
 export function askForKey() {
   const rejected = storedKey();
-  sessionStorage.removeItem(ITEM);
+  store(null);
   complaint.textContent = rejected ? "The server did not accept this key." : "";
   if (!dialog.open) dialog.showModal();
   input.select();
@@ -44,7 +56,7 @@ export function listenForKey(/** @type {(key: string) => void} */ onKey) {
       return;
     }
     complaint.textContent = "";
-    sessionStorage.setItem(ITEM, key);
+    store(key);
     onKey(key);
   });
   byId("key-cancel").addEventListener("click", () => dialog.close());

@@ -1,16 +1,22 @@
 /**
- * A small, safe Markdown renderer: paragraphs, headings, lists, fenced code, bold, italic, code.
+ * A small, safe Markdown renderer: paragraphs, headings, lists, quotations, tables, fenced code,
+ * rules, and what `markdown-inline.js` knows.
  *
  * Safe by construction: text reaches the page through `textContent` alone, never as HTML, so
  * markup in it is shown as written. Whatever is not recognised stays plain text.
  */
+
+import { element, withInline } from "./markdown-inline.js";
+import { alignsOf, cellsOf, renderTable } from "./markdown-table.js";
 
 /**
  * @typedef {{ indent: number, ordered: boolean, number: number, text: string }} ListItem
  * @typedef {{ type: "code", language: string, text: string, start: number }
  *   | { type: "heading", level: number, text: string, start: number }
  *   | { type: "list", items: ListItem[], start: number }
- *   | { type: "paragraph", text: string, start: number }} Block
+ *   | { type: "paragraph" | "quote", text: string, start: number }
+ *   | { type: "rule", start: number }
+ *   | import("./markdown-table.js").Table} Block
  */
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
@@ -18,16 +24,9 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const ITEM = /^(\s*)(?:[-*+•]|(\d{1,9})[.)])\s+(.*)$/;
 /** The start of a line that may turn out to go on with the list before it. */
 const MAY_BECOME_ITEM = /^[^\S\n]*(?:\d{1,9}[.)]?|[-*+•])$/;
-// Every span is bounded, so that unclosed markers cannot make the search quadratic.
-const INLINE = new RegExp(
-  [
-    String.raw`(?<ticks>\x60{1,3})(?<code>[^\x60](?:[^\n]{0,400}?[^\x60])?)\k<ticks>(?!\x60)`,
-    String.raw`\*\*(?<bold>[^\s*](?:[\s\S]{0,400}?\S)?)\*\*`,
-    String.raw`\*(?<star>[^\s*](?:[^*]{0,400}?[^\s*])?)\*`,
-    String.raw`(?<![\p{L}\p{N}_])_(?<under>[^\s_](?:[^_]{0,400}?[^\s_])?)_(?![\p{L}\p{N}_])`,
-  ].join("|"),
-  "gu",
-);
+const RULE = /^ {0,3}([-*_])(?:[^\S\n]*\1){2,}[^\S\n]*$/;
+const QUOTE = /^ {0,3}>[^\S\n]?(.*)$/;
+const MAX_QUOTE_DEPTH = 6;
 
 /** Splits text into blocks; each remembers the offset at which it starts. @returns {Block[]} */
 export function parseBlocks(/** @type {string} */ text) {
@@ -77,8 +76,16 @@ function takeLine(
   const last = blocks.at(-1);
   const heading = HEADING.exec(line);
   const item = ITEM.exec(line);
-  if (heading) {
+  const quote = QUOTE.exec(line);
+  if (last?.type === "table" && !isAfterBlank && line.includes("|")) {
+    last.rows.push(cellsOf(line));
+  } else if (heading) {
     blocks.push({ type: "heading", level: heading[1].length, text: heading[2], start });
+  } else if (quote) {
+    if (last?.type === "quote" && !isAfterBlank) last.text += `\n${quote[1]}`;
+    else blocks.push({ type: "quote", text: quote[1], start });
+  } else if (RULE.test(line)) {
+    blocks.push({ type: "rule", start });
   } else if (item) {
     const [, indent, number, text] = item;
     const entry = { indent: indent.length, ordered: number !== undefined, number: Number(number ?? 0), text };
@@ -87,10 +94,27 @@ function takeLine(
   } else if (last?.type === "list" && (!isAfterBlank || /^\s{2,}/.test(line))) {
     /** @type {ListItem} */ (last.items.at(-1)).text += `\n${line.trim()}`;
   } else if (last?.type === "paragraph" && !isAfterBlank) {
-    last.text += `\n${line}`;
+    if (!takeTable(blocks, last, line)) last.text += `\n${line}`;
   } else {
     blocks.push({ type: "paragraph", text: line, start });
   }
+}
+
+/** Makes a table of a paragraph's last line, if `line` is one of dashes below it. */
+function takeTable(
+  /** @type {Block[]} */ blocks,
+  /** @type {{ text: string, start: number }} */ paragraph,
+  /** @type {string} */ line,
+) {
+  const above = paragraph.text.lastIndexOf("\n") + 1;
+  const names = paragraph.text.slice(above);
+  const aligns = alignsOf(line, names);
+  if (!aligns) return false;
+  const start = paragraph.start + above;
+  if (above === 0) blocks.pop();
+  else paragraph.text = paragraph.text.slice(0, above - 1);
+  blocks.push({ type: "table", aligns, rows: [cellsOf(names)], start });
+  return true;
 }
 
 function continuesList(/** @type {ListItem[]} */ items, /** @type {ListItem} */ entry) {
@@ -98,17 +122,36 @@ function continuesList(/** @type {ListItem[]} */ items, /** @type {ListItem} */ 
 }
 
 /** @returns {HTMLElement} */
-function renderBlock(/** @type {Block} */ block) {
+function renderBlock(/** @type {Block} */ block, depth = 0) {
   switch (block.type) {
     case "code":
       return renderCode(block);
     case "heading":
-      return withInline(element(`h${Math.min(6, block.level + 3)}`), block.text);
+      return withDirection(withInline(element(`h${Math.min(6, block.level + 3)}`), block.text));
     case "list":
       return renderList(block.items);
+    case "table":
+      return renderTable(block);
+    case "rule":
+      return element("hr");
+    case "quote":
+      return renderQuote(block.text, depth);
     default:
-      return withInline(element("p"), block.text);
+      return withDirection(withInline(element("p"), block.text));
   }
+}
+
+/** Lets the text say from which side it is read. */
+function withDirection(/** @type {HTMLElement} */ node) {
+  node.dir = "auto";
+  return node;
+}
+
+function renderQuote(/** @type {string} */ text, /** @type {number} */ depth) {
+  const quote = element("blockquote");
+  if (depth === MAX_QUOTE_DEPTH) return withInline(quote, text);
+  quote.append(...parseBlocks(text).map((block) => renderBlock(block, depth + 1)));
+  return quote;
 }
 
 /** A block of code under its language's name and a button, of which the page makes one that copies. */
@@ -146,30 +189,9 @@ function renderList(/** @type {ListItem[]} */ items) {
 }
 
 function listElement(/** @type {ListItem} */ first) {
-  const list = element(first.ordered ? "ol" : "ul");
+  const list = withDirection(element(first.ordered ? "ol" : "ul"));
   if (first.ordered && first.number !== 1) list.setAttribute("start", String(first.number));
   return list;
-}
-
-/** Fills `parent` with text, its spans marked up; line breaks stay. */
-function withInline(/** @type {HTMLElement} */ parent, /** @type {string} */ text) {
-  let end = 0;
-  for (const match of text.matchAll(INLINE)) {
-    const { code, bold, star, under } = match.groups ?? {};
-    parent.append(text.slice(end, match.index));
-    if (code !== undefined) parent.append(element("code", code));
-    else if (bold !== undefined) parent.append(withInline(element("strong"), bold));
-    else parent.append(withInline(element("em"), star ?? under));
-    end = match.index + match[0].length;
-  }
-  parent.append(text.slice(end));
-  return parent;
-}
-
-function element(/** @type {string} */ name, text = "") {
-  const node = document.createElement(name);
-  if (text) node.textContent = text;
-  return node;
 }
 
 /**
@@ -184,10 +206,21 @@ function morph(/** @type {Node} */ old, /** @type {Node} */ fresh) {
     if (fresh.data.startsWith(old.data)) old.appendData(fresh.data.slice(old.data.length));
     else old.data = fresh.data;
   } else {
+    for (const { name, value } of /** @type {Element} */ (fresh).attributes) {
+      if (/** @type {Element} */ (old).getAttribute(name) !== value) /** @type {Element} */ (old).setAttribute(name, value);
+    }
     const [before, after] = [[...old.childNodes], [...fresh.childNodes]];
     before.slice(after.length).forEach((node) => node.remove());
     after.forEach((node, index) => (index < before.length ? morph(before[index], node) : old.appendChild(node)));
   }
+}
+
+/** Whether a block stays the beginning of one, however its text goes on. */
+function isSettled(/** @type {Block} */ { type }, /** @type {string} */ text) {
+  const numLineEnds = text.split("\n", 3).length - 1;
+  if (type === "rule") return numLineEnds > 0;
+  if (type === "table") return numLineEnds > 1;
+  return !MAY_BECOME_ITEM.test(text);
 }
 
 /**
@@ -210,7 +243,7 @@ export class MarkdownStream {
     this.#live = blocks.map((block, index) => this.#show(renderBlock(block), this.#live[index]));
     while (this.#root.lastChild && this.#root.lastChild !== this.#live.at(-1)) this.#root.lastChild.remove();
     const last = this.#tail.slice(blocks.at(-1)?.start ?? 0);
-    if (blocks.length > 1 && !MAY_BECOME_ITEM.test(last)) {
+    if (blocks.length > 1 && isSettled(/** @type {Block} */ (blocks.at(-1)), last)) {
       this.#tail = last;
       this.#live = this.#live.slice(-1);
     }

@@ -17,11 +17,12 @@ export class Settings {
 
   constructor(/** @type {() => void} */ onChange) {
     this.#values = read();
+    for (const name of NUMBERS) if (!isValid(name, this.#values[name])) delete this.#values[name];
     this.#onChange = onChange;
     this.#applyTheme();
     form.addEventListener("input", () => this.#take());
     byId("settings-reset").addEventListener("click", () => this.#reset());
-    byId("settings-close").addEventListener("click", () => dialog.close());
+    byId("settings-close").addEventListener("click", () => { if (form.reportValidity()) dialog.close(); });
     form.addEventListener("submit", (event) => { event.preventDefault(); dialog.close(); });
   }
 
@@ -90,10 +91,18 @@ export class Settings {
   }
 }
 
-/** @returns {Record<string, string>} */
+/** Whether a number that was kept is one that its field would take. */
+function isValid(/** @type {string} */ name, /** @type {string | undefined} */ value) {
+  const field = /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
+  field.value = value ?? "";
+  return field.value !== "" && field.validity.valid;
+}
+
+/** What was kept, as far as it can be one of ours. @returns {Record<string, string>} */
 function read() {
   try {
-    return JSON.parse(localStorage.getItem(ITEM) ?? "{}");
+    const kept = Object.entries(JSON.parse(localStorage.getItem(ITEM) ?? "{}") ?? {});
+    return Object.fromEntries(kept.filter(([, value]) => typeof value === "string"));
   } catch {
     return {};
   }

@@ -4,6 +4,8 @@
  * It never tries twice: what it cannot carry on it hands back (`Carrier`), and the client decides.
  */
 
+import { jsonOf } from "./http.js";
+
 /** @typedef {import("./answer.js").Answer} Answer */
 /** @typedef {import("./http.js").Problem} Problem */
 /**
@@ -14,7 +16,10 @@
  * @property {(answer: Answer, problem: Problem | null) => void} onBroken  this one cannot be read any further here
  */
 
-const MAX_IN_FLIGHT = 16; // the server's limit of one connection
+// The server's limits of one connection.
+const MAX_IN_FLIGHT = 16;
+const MAX_MESSAGE_BYTES = 2 ** 20;
+const TOO_LARGE = { message: "The message is larger than 1 MiB.", code: "request_too_large" };
 const LANES = Array.from({ length: MAX_IN_FLIGHT }, (_, number) => `lane-${number}`);
 
 export class SocketTransport {
@@ -48,8 +53,11 @@ export class SocketTransport {
 
   create(/** @type {Answer} */ answer) {
     this.#onLane(answer, (lane) => {
+      const message = jsonOf({ type: "response.create", ...answer.request, stream_id: lane });
+      // It would cost all others their connection.
+      if (new Blob([message]).size > MAX_MESSAGE_BYTES) return answer.end({ kind: "refused", problem: TOO_LARGE });
       answer.wasSent = true;
-      this.#send({ type: "response.create", ...answer.request, stream_id: lane });
+      this.#sendText(message);
     });
   }
 
@@ -133,6 +141,10 @@ export class SocketTransport {
   }
 
   #send(/** @type {object} */ message) {
-    if (this.#socket.readyState === 1) this.#socket.send(JSON.stringify(message));
+    this.#sendText(JSON.stringify(message));
+  }
+
+  #sendText(/** @type {string} */ text) {
+    if (this.#socket.readyState === 1) this.#socket.send(text);
   }
 }

@@ -148,6 +148,7 @@ export class TurnView {
     const editor = /** @type {HTMLFormElement} */ (make("form", "editor"));
     const area = /** @type {HTMLTextAreaElement} */ (make("textarea"));
     area.value = bubble.textContent ?? "";
+    area.dir = "auto";
     area.rows = Math.min(8, area.value.split("\n").length + 1);
     area.setAttribute("aria-label", "Edit your message");
     const close = () => { editor.replaceWith(bubble); };
@@ -232,7 +233,11 @@ export class TurnView {
       const prose = make("div", "prose");
       new MarkdownStream(prose).append(text);
       message.append(prose);
-    } else message.append(make("div", "bubble", text));
+    } else {
+      const bubble = make("div", "bubble", text);
+      bubble.dir = "auto";
+      message.append(bubble);
+    }
     if (item.role === "user") {
       const tools = make("div", "tools");
       const copy = button({ label: "Copy message", picture: "copy", run: () => void copyText(text).then(() => confirmOn(copy)) });

@@ -52,7 +52,8 @@ export function inputOf(/** @type {Said} */ { role, content }) {
 
 /** What a conversation is called by its first message. */
 export function titleFrom(/** @type {string} */ text) {
-  return text.replace(/\s+/g, " ").slice(0, MAX_TITLE_CHARACTERS);
+  const start = text.replace(/\s+/g, " ").slice(0, 2 * MAX_TITLE_CHARACTERS);
+  return Array.from(start).slice(0, MAX_TITLE_CHARACTERS).join(""); // no character in halves
 }
 
 /** What a turn took, as far as the server has it. */

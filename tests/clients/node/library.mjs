@@ -144,6 +144,10 @@ test("what the server refuses", async () => {
   const answer = client.respond({ ...SHORT, temperature: -1 });
   await assert.rejects(read(answer), (error) => error instanceof AnswerError && error.outcome.problem.param === "temperature");
   await assert.rejects(client.response("resp_none"), (error) => error instanceof PenstockError && error.status === 404);
+  const large = client.respond({ ...SHORT, input: "word ".repeat(300_000) });
+  await assert.rejects(read(large), (error) => error.outcome.problem.code === "request_too_large");
+  assert.ok(await read(client.respond({ ...SHORT, input: `${SHORT.input} \ud83d` })));
+  assert.equal(client.numFailures, 0);
   const lost = client.follow("resp_none");
   assert.equal((await lost.done).kind, "lost");
 });

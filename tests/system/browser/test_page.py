@@ -156,63 +156,6 @@ async def test_markup_and_unicode_are_text(
     assert refused  # the policy lets nobody write HTML, by mistake neither
 
 
-async def test_markdown_and_copying(
-    page: Page, demo_server: Served, api: httpx.AsyncClient
-) -> None:
-    code = "print('<b>')\n\nx = 1"
-    text = (
-        "Some **bold**, *italic* and `code`.\n\n1. one\n2. two\n   - nested\n\n"
-        f"```python\n{code}\n```\n\n[x](javascript:alert(1))"
-    )
-    conversation = await make_conversation(api, [("user", "markdown"), ("assistant", text)])
-    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    await open_page(page, f"{demo_server.base_url}/#{conversation}")
-    prose = page.locator(".prose")
-    assert await prose.locator("> p > strong").inner_text() == "bold"
-    assert await prose.locator("> p > em").inner_text() == "italic"
-    assert await prose.locator("> p > code").inner_text() == "code"
-    assert await prose.locator("> ol > li").count() == 2
-    assert await prose.locator("> ol > li > ul > li").inner_text() == "nested"
-    assert await prose.locator(".code-head span").inner_text() == "python"
-    assert await prose.locator("> p").last.inner_text() == "[x](javascript:alert(1))"
-    await prose.get_by_role("button", name="Copy code").click()
-    assert await page.evaluate("navigator.clipboard.readText()") == code
-    answer = await ask(page, "What is penstock?")
-    await page.keyboard.press("Alt+c")
-    await page.wait_for_function(
-        "async (text) => (await navigator.clipboard.readText()) === text", arg=answer
-    )
-
-
-async def test_markdown_piece_by_piece_equals_markdown_at_once(
-    page: Page, demo_server: Served
-) -> None:
-    await open_page(page, demo_server.base_url)
-    different = await page.evaluate(
-        r"""async () => {
-          const { MarkdownStream } = await import("./markdown.js");
-          const texts = [
-            "a **b *c* d** `e`\n\n\n# head\ntext\n- x\n  - y\n    z\n- w\n\n3. q\n4. r\n\nend",
-            "```js\nlet a;\n\n- no list\n```\nafter\n~~~\nopen\n\n# no head", "****",
-            "1. a\n\n2. b\n\n\n", "- a\n\n2", "* star *\n*a*b*c* _d_ e_f_g __ `` ` ``` x",
-            "\n\n<i>&amp;</i>\n\n- \n- b\n", "Zoë 👋🏽 *日本*\n",
-          ];
-          const render = (pieces) => {
-            const root = document.createElement("div");
-            const stream = new MarkdownStream(root);
-            pieces.forEach((piece) => stream.append(piece));
-            return root.innerHTML;
-          };
-          return texts.flatMap((text) => [1, 2, 3, 7].map((size) => {
-            const pieces = text.match(new RegExp(`[^]{1,${size}}`, "g"));
-            const [whole, split] = [render([text]), render(pieces)];
-            return whole === split ? null : [size, whole, split];
-          })).filter(Boolean);
-        }"""
-    )
-    assert different == []
-
-
 async def test_settings_and_figures(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:

@@ -1,0 +1,156 @@
+"""What the page says when the server, or the page itself, does not take something."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from playwright.async_api import Dialog, Page, Route, expect
+
+from ..processes import Served
+from .conftest import make_conversation
+from .page_flow import STORY, ask, connected, finished, growing, open_page, say, stories
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+_WRITE = """(text) => {
+  const box = document.getElementById("composer-text");
+  box.value = text;
+  box.dispatchEvent(new Event("input"));
+  box.focus();
+}"""
+
+
+async def test_a_message_that_no_connection_takes(page: Page, demo_server: Served) -> None:
+    """It costs nobody the connection, and can be written anew in its place."""
+    await open_page(page, demo_server.base_url, temperature=0)
+    await ask(page, "My name is Ada.")
+    await page.evaluate(_WRITE, "word " * 300_000)
+    await page.keyboard.press("Enter")
+    turn = page.locator(".turn").last
+    await expect(turn).to_contain_text("larger than 1 MiB")
+    await expect(page.locator("#connection")).to_have_attribute("data-state", "open")
+    async with page.expect_response("**/tree*"):
+        await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # looked at
+    await expect(turn).to_contain_text("larger than 1 MiB")
+    await page.keyboard.press("ArrowUp")
+    await page.get_by_role("textbox", name="Edit your message").fill("What is my name?")
+    await page.keyboard.press("Enter")
+    assert "Ada" in await finished(page.locator(".turn").nth(1))
+    await expect(page.locator(".turn")).to_have_count(2)
+
+
+async def test_a_first_message_longer_than_the_context(page: Page, demo_server: Served) -> None:
+    await open_page(page, demo_server.base_url)
+    await page.evaluate(_WRITE, "word " * 100_000)
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".note")).to_contain_text("longer than the model's context")
+
+
+async def test_titles_and_messages_cut_no_character_in_halves(
+    page: Page, demo_server: Served
+) -> None:
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
+    text = "a" * 79 + "😀 hello"
+    await ask(page, text)
+    title = page.locator("#conversations a").first
+    await expect(title).to_have_text(text[:80])
+    await page.evaluate(_WRITE, "half a pair: ")
+    await page.evaluate("document.getElementById('composer-text').value += '\\ud83d'")
+    await page.keyboard.press("Enter")
+    await finished(page.locator(".turn").nth(1))
+    await page.reload()
+    await expect(page.locator(".bubble").last).to_have_text("half a pair: \ufffd")
+
+
+async def test_a_conversation_that_cannot_be_begun(page: Page, demo_server: Served) -> None:
+    async def refuse(route: Route) -> None:
+        body = json.dumps({"error": {"message": "The store is full.", "code": "full"}})
+        if route.request.method == "POST":
+            await route.fulfill(status=503, content_type="application/json", body=body)
+        else:
+            await route.continue_()
+
+    await open_page(page, demo_server.base_url)
+    await page.route("**/v1/conversations", refuse)
+    await page.get_by_role("textbox", name="Your message").fill("Hello!")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#refusal")).to_have_text("The store is full.")
+    await expect(page.locator("#refusal")).to_be_visible()
+    await expect(page.locator("#composer-text")).to_have_value("Hello!")
+    await page.unroute("**/v1/conversations")
+    await page.keyboard.press("Enter")
+    assert await finished(page.locator(".turn"))
+    await expect(page.locator("#refusal")).to_be_hidden()
+
+
+async def test_what_was_not_deleted_or_renamed_stays(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    told: list[str] = []
+
+    async def accept(dialog: Dialog) -> None:
+        told.append(dialog.message)
+        await dialog.accept()
+
+    conversation = await make_conversation(api, [("user", "Keep me.")], title="Kept one")
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    await expect(page.locator(".bubble")).to_have_text("Keep me.")
+    page.on("dialog", accept)
+    await page.route(f"**/v1/conversations/{conversation}", lambda route: route.abort())
+    await page.get_by_role("link", name="Kept one").hover()
+    await page.get_by_role("button", name="Delete “Kept one”").click()
+    await page.get_by_role("button", name="Rename “Kept one”").click()
+    await page.locator("#rename-input").fill("Another")
+    async with page.expect_event("dialog"):
+        await page.keyboard.press("Enter")
+    assert [text[:30] for text in told] == [
+        "Delete this conversation? The ",
+        "This conversation could not be",
+        "This conversation could not be",
+    ]
+    await expect(page.locator(".bubble")).to_have_text("Keep me.")
+    await expect(page.get_by_role("link", name="Kept one")).to_be_visible()
+
+
+async def test_to_delete_a_conversation_is_to_stop_its_answer(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    await stories(page)
+    await open_page(page, demo_server.base_url)
+    story = await say(page, STORY)
+    await growing(story)
+    tree = (await api.get(f"conversations/{page.url.partition('#')[2]}/tree")).json()
+    page.on("dialog", lambda dialog: dialog.accept())
+    row = page.locator("#conversations li").first
+    await row.hover()
+    await row.get_by_role("button", name="Delete").click()
+    await expect(page.locator(".turn")).to_have_count(0)
+    events = await api.get(f"responses/{tree['running']}?stream=true")  # to the answer's end
+    assert "response.incomplete" in events.text
+    assert json.loads(events.text.rpartition("data:")[2])["response"]["status"] == "cancelled"
+
+
+async def test_settings_out_of_range(page: Page, demo_server: Served) -> None:
+    await open_page(page, demo_server.base_url, max_output_tokens=-5, top_p="x", temperature=0)
+    await page.get_by_role("button", name="Settings").click()
+    dialog = page.locator("#settings-dialog")
+    await expect(page.get_by_label("Longest answer")).to_have_value("")
+    await expect(page.get_by_label("Temperature")).to_have_value("0")
+    await page.get_by_label("Temperature").fill("5")
+    await page.get_by_role("button", name="Done").click()
+    await expect(dialog).to_be_visible()  # and the browser says why
+    await expect(page.get_by_label("Temperature")).to_be_focused()
+    await page.get_by_label("Temperature").fill("0.33")
+    await page.get_by_label("Longest answer").fill("12")
+    await page.get_by_role("button", name="Done").click()
+    await expect(dialog).to_be_hidden()
+    assert await ask(page, "Hello! Who are you?")
+
+
+@pytest.mark.parametrize("kept", ["null", "5", '["x"]', '{"temperature": {}}', "{"])
+async def test_settings_that_are_none(page: Page, demo_server: Served, kept: str) -> None:
+    await page.add_init_script(f"localStorage['penstock.settings'] = {json.dumps(kept)}")
+    await page.goto(demo_server.base_url)
+    await connected(page)
