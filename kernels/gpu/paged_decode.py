@@ -227,7 +227,7 @@ def choose_splits(
     # One long sequence among many short ones must not keep few processors busy to the end.
     of_longest = min(-(-max_visible // _LONG_SPLIT), limit)
     if of_longest > num_splits:
-        return of_longest, _LONG_SPLIT // num_splits
+        return of_longest, max(shortest, _LONG_SPLIT // num_splits)
     return num_splits, shortest
 
 

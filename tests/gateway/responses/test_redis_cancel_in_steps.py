@@ -172,6 +172,7 @@ async def test_a_client_that_leaves(stack: Stack) -> None:
     body = {**ENDLESS, "messages": [{"role": "user", "content": "!"}], "max_tokens": 900}
     stack.engine.device.allow(NUM_STEPS)
     async with stack.first.stream("POST", "/v1/chat/completions", json=body) as response:
-        await anext(events_of(response))
+        events = events_of(response)  # held: dropped, it would close the connection
+        await anext(events)
         await stack.engine.holds(NUM_STEPS)
     await is_freed_by_the_next_step(stack.engine, NUM_STEPS)

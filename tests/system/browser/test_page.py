@@ -243,6 +243,7 @@ async def test_two_tabs_on_one_conversation(
     assert await finished(other) == await finished(story)
     assert "Ada" in await ask(second, "What is my name?")
     await expect(first.locator(".turn")).to_have_count(3)
+    await finished(first.locator(".turn").nth(2))
 
     # Somebody of whom no tab is told: the message comes back to who wrote it.
     body: dict[str, Any] = {"model": "demo", "input": STORY, "conversation": conversation_of(first)}
@@ -250,7 +251,7 @@ async def test_two_tabs_on_one_conversation(
     running = (await api.post("responses", json=body)).raise_for_status().json()["id"]
     await first.get_by_role("textbox", name="Your message").fill("And I?")
     await first.keyboard.press("Enter")
-    await is_refused.wait()
+    await asyncio.wait_for(is_refused.wait(), 120)
     await expect(first.get_by_role("textbox", name="Your message")).to_have_value("And I?")
     await expect(first.locator(".turn")).to_have_count(4)
     (await api.post(f"responses/{running}/cancel")).raise_for_status()
