@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
+
+from .held_port import held_port, number_of
 
 _PATIENCE_S = 60.0
 
@@ -48,11 +49,11 @@ class RedisServer:
         options: dict[str, str] | None = None,
     ) -> None:
         self.directory = directory
-        self._held = _held_port()
-        self.port = _number(self._held)
+        self._held = held_port()
+        self.port = number_of(self._held)
         self.ca_file = directory / "redis.crt" if is_tls else None
         # Of a cluster's bus: its own plus 10,000 unless told, which may be no port at all.
-        self._held_for_bus = _held_port()
+        self._held_for_bus = held_port()
         self._password = password
         self._is_cluster = is_cluster
         self._appends = appends
@@ -159,7 +160,7 @@ class RedisServer:
             settings |= {"tls-ca-cert-file": certificate}
         if self._is_cluster:
             settings |= {"cluster-enabled": "yes", "cluster-announce-ip": "127.0.0.1"}
-            settings |= {"cluster-port": str(_number(self._held_for_bus))}
+            settings |= {"cluster-port": str(number_of(self._held_for_bus))}
         if self._password is not None:
             settings["requirepass"] = self._password
         return settings | self._options
@@ -177,20 +178,6 @@ def _write_certificate(directory: Path) -> None:
     command += " -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
     files = ["-keyout", str(directory / "redis.key"), "-out", str(directory / "redis.crt")]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
-
-
-def _held_port() -> socket.socket:
-    """A port that nobody else is given, also while the server is down: bound, without listening,
-    which keeps out all but whoever asks for this very port and may share it, as Redis does."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return holder
-
-
-def _number(holder: socket.socket) -> int:
-    port: int = holder.getsockname()[1]
-    return port
 
 
 def _wait(condition: Callable[[], bool]) -> None:

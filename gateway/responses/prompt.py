@@ -32,19 +32,23 @@ class Place:
     Attributes:
         is_new: the tree begins with it, and is no listed conversation.
         takes_head: it was asked for by `conversation`.
-        is_apart: what it continues is not stored, and not in its tree.
-        path: the turns before it, root first.
+        path: the turns before it, root first. Of a new tree they are not in it, nor stored.
     """
 
     conversation_id: str
     is_new: bool = False
     takes_head: bool = False
-    is_apart: bool = False
     path: Sequence[StoredTurn] = ()
 
     @property
+    def previous(self) -> StoredTurn | None:
+        """What it continues."""
+        return self.path[-1] if self.path else None
+
+    @property
     def parent(self) -> StoredTurn | None:
-        return self.path[-1] if self.path and not self.is_apart else None
+        """The same, if that is in its tree."""
+        return None if self.is_new else self.previous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ class PromptBuilder:
         remembered = None if memory is None else memory.turn(request.previous_response_id)
         place = await self._place(request, caller.tenant, remembered)
         new = items = item_objects(request.items)
-        if place.is_apart or (memory is not None and not request.store):
+        if place.is_new or (memory is not None and not request.store):
             items = (*items_said(place.path), *new)
         if request.penstock.continues:
             return Prompt(place=place, items=items, token_ids=_broken_off(place), text=None)
@@ -120,8 +124,7 @@ class PromptBuilder:
         if previous is None:
             return Place(conversation_id=new_conversation_id(), is_new=True)
         if remembered is not None:
-            tree = new_conversation_id()
-            return Place(conversation_id=tree, is_new=True, is_apart=True, path=[remembered])
+            return Place(conversation_id=new_conversation_id(), is_new=True, path=[remembered])
         conversation_id = conversation_of(previous)
         try:
             path = await self._conversations.path(tenant, previous)
@@ -165,14 +168,14 @@ def items_of(path: Sequence[StoredTurn]) -> list[Item]:
 
 def _broken_off(place: Place) -> list[int]:
     """The ids of a turn that is to go on as if it had never ended."""
-    parent = place.path[-1] if place.path else None
-    if parent is None or parent.status not in _BROKEN_OFF or parent.output is None:
+    previous = place.previous
+    if previous is None or previous.status not in _BROKEN_OFF or previous.output is None:
         raise RequestRefusedError(
             "penstock.continue needs a previous response that is incomplete",
             code="invalid_value",
             param="penstock.continue",
         )
-    return [*parent.prompt_token_ids, *parent.output_token_ids]
+    return [*previous.prompt_token_ids, *previous.output_token_ids]
 
 
 def _no_previous(response_id: str) -> NotFoundError:

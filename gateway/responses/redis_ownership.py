@@ -89,7 +89,6 @@ class Ownership:
         self._last_beat_s = math.inf  # there was none
         self._may_adopt_s = 0.0
         self._adopting: asyncio.Task[None] | None = None
-        self._looks_again = False  # somebody may have left since it looked
         self._claims: dict[str, Claim] = {}  # being enforced, or failed on the way
 
     @property
@@ -168,7 +167,8 @@ class Ownership:
                 self._may_adopt_s = now_s + self._lease_s / 2
             self._was_away, self._last_beat_s = False, now_s
             if self._adopting is not None and not self._adopting.done():
-                self._looks_again = True
+                # Somebody may have left since it looked.
+                self._adopting.add_done_callback(lambda _: self.hurry())
             elif now_s >= self._may_adopt_s:
                 self._adopting = asyncio.create_task(self._adopt_orphans())
         except (RedisError, OSError) as error:  # a TimeoutError is an OSError
@@ -222,9 +222,6 @@ class Ownership:
             _LOG.warning("cannot take responses over now: %s", error)
         except Exception:
             _LOG.exception("taking responses over failed")
-        if self._looks_again:
-            self._looks_again = False
-            self.hurry()
 
     async def _adopt_all_of(self, gateway: str) -> None:
         notes = [note.decode() for note in await ask(self._redis, "SMEMBERS", _owned_key(gateway))]

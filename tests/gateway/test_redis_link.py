@@ -20,7 +20,8 @@ from penstock.gateway.conversations.store import StoreUnavailableError
 from penstock.gateway.redis_link import _NUM_AT_ONCE, RedisLink, Script
 from penstock.gateway.redis_url import RedisAddress
 
-from ..redis_server import RedisServer, _held_port
+from ..held_port import held_port, number_of
+from ..redis_server import RedisServer
 from .conftest import PATIENCE_S
 
 SECRET = "geheim/#?@:%"
@@ -135,8 +136,8 @@ def _sentinel(config: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.redis
 async def test_sentinels_name_the_master(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis", password="geheim") as server, _held_port() as held:
-        port = held.getsockname()[1]
+    with RedisServer(tmp_path / "redis", password="geheim") as server, held_port() as held:
+        port = number_of(held)
         config = tmp_path / "sentinel.conf"
         config.write_text(
             f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\n"

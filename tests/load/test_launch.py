@@ -16,7 +16,7 @@ from penstock.engine.errors import ConfigError
 from penstock.load import launch
 from penstock.load.launch import Started, server
 
-from .processes import await_gone
+from ..system.processes import wait_gone
 
 FAMILY = {"supervisor", "gateway", "engine"}
 
@@ -62,7 +62,7 @@ def test_a_failure_inside_stops_the_server_and_keeps_a_named_log(tmp_path: Path)
     with pytest.raises(ZeroDivisionError):
         fail()
     assert len(family) == len(FAMILY)
-    await_gone(family)
+    wait_gone(family)
     assert "DEBUG" in (tmp_path / "log").read_text()
 
 
@@ -72,7 +72,7 @@ def test_what_does_not_heed_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) 
         family = running.family()
         for name in ("supervisor", "engine"):
             family[name].send_signal(signal.SIGSTOP)
-    await_gone(family.values())
+    wait_gone(family.values())
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from penstock.load.peers.rival import RivalError, Setting
 from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import RunResult
 
-from .processes import await_gone, reserved_port
+from ..held_port import held_port, number_of
+from ..system.processes import wait_gone
 
 
 @pytest.fixture(autouse=True)
@@ -135,10 +136,10 @@ def test_our_server_answers_every_kind_of_workload(
 def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"]
     with (
-        reserved_port() as port,
+        held_port() as held,
         pytest.raises(RivalError, match=r"ended with 3: out of luck"),
     ):
-        HttpServer(command, port=port, model="T", env={}, log=tmp_path / "log")
+        HttpServer(command, port=number_of(held), model="T", env={}, log=tmp_path / "log")
 
 
 def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
@@ -150,13 +151,14 @@ def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
     )
-    with reserved_port() as port:
+    with held_port() as held:
+        port = number_of(held)
         command = [sys.executable, "-c", code, str(port)]
         running = HttpServer(command, port=port, model="T", env={}, log=tmp_path / "log")
     [child] = running.process.children()
     running.stop()
     assert not running.process.is_running()
-    await_gone([child])
+    wait_gone([child])
 
 
 def test_a_failed_step_of_an_installation_says_what_it_printed(

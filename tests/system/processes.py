@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +126,7 @@ def suspended(process: psutil.Process) -> Iterator[None]:
         process.resume()
 
 
-def wait_gone(processes: Sequence[psutil.Process]) -> None:
+def wait_gone(processes: Collection[psutil.Process]) -> None:
     """Assert that none of them is left, zombies aside."""
     wait_until(lambda: not any(map(_lives, processes)))
 

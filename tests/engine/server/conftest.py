@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine import wire
 
-from .stack import INFO, PATIENCE_S, Connect, Engine, Gateway
+from .stack import INFO, Connect, Engine, Gateway
 
 
 @pytest.fixture
@@ -23,14 +23,8 @@ def engine(
     tmp_path: Path, num_silent_beats: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engine]:
     monkeypatch.setattr(wire, "MAX_SILENT_BEATS", num_silent_beats)
-    running = Engine(f"{tmp_path}/e.sock")
-    running.server.start()
-    running.thread.start()
-    yield running
-    running.device.set_free()
-    running.server.stop()
-    running.thread.join(timeout=PATIENCE_S)
-    assert not running.thread.is_alive()
+    with Engine(f"{tmp_path}/e.sock") as running:
+        yield running
 
 
 @pytest.fixture

@@ -16,19 +16,8 @@ from penstock.engine.codec import decode, encode
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.frames import FrameReader, framed
-from penstock.engine.messages import (
-    EngineInfo,
-    Heartbeat,
-    Hello,
-    Message,
-    Step,
-    Submit,
-)
-from penstock.engine.request import (
-    Request,
-    RequestOutput,
-    SamplingParams,
-)
+from penstock.engine.messages import EngineInfo, Heartbeat, Hello, Message, Step, Submit
+from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.server import EngineServer
 from penstock.engine.wire import WireBrokenError
@@ -143,14 +132,30 @@ def connected(address: str, *, timeout_s: float = PATIENCE_S) -> Gateway:
 
 
 class Engine:
-    def __init__(self, address: str) -> None:
+    """A real server, scheduler and blocks before a device that takes a step when it is let."""
+
+    def __init__(self, address: str, info: EngineInfo = INFO) -> None:
         self.address = address
-        self.blocks = BlockManager(num_blocks=200, block_size=16)
-        scheduler = Scheduler(SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=2000)
-        self.device = Device(num_blocks=200, block_size=16)
-        self.server = EngineServer(EngineCore(scheduler, self.device), INFO, address)
+        sizes = {"num_blocks": info.num_blocks, "block_size": info.block_size}
+        self.blocks = BlockManager(**sizes)
+        scheduler = Scheduler(
+            SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=info.max_model_len
+        )
+        self.device = Device(**sizes)
+        self.server = EngineServer(EngineCore(scheduler, self.device), info, address)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Engine:
+        self.server.start()
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.device.set_free()
+        self.server.stop()
+        self.thread.join(timeout=PATIENCE_S)
+        assert not self.thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -22,10 +22,7 @@ from penstock.engine.messages import (
     Step,
     Submit,
 )
-from penstock.engine.request import (
-    Request,
-    SamplingParams,
-)
+from penstock.engine.request import Request, SamplingParams
 from penstock.engine.wire import WireBrokenError
 
 from ..policy.fake_device import expected_output

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import time
 
-from penstock.engine.messages import (
-    Abort,
-    DropPrefix,
-    Heartbeat,
-    Step,
-    Submit,
-)
-from penstock.engine.request import (
-    FinishReason,
-    Request,
-    SamplingParams,
-)
+from penstock.engine.messages import Abort, DropPrefix, Heartbeat, Step, Submit
+from penstock.engine.request import FinishReason, Request, SamplingParams
 
 from ..policy.fake_device import expected_output
 from .stack import Connect, Engine

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,57 +17,26 @@ import httpx
 import pytest
 import websockets
 
-from penstock.engine.blocks import BlockManager
-from penstock.engine.config import ModelConfig, SchedulerConfig
-from penstock.engine.engine_core import EngineCore
-from penstock.engine.scheduling import Scheduler
-from penstock.engine.server import EngineServer
+from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 
 from ...engine.policy.fake_device import expected_output
-from ...engine.policy.stepped_device import SteppedDevice
+from ...engine.server.stack import Engine
 from ...redis_server import RedisServer
 from ..conftest import listen
 from ..fake_engine import INFO
-from .records import PATIENCE_S, until
+from .records import PATIENCE_S
 
 pytestmark = pytest.mark.redis
 NUM_STEPS = 40  # before a stop
 ENDLESS = {"model": "tiny", "ignore_eos": True, "stream": True}
 
 
-class Engine:
-    def __init__(self, address: str) -> None:
-        sizes = {"num_blocks": INFO.num_blocks, "block_size": INFO.block_size}
-        self.blocks = BlockManager(**sizes)
-        self.device = SteppedDevice(**sizes)
-        self.device.hold()
-        scheduler = Scheduler(
-            SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=INFO.max_model_len
-        )
-        self.server = EngineServer(EngineCore(scheduler, self.device), INFO, address)
-        self._thread = threading.Thread(target=self.server.run)
-
-    def __enter__(self) -> Engine:
-        self.server.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.device.set_free()
-        self.server.stop()
-        self._thread.join(timeout=60)
-        assert not self._thread.is_alive()
-
-    async def holds(self, num_steps: int) -> None:
-        """Wait until so many steps are done and the next one is held."""
-        await until(lambda: len(self.device.begun) == num_steps + 1)
-
-    async def has_mail(self) -> None:
-        """Wait until something has reached it that it will see after the step."""
-        await until(lambda: not self.server._wire._inbox.empty())
+async def holds(engine: Engine, num_steps: int) -> None:
+    """Wait until so many steps are done and the next one is held."""
+    await asyncio.to_thread(engine.wait_for_step, num_steps + 1)
 
 
 @dataclass
@@ -80,8 +48,11 @@ class Stack:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    with Engine(f"{tmp_path}/engine.sock") as running:
-        yield running
+    engine = Engine(f"{tmp_path}/engine.sock", INFO)
+    engine.device.hold()
+    with engine:
+        yield engine
+    assert engine.error is None
 
 
 @pytest.fixture
@@ -107,11 +78,11 @@ async def stack(
 async def is_freed_by_the_next_step(engine: Engine, num_steps: int) -> None:
     """A stop is on its way to an engine that holds a step. See it through: after that step nothing
     is computed for it, and no block is taken."""
-    await engine.has_mail()
+    await asyncio.to_thread(engine.wait_for_mail)
     assert len(engine.device.begun) == num_steps + 1
     assert engine.blocks.num_used_blocks > num_steps // INFO.block_size
     engine.device.allow(1)
-    await engine.holds(num_steps + 1)
+    await holds(engine, num_steps + 1)
     assert engine.blocks.num_used_blocks == 0
     met, after = engine.device.begun[-2:]
     assert not after.scheduled
@@ -136,7 +107,7 @@ async def test_a_cancel(stack: Stack, where: str, by: str) -> None:
     async with stack.first.stream("POST", "/v1/responses", json=body) as response:
         events = events_of(response)
         response_id = (await anext(events))["response"]["id"]
-        await stack.engine.holds(NUM_STEPS)
+        await holds(stack.engine, NUM_STEPS)
         if by == "post":
             answer = await canceller.post(f"/v1/responses/{response_id}/cancel")
             assert answer.status_code == 200, answer.text
@@ -145,7 +116,7 @@ async def test_a_cancel(stack: Stack, where: str, by: str) -> None:
             async with websockets.connect(url, open_timeout=PATIENCE_S) as socket:
                 event = {"type": "penstock.cancel", "response_id": response_id}
                 await socket.send(json.dumps(event))
-                await stack.engine.has_mail()
+                await asyncio.to_thread(stack.engine.wait_for_mail)
         await is_freed_by_the_next_step(stack.engine, NUM_STEPS)
         *_, last = [event async for event in events]
         assert last["response"]["status"] == "cancelled"
@@ -161,7 +132,7 @@ async def test_a_stop_string(stack: Stack, tokenizer: Tokenizer) -> None:
     stack.engine.device.allow(num_steps)
     body = {"model": "tiny", "prompt": prompt, "stop": stop, "max_tokens": 900, "ignore_eos": True}
     answer = asyncio.create_task(stack.first.post("/v1/completions", json=body))
-    await stack.engine.holds(num_steps)
+    await holds(stack.engine, num_steps)
     await is_freed_by_the_next_step(stack.engine, num_steps)
     (choice,) = (await answer).json()["choices"]
     assert choice["finish_reason"] == "stop"
@@ -174,5 +145,5 @@ async def test_a_client_that_leaves(stack: Stack) -> None:
     async with stack.first.stream("POST", "/v1/chat/completions", json=body) as response:
         events = events_of(response)  # held: dropped, it would close the connection
         await anext(events)
-        await stack.engine.holds(NUM_STEPS)
+        await holds(stack.engine, NUM_STEPS)
     await is_freed_by_the_next_step(stack.engine, NUM_STEPS)
