@@ -196,4 +196,7 @@ async def replay(server: str, response_id: str) -> list[Event]:
     if response.status_code != 200:
         raise _refused(response.status_code, response.json()["error"])
     lines = response.text.splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    if events and events[-1]["type"] == "error":
+        raise _refused(503, events[-1])
+    return events

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,20 +21,32 @@ import pytest
 
 from tests.redis_server import RedisServer
 
-from .processes import Served, serve, wait_until
-from .stream_checker import CheckedStream, ExpiredError, replay
+from .processes import Served, serve, suspended, wait_until
+from .stream_checker import TERMINAL, CheckedStream, ExpiredError, replay
 
 pytestmark = pytest.mark.redis
 
 _NUM_CUTS = 4  # per transport and place of return
 _APART = 5  # events between the begins of two streams: each is somewhere else when it is cut
 _LENGTHS = (700, 10)  # tokens of the first stream, and how many less of each that follows
-_CASES = list(product(("sse", "websocket"), ("same", "other"), range(_NUM_CUTS)))
+_QUIET_S = 0.5
+_FROM_END = 400  # characters to come of a stream that is not about to end
+_CASES = list(product(range(_NUM_CUTS), ("sse", "websocket"), ("same", "other")))
 _BACK_S = 90.0
 _HELLO = {"model": "demo", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
 # What is promised beyond the time that a start takes, and by how much a loaded machine may miss it.
 _EXTRA_S = 2.0
 _PATIENCE = 3.0
+_ATTEMPTS = 5
+
+
+class TooLateError(Exception):
+    """Too many streams had ended, or come near it, before they were disturbed: nothing is shown.
+    That happens where this process stands still for a moment."""
+
+    def __init__(self, reading: list[asyncio.Task[CheckedStream]]) -> None:
+        super().__init__("too few streams are amid their text")
+        self.reading = reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +105,35 @@ def _streams(pair: Pair) -> list[CheckedStream]:
             transport=transport,
             leaves_after=40 if place == "other" else 0,
         )
-        for number, (transport, place, _) in enumerate(_CASES)
+        for number, (_, transport, place) in enumerate(_CASES)
     ]
 
 
 async def _begin(streams: list[CheckedStream]) -> list[asyncio.Task[CheckedStream]]:
     """Begin one after the other; each is somewhere else when the last has begun."""
-    reading = []
+    reading: list[asyncio.Task[CheckedStream]] = []
     for stream in streams:
         if reading:
-            num_events = len(streams[0].events) + _APART
-            while not (streams[0].is_ended or len(streams[0].events) >= num_events):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await _move_on(streams[:1], _APART)
         reading.append(asyncio.create_task(stream.read()))
     return reading
+
+
+def again_if_too_late(
+    test: Callable[[Pair, list[dict[str, Any]]], Awaitable[None]],
+) -> Callable[[Pair, list[dict[str, Any]]], Awaitable[None]]:
+    """Run the test until it came in time. Only that is tried again."""
+
+    @functools.wraps(test)
+    async def run(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
+        for _ in range(_ATTEMPTS):
+            try:
+                return await test(pair, undisturbed)
+            except TooLateError as error:
+                await asyncio.gather(*error.reading)
+        pytest.fail(f"too late {_ATTEMPTS} times")
+
+    return run
 
 
 async def _move_on(streams: list[CheckedStream], num_events: int) -> None:
@@ -116,13 +144,37 @@ async def _move_on(streams: list[CheckedStream], num_events: int) -> None:
             stream.is_ended or len(stream.events) >= goal
             for stream, goal in zip(streams, goals, strict=True)
         ):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
 
 
-def _tell(what: str, streams: list[CheckedStream]) -> list[int]:
-    """Print where the streams are; the numbers of those that still run."""
+async def _stand_still(streams: list[CheckedStream]) -> None:
+    """Return when nothing is on its way to them."""
+    num_events = -1
+    while num_events != (num_events := sum(len(stream.events) for stream in streams)):  # noqa: ASYNC110
+        await asyncio.sleep(_QUIET_S)
+
+
+def _aim(
+    what: str,
+    streams: list[CheckedStream],
+    reading: list[asyncio.Task[CheckedStream]],
+    undisturbed: list[dict[str, Any]],
+) -> list[CheckedStream]:
+    """Print where the streams are; those that are amid their text, with clients that stay.
+
+    Raises:
+        TooLateError: there is none over SSE, or none over a WebSocket.
+    """
     print(f"\n{what} after", *(len(stream.events) for stream in streams), "events")
-    return [number for number, stream in enumerate(streams) if not stream.is_ended]
+    amid = [
+        stream
+        for stream, expected in zip(streams, undisturbed, strict=True)
+        if stream.text and len(stream.text) + _FROM_END < len(expected["text"])
+        if not stream.leaves_after
+    ]
+    if len({stream.transport for stream in amid}) < 2:
+        raise TooLateError(reading)
+    return amid
 
 
 async def _check(
@@ -140,47 +192,51 @@ async def _check(
     return pause_s
 
 
+@again_if_too_late
 async def test_an_engine_killed_twice(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
     streams = _streams(pair)
     reading = await _begin(streams)
     for _ in range(2):
-        assert _tell("engine killed", streams)
+        amid = _aim("engine killed", streams, reading, undisturbed)
         await _kill(pair.first, "engine")
-        await _move_on(streams, 10)
+        await _move_on(amid, 10)
     await asyncio.gather(*reading)
     pause_s = await _check(pair, streams, undisturbed)
-    starts_s = _starts_s(pair.first, "engine")
-    assert len(starts_s) == 2
+    starts_s = _starts_s(pair.first, "engine")[-2:]
     print(f"the engine took {starts_s} s to start")
     assert pause_s < _PATIENCE * (max(starts_s) + _EXTRA_S)
 
 
+@again_if_too_late
 async def test_gateways_killed_in_turn(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
     streams = _streams(pair)
     reading = await _begin(streams)
     for served in (pair.first, pair.second):
-        assert _tell("gateway killed", streams)
+        amid = _aim("gateway killed", streams, reading, undisturbed)
         await _kill(served, "gateway")
-        await _move_on(streams, 10)
+        await _move_on(amid, 10)
     await asyncio.gather(*reading)
     pair.wait_ready()
     pause_s = await _check(pair, streams, undisturbed)
-    starts_s = _starts_s(pair.first, "gateway") + _starts_s(pair.second, "gateway")
-    assert len(starts_s) == 2
+    starts_s = [_starts_s(served, "gateway")[-1] for served in (pair.first, pair.second)]
     print(f"the gateways took {starts_s} s to start")
     assert pause_s < _PATIENCE * (max(starts_s) + _EXTRA_S)
 
 
+@again_if_too_late
 async def test_redis_killed_and_back(pair: Pair, undisturbed: list[dict[str, Any]]) -> None:
     """Live streams go on where they are, and cannot be resumed; what is new is refused, or runs
     without storage. When Redis is back, everything works as before."""
     streams = _streams(pair)
     reading = await _begin(streams)
-    assert len(_tell("Redis killed", streams)) == len(streams)
-    begun = [stream for stream in streams if stream.events]  # others begin when Redis is back
-    pair.redis.kill()
-    stayed = [stream for stream in begun if not stream.leaves_after]
-    await _move_on(stayed, 10)
+    pair.first.renew_family()
+    with suspended(pair.first.child("penstock-engine")):
+        await _stand_still(streams)  # what is still to come of them comes without Redis
+        amid = _aim("Redis killed", streams, reading, undisturbed)
+        pair.redis.kill()
+    await asyncio.gather(
+        *(task for stream, task in zip(streams, reading, strict=True) if stream in amid)
+    )
     await _check_new_sessions_without_redis(pair)
     pair.redis.start()
     ends = await asyncio.gather(*reading, return_exceptions=True)
@@ -189,14 +245,28 @@ async def test_redis_killed_and_back(pair: Pair, undisturbed: list[dict[str, Any
             assert stream.outcome == expected
         else:
             assert isinstance(end, ExpiredError), end
+            assert stream not in amid
             assert expected["text"].startswith(stream.text)
-    assert all(stream.is_ended and stream.num_connections == 1 for stream in stayed)
-    for stream, served in product(begun, (pair.first, pair.second)):
-        assert stream.response_id is not None
-        with pytest.raises(ExpiredError):
-            await replay(served.base_url, stream.response_id)
-    print("longest pauses", *(f"{stream.longest_pause_s:.2f}" for stream in stayed))
+    assert all(stream.num_connections == 1 for stream in amid)
+    for stream, served in product(streams, (pair.first, pair.second)):
+        await _check_replay_after_redis(served, stream, was_shown_without=stream in amid)
+    print("longest pauses", *(f"{stream.longest_pause_s:.2f}" for stream in amid))
     await _check_sessions_work(pair)
+
+
+async def _check_replay_after_redis(
+    served: Served, stream: CheckedStream, *, was_shown_without: bool
+) -> None:
+    """Nobody gets less than others saw: what was shown without Redis is not told at all, the rest
+    as it was. A client that left may have missed some of it while Redis was away."""
+    assert stream.response_id is not None
+    try:
+        events = await replay(served.base_url, stream.response_id)
+    except ExpiredError:
+        return
+    assert not was_shown_without
+    assert events[: len(stream.events)] == stream.events
+    assert events[-1]["type"] in TERMINAL
 
 
 async def _check_new_sessions_without_redis(pair: Pair) -> None:
