@@ -19,9 +19,10 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
 #endif
 
 enum { ROWS_PER_ITEM = 128 };
-/* How far ahead a full tile asks for its weights: it is busy multiplying when it should read. With
+/* How far ahead a full tile of int8 asks for its weights: it is busy multiplying when it should read. With
  * 8 rows that gains 10 to 20 %; with up to 5, where memory is the limit, it costs as much. */
 enum { AHEAD_BYTES = 16 << 10 };
+enum { LINE_BYTES = 64, SHORT_GROUP_BYTES = 64 << 10 };
 enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
 enum { SPAN = 512 };          /* tokens of the vocabulary whose weights are summed together */
 #define MIN_TEMPERATURE 1e-30 /* smaller ones would vanish in a float */
@@ -48,6 +49,15 @@ INLINE long num_row_parts(long num_rows) { return (num_rows + ROWS_PER_ITEM - 1)
 INLINE long num_panels_of_group(long out_features, long group) {
     long rest = num_panels(out_features) - group * GROUP;
     return rest < GROUP ? rest : GROUP;
+}
+
+/* How many lines of the next group of weights full tile `i` of `num_full` asks for with each k. The
+ * first tile waits for its own; where it is the only one it has time for both, and a group that is
+ * not short the processor reads ahead of by itself. */
+INLINE int lines_ahead(int i, int num_full, long group_bytes) {
+    if (num_full == 1) return group_bytes <= SHORT_GROUP_BYTES ? GROUP : 0;
+    if (i == 0 || i > GROUP) return 0;
+    return (GROUP + num_full - 2) / (num_full - 1);
 }
 
 INLINE int panels_for(int rows) { return rows <= MAX_ROWS / 2 || MAX_PANELS == 1 ? MAX_PANELS : MAX_PANELS / 2; }

@@ -42,9 +42,10 @@ static __attribute__((noinline)) void NAME(write_tile)(
     pool_release();
 }
 
-/* `rows` rows against a group */
+/* `rows` rows against a group, asking for `lines` cache lines with each k, from `ahead` on */
 INLINE void NAME(tile)(
-    const struct linear_args *a, long row, long group, const int rows, const int panels) {
+    const struct linear_args *a, long row, long group, const int rows, const int panels, const int lines,
+    const char *ahead) {
     const long in = a->in_features;
     const DTYPE *x = (const DTYPE *)a->x + row * in;
     const DTYPE *w = (const DTYPE *)a->weight + group * GROUP * LANES * in;
@@ -56,6 +57,8 @@ INLINE void NAME(tile)(
 #pragma GCC unroll 8
         for (int v = 0; v < panels; v++)
             weights[v] = NAME(load_weights)(w + (k * panels + v * PAIR) * LANES);
+#pragma GCC unroll 4
+        for (int i = 0; i < lines; i++, ahead += LINE_BYTES) __builtin_prefetch(ahead, 0, 2);
         NAME(add_products)(sums, x + k, in, weights, rows, panels);
     }
 #pragma GCC unroll 32
@@ -63,12 +66,23 @@ INLINE void NAME(tile)(
     NAME(write_tile)(a, row, group * GROUP * LANES, finished, rows, panels);
 }
 
-/* Rows from `row` up to `end` against one group, which stays in the cache meanwhile. */
+/* Rows from `row` up to `end` against one group, which stays in the cache meanwhile. Tiles that
+ * only multiply ask for the group that is read next, from `ahead` on (null: none). */
 INLINE void NAME(rows_of_group)(
-    const struct linear_args *a, long row, long end, long group, const int panels) {
-    for (; row + MAX_ROWS <= end; row += MAX_ROWS) NAME(tile)(a, row, group, MAX_ROWS, panels);
+    const struct linear_args *a, long row, long end, long group, const int panels, const char *ahead) {
+    const int num_full = (int)((end - row) / MAX_ROWS);
+    const long bytes = GROUP * LANES * a->in_features * (long)sizeof(DTYPE);
+    for (int i = 0; i < num_full; i++, row += MAX_ROWS) {
+        const int lines = ahead ? lines_ahead(i, num_full, bytes) : 0;
+        switch (lines) {
+#define CASE(n) case n: NAME(tile)(a, row, group, MAX_ROWS, panels, n, ahead); break;
+            CASE(0) CASE(1) CASE(2) CASE(3)
+#undef CASE
+        }
+        if (lines) ahead += a->in_features / PAIR * lines * LINE_BYTES;
+    }
     switch (end - row) {
-#define CASE(n) case n: if (n < MAX_ROWS) NAME(tile)(a, row, group, n < MAX_ROWS ? n : 1, panels); break;
+#define CASE(n) case n: if (n < MAX_ROWS) NAME(tile)(a, row, group, n < MAX_ROWS ? n : 1, panels, 0, NULL); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
 #undef CASE
     }
@@ -79,8 +93,12 @@ static void NAME(linear_item)(const void *args, long item) {
     const long num_rows = *a->num_rows, parts = num_row_parts(num_rows);
     const long group = item / parts, row = item % parts * ROWS_PER_ITEM;
     const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
+    const long next = group + pool_num_threads(); /* what this thread probably takes next */
+    const char *ahead = NULL;
+    if (parts == 1 && next < num_groups(a->out_features))
+        ahead = (const char *)((const DTYPE *)a->weight + next * GROUP * LANES * a->in_features);
     switch (num_panels_of_group(a->out_features, group)) {
-#define CASE(n) case n: NAME(rows_of_group)(a, row, end, group, n < GROUP ? n : GROUP); break;
+#define CASE(n) case n: NAME(rows_of_group)(a, row, end, group, n < GROUP ? n : GROUP, ahead); break;
         CASE(1) CASE(2) CASE(3)
 #undef CASE
     }

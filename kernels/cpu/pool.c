@@ -209,6 +209,8 @@ int pool_start(int num_threads) {
     return pool.num_threads;
 }
 
+int pool_num_threads(void) { return pool.num_threads; }
+
 void pool_run(const struct call *calls, long num_calls, int is_shared) {
     if (pool.num_threads == 1 || !is_shared) {
         for (long i = 0; i < num_calls; i++) {

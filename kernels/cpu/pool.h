@@ -31,6 +31,8 @@ struct call {
 
 /* Let there be so many threads, the caller's counted; fewer than there are changes nothing. */
 int pool_start(int num_threads);
+/* The threads there are, the caller's counted. */
+int pool_num_threads(void);
 /* Run calls one after the other; alone, or with all threads. One caller at a time. On return another
  * thread may still be inside an item that somebody else has done: it will not write. */
 void pool_run(const struct call *calls, long num_calls, int is_shared);
