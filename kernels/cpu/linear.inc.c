@@ -81,6 +81,8 @@ INLINE void NAME(rows_of_group)(
         }
         if (lines) ahead += a->in_features / PAIR * lines * LINE_BYTES;
     }
+    if (!num_full && ahead) /* the processor takes a while to follow a stream that begins */
+        for (int i = 0; i < HEAD_LINES; i++) __builtin_prefetch(ahead + i * LINE_BYTES, 0, 2);
     switch (end - row) {
 #define CASE(n) case n: if (n < MAX_ROWS) NAME(tile)(a, row, group, n < MAX_ROWS ? n : 1, panels, 0, NULL); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
