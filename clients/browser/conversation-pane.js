@@ -224,7 +224,8 @@ export class ConversationPane extends EventTarget {
     if (id !== this.id || this.answer) return;
     this.#tree = tree;
     const shown = this.views.flatMap((view) => view.turnIds);
-    if (pathTo(tree, tree.head).map((turn) => turn.turn).join() !== shown.join()) await this.refresh();
+    const path = pathTo(tree, tree.running ?? tree.head);
+    if (path.map((turn) => turn.turn).join() !== shown.join()) await this.refresh();
     else this.#changed();
   }
 
