@@ -9,10 +9,10 @@
 
 import { stepBefore, stepBeside } from "./branches.js";
 import { cutText, isGone, NOT_LOADED, problemText, refusalText, TAKEN, wasKept } from "./endings.js";
-import { PenstockError, pathTo } from "./penstock-client.js";
+import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
-import { grouped, inputOf, numShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { grouped, inputOf, numShown, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -83,7 +83,7 @@ export class ConversationPane extends EventTarget {
     const tree = await this.#around.client.conversations.tree(id, { items: true });
     if (epoch !== this.#epoch || this.answer) return;
     this.#tree = tree;
-    const path = pathTo(tree, tree.running ?? tree.head);
+    const path = pathShown(tree);
     const refused = this.views.at(-1)?.turnIds.length === 0 ? this.views.at(-1) : undefined;
     // It stays, with what can be done about it, as long as nothing else has been said there.
     if (!refused || path.at(-1)?.turn !== this.views.at(-2)?.turnIds.at(-1)) {
@@ -224,8 +224,7 @@ export class ConversationPane extends EventTarget {
     if (id !== this.id || this.answer) return;
     this.#tree = tree;
     const shown = this.views.flatMap((view) => view.turnIds);
-    const path = pathTo(tree, tree.running ?? tree.head);
-    if (path.map((turn) => turn.turn).join() !== shown.join()) await this.refresh();
+    if (pathShown(tree).map((turn) => turn.turn).join() !== shown.join()) await this.refresh();
     else this.#changed();
   }
 

@@ -2,7 +2,7 @@
  * Reading a tree of turns as a transcript.
  */
 
-import { childrenOf } from "./penstock-client.js";
+import { childrenOf, pathTo } from "./penstock-client.js";
 
 /** @typedef {import("./conversations.js").Tree} Tree */
 /** @typedef {import("./conversations.js").Turn} Turn */
@@ -38,6 +38,11 @@ export function numShown(/** @type {{ turnIds: string[] }[]} */ views, /** @type
   const first = views.findIndex(({ turnIds }, index) =>
     turnIds.length === 0 || turnIds.join() !== groups[index]?.map((turn) => turn.turn).join());
   return first < 0 ? views.length : first;
+}
+
+/** The turns that are on the page: down to the one that is being answered below the head, or to it. */
+export function pathShown(/** @type {Tree} */ tree) {
+  return pathTo(tree, tree.running ?? tree.head);
 }
 
 /** The turn that is being answered: on the head, or going on with it. */

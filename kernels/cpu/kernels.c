@@ -19,9 +19,11 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
 #endif
 
 enum { ROWS_PER_ITEM = 128 };
-/* How far ahead a full tile of int8 asks for its weights: it is busy multiplying when it should read. With
- * 8 rows that gains 10 to 20 %; with up to 5, where memory is the limit, it costs as much. */
+/* How far ahead a full tile of int8 asks for its weights: it is busy multiplying when it should
+ * read. With 8 rows that gains 10 to 20 %; with up to 5, where memory is the limit, it costs as much. */
 enum { AHEAD_BYTES = 16 << 10 };
+/* Other products ask for the group of weights that their thread takes next: full tiles for all of
+ * it (`lines_ahead`), fewer rows for its first lines. */
 enum { LINE_BYTES = 64, SHORT_GROUP_BYTES = 64 << 10, HEAD_LINES = 96 };
 enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
 enum { SPAN = 512 };          /* tokens of the vocabulary whose weights are summed together */

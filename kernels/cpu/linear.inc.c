@@ -74,7 +74,7 @@ INLINE void NAME(rows_of_group)(
     const long bytes = GROUP * LANES * a->in_features * (long)sizeof(DTYPE);
     for (int i = 0; i < num_full; i++, row += MAX_ROWS) {
         const int lines = ahead ? lines_ahead(i, num_full, bytes) : 0;
-        switch (lines) {
+        switch (lines) { /* a constant in each tile: the sums need all registers */
 #define CASE(n) case n: NAME(tile)(a, row, group, MAX_ROWS, panels, n, ahead); break;
             CASE(0) CASE(1) CASE(2) CASE(3)
 #undef CASE
