@@ -1,31 +1,206 @@
-"""What a line of the log looks like, in every process.
+"""The log of every process: what a line looks like, and the thread that writes it.
 
 One event is one line, whatever it quotes: control characters of a message are escaped and the
-lines of a traceback indented, so that no caller can forge a line. Standard library only, as the
-supervisor logs too.
+lines of a traceback indented, so that no caller can forge a line. Whoever logs or prints never
+waits for the log's reader (`LogWriter`). Standard library only, as the supervisor logs too.
 """
 
 from __future__ import annotations
 
+import atexit
+import io
+import itertools
 import json
 import logging
+import operator
+import os
+import select
+import sys
+import threading
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, BinaryIO, TextIO, cast
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STDERR_FD = 2
+_MAX_QUEUED_BYTES = 1 << 19  # about 4,000 lines
+_DRAIN_S = 1.0
+_PAUSE_S = 0.01  # between writes: a wake-up for every line took a sixth of a small request's time
 
 
-def configure_logging(level: str, style: str, *, text_format: str | None = None) -> None:
-    """Log to stderr from `level` on.
+def configure_logging(level: str, style: str, *, text_format: str | None = None) -> LogWriter:
+    """Log to stderr from `level` on, and let the `LogWriter` that is returned write all that this
+    process says on stdout and stderr: `print`, warnings and tracebacks, too.
 
     Args:
         level: as in `debug`.
         style: `text` or `json`.
         text_format: of `logging`, for text.
     """
+    formatter = _JsonFormatter() if style == "json" else _TextFormatter(text_format)
+
+    def dropped(num_lines: int) -> str:
+        text = "1 log line was dropped" if num_lines == 1 else f"{num_lines} log lines were dropped"
+        fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+        return formatter.format(logging.makeLogRecord(fields))
+
+    writer = LogWriter(dropped)
+    _redirect(writer)
     handler = logging.StreamHandler()
-    handler.setFormatter(_JsonFormatter() if style == "json" else _TextFormatter(text_format))
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    return writer
+
+
+class LogWriter:
+    """Writes lines to stdout and stderr, in their order, from a thread of its own.
+
+    A pipe that nobody reads blocks only that thread. Lines then wait in a queue; those that come
+    while it is full are dropped and counted, and so are those that cannot be written (a full disk,
+    a closed pipe). As soon as lines can be written again, one says how many are missing. At the
+    end of the process the queue has a second to become empty.
+
+    Args:
+        notice: makes the line that says how many were dropped.
+        max_bytes: of the queue; the writing thread holds as much again.
+
+    Attributes:
+        num_dropped: lines dropped so far.
+    """
+
+    def __init__(self, notice: Callable[[int], str], *, max_bytes: int = _MAX_QUEUED_BYTES) -> None:
+        self.num_dropped = 0
+        self._notice = notice
+        self._max_bytes = max_bytes
+        self._start()
+        os.register_at_fork(after_in_child=self._start)
+        atexit.register(self.drain)
+
+    def put(self, fd: int, data: bytes) -> None:
+        """Queue bytes for a file descriptor, or drop them; never waits."""
+        with self._changed:
+            if self._queue and self._num_bytes + len(data) > self._max_bytes:
+                self._is_full = True  # until it is taken: missing lines are missed in one place
+            if self._is_full:
+                self._num_overflowed += data.count(b"\n")
+                self.num_dropped += data.count(b"\n")
+                return
+            self._queue.append((fd, data))
+            self._num_bytes += len(data)
+            if len(self._queue) == 1 or self._is_filling():
+                self._changed.notify_all()
+
+    def drain(self, timeout_s: float = _DRAIN_S) -> bool:
+        """Wait until everything is written; whether it is. The interpreter's end calls this;
+        before `os._exit` or a deadly signal the caller has to."""
+        with self._changed:
+            return self._changed.wait_for(self._is_idle, timeout_s)
+
+    def _is_idle(self) -> bool:
+        return not (self._queue or self._is_writing)
+
+    def _is_filling(self) -> bool:
+        return self._num_bytes > self._max_bytes // 2
+
+    def _start(self) -> None:
+        """Begin with an empty queue; again after a fork, which leaves the thread behind."""
+        # Its lock is re-entrant: a signal's handler may log while its thread is in `put`.
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+        self._is_full = False
+        self._is_writing = False
+        self._num_overflowed = 0  # lines that found the queue full
+        self._num_untold = 0  # lines dropped of which no line tells yet
+        threading.Thread(target=self._run, name="log-writer", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                self._is_writing = True
+                taken, self._queue = self._queue, deque()
+                num_overflowed, self._num_overflowed = self._num_overflowed, 0
+                self._num_bytes = 0
+                self._is_full = False
+            self._tell_dropped()
+            for fd, items in itertools.groupby(taken, key=operator.itemgetter(0)):
+                self._write(fd, b"".join(data for _, data in items))
+            self._num_untold += num_overflowed
+            if num_overflowed:
+                self._tell_dropped()
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(self._is_filling, _PAUSE_S)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        num_lost = _write_all(fd, data).count(b"\n")
+        with self._changed:
+            self.num_dropped += num_lost
+        self._num_untold += num_lost
+
+    def _tell_dropped(self) -> None:
+        if self._num_untold:
+            line = f"{self._notice(self._num_untold)}\n".encode()
+            if not _write_all(_STDERR_FD, line):
+                self._num_untold = 0
+
+
+def _write_all(fd: int, data: bytes) -> bytes:
+    """Write; what could not be written, which is most often nothing."""
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # whoever shares the pipe with us made it non-blocking
+            select.select([], [fd], [])
+        except OSError:
+            break
+    return data
+
+
+class _QueuedFile(io.RawIOBase):
+    """A file descriptor whose writes go through a `LogWriter`."""
+
+    def __init__(self, writer: LogWriter, fd: int) -> None:
+        self._writer = writer
+        self._fd = fd
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def write(self, data: Any) -> int:
+        self._writer.put(self._fd, bytes(data))
+        return len(data)
+
+
+def _redirect(writer: LogWriter) -> None:
+    """Put `writer` behind sys.stdout and sys.stderr, where they are open."""
+    if sys.stdout is not None:
+        sys.stdout = _queued(writer, sys.stdout)
+    if sys.stderr is None:
+        return
+    before, sys.stderr = sys.stderr, _queued(writer, sys.stderr)
+    for logger in logging.Logger.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ()):  # libraries make theirs when imported
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(sys.stderr)
+
+
+def _queued(writer: LogWriter, stream: TextIO) -> TextIO:
+    return io.TextIOWrapper(
+        cast("BinaryIO", _QueuedFile(writer, stream.fileno())),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
 
 
 class _TextFormatter(logging.Formatter):

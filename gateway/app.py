@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
+from penstock.engine.logs import LogWriter
 from penstock.gateway.access_log import RequestLog, route_templates
 from penstock.gateway.admission.factory import Gate, make_gate
 from penstock.gateway.auth import Guard
@@ -61,10 +62,13 @@ _EXPOSED_HEADERS = (
 )
 
 
-def create_app(config: GatewayConfig) -> Starlette:
+def create_app(config: GatewayConfig, *, log: LogWriter | None = None) -> Starlette:
     """The gateway as an ASGI application. `app.state.engine` is its link to the engine, which
     opens and closes with the application's lifespan; `app.state.log_store` hands its unfinished
     responses over.
+
+    Args:
+        log: who writes this process's log; its dropped lines are a metric.
 
     Raises:
         ModelLoadError: the model's tokenizer or settings cannot be read.
@@ -90,7 +94,7 @@ def create_app(config: GatewayConfig) -> Starlette:
         settings=_responder_settings(config),
         metrics=metrics,
     )
-    _watch(metrics, gate=gate, responder=responder, stores=stores)
+    _watch(metrics, gate=gate, responder=responder, stores=stores, log=log)
     tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
@@ -203,7 +207,9 @@ def _tracing(config: GatewayConfig) -> Tracing | None:
     return Tracing(config.otlp_endpoint)
 
 
-def _watch(metrics: Metrics, *, gate: Gate, responder: Responder, stores: Stores) -> None:
+def _watch(
+    metrics: Metrics, *, gate: Gate, responder: Responder, stores: Stores, log: LogWriter | None
+) -> None:
     """Numbers that the metrics read where they are kept."""
     metrics.gauge(
         "admission_queue_requests",
@@ -217,6 +223,11 @@ def _watch(metrics: Metrics, *, gate: Gate, responder: Responder, stores: Stores
         "slow_readers_closed",
         "Connections closed because nobody read them.",
         lambda: StallTimer.num_stalled,
+    )
+    metrics.counter(
+        "log_lines_dropped",
+        "Lines of the log dropped because nobody read it, or because it could not be written.",
+        lambda: 0 if log is None else log.num_dropped,
     )
     if stores.is_up is not None:
         metrics.probe("redis_up", "1 while Redis answers.", stores.is_up)

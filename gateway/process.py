@@ -29,7 +29,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.logs import configure_logging
+from penstock.engine.logs import LogWriter, configure_logging
 from penstock.engine.process import Status, run_child
 from penstock.gateway.access_log import tag_log_lines
 from penstock.gateway.app import create_app
@@ -56,11 +56,11 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     config = GatewayConfig.from_settings(settings)
-    configure_logging(config.log_level, config.log_format)
+    log = configure_logging(config.log_level, config.log_format)
     tag_log_lines()
     _make_room_for(config.max_connections)
-    app = create_app(config)
-    server = _Server(_uvicorn_config(config, app), app, grace_s=config.shutdown_grace_s)
+    app = create_app(config, log=log)
+    server = _Server(_uvicorn_config(config, app), app, log=log, grace_s=config.shutdown_grace_s)
     _calm_collector()
     listener = socket.socket(fileno=int(os.environ[LISTEN_FD]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -136,9 +136,12 @@ def _make_room_for(max_connections: int) -> None:
 class _Server(uvicorn.Server):
     """Ends streams with a terminal event before uvicorn, which would just cut them, shuts down."""
 
-    def __init__(self, config: uvicorn.Config, app: Starlette, *, grace_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, app: Starlette, *, log: LogWriter, grace_s: float
+    ) -> None:
         super().__init__(config)
         self.app = app
+        self._log = log
         self._grace_s = grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -150,6 +153,7 @@ class _Server(uvicorn.Server):
         for _ in range(10):
             await asyncio.sleep(0.01)
         await super().shutdown(sockets)
+        self._log.drain()  # the process dies of the signal that uvicorn then raises again
 
     async def _hand_over(self) -> None:
         """Leave unfinished responses to another gateway, where the log's store can do that."""

@@ -21,6 +21,7 @@ import pytest
 import websockets
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.logs import LogWriter
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
@@ -195,7 +196,7 @@ async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
     address = f"{tmp_path}/engine.sock"
     config = GatewayConfig(engine_address=address, model=ModelConfig(model=str(model_path)))
     app = create_app(config)
-    server = _Server(_uvicorn_config(config, app), app, grace_s=0.1)
+    server = _Server(_uvicorn_config(config, app), app, log=LogWriter(str), grace_s=0.1)
     events: list[str] = []
 
     class Store:
