@@ -25,6 +25,7 @@ from penstock.gateway.request_record import CURRENT_REQUEST, RequestRecord
 
 _LOG = logging.getLogger("penstock.access")
 PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: logged as debug
+_PAGE_ROUTE = "/"  # what `route_templates` makes of the mount with the page's files
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
@@ -92,11 +93,17 @@ class RequestLog:
         record.duration_s = time.perf_counter() - record.began_s
         record.route = self._routes.get(id(record.scope.get("endpoint")))
         self._metrics.count_request(record)
-        level = logging.DEBUG if record.route in PROBES else logging.INFO
+        level = logging.DEBUG if _is_routine(record) else logging.INFO
         if _LOG.isEnabledFor(level):
             _LOG.log(level, "%s", _sentence(record), extra=_fields(record))
         if self._on_end is not None:
             self._on_end(record)
+
+
+def _is_routine(record: RequestRecord) -> bool:
+    """A probe, or a file of the chat page, which has dozens."""
+    is_file = record.route == _PAGE_ROUTE and record.status is not None and record.status < 400
+    return is_file or record.route in PROBES
 
 
 def route_templates(routes: Iterable[BaseRoute], prefix: str = "") -> dict[int, str]:

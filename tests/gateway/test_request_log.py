@@ -159,6 +159,14 @@ async def test_probes_are_not_told(served: Served, lines: _Lines) -> None:
     assert lines.access == []
 
 
+async def test_files_of_the_page_are_not_told(served: Served, lines: _Lines) -> None:
+    for path in ("/", "/index.html", "/style.css", "/dashboard", "/dashboard/", "/chat.js"):
+        assert (await served.http.get(path)).status_code in (200, 307)
+    await served.http.get("/nothing.js")
+    await until(lambda: bool(lines.access))
+    assert [(line["route"], line["status"]) for line in lines.access] == [("/", 404)]
+
+
 async def test_ids_of_others_are_not_in_the_route(served: Served, lines: _Lines) -> None:
     await served.http.get("/v1/responses/resp_somebody")
     await served.http.get("/v1/conversations/conv_somebody/items/msg_somebody")
