@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,14 +43,17 @@ from penstock.engine.request import BeamSearch, Request, RequestOutput, Retentio
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer
 
+_CLOSED = "this LLM is closed"
+
 
 class LLM:
-    """A model in this process. Not to be shared between threads.
+    """A model in this process. Threads may share it: calls run one after the other.
 
     Every call returns one `PromptOutput` per prompt, in the order of the prompts. A prompt or
     parameter that cannot be served refuses the whole call before anything runs. Leaving a call by
     an exception or Ctrl-C aborts what it had begun, and the next call starts clean; only an error
-    out of the engine itself ends it.
+    out of the engine itself ends it. A call within a call (in a signal handler, say) is a
+    `RuntimeError`, and one in a forked process, or after `close`, an `EngineDeadError`.
 
     Draws are reproducible: they depend on (seed, branch, position) alone, and the seed is 0 unless
     given. One `SamplingParams` for several prompts counts as seed, seed + 1, …, so that equal
@@ -73,7 +77,11 @@ class LLM:
         self._chat_template = ChatTemplate.from_directory(path)
         self._defaults = read_generation_defaults(path, config.model.generation_config)
         self._end: str | None = None  # why there will be no further call
+        self._is_closing = False
         self._ids = itertools.count()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # held by the call that runs
+        self._caller: int | None = None  # its thread
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -205,13 +213,20 @@ class LLM:
         """Forget the cached KV of these tokens, from their end back to where others branch off
         (so give an answered prompt with its answer); the number of blocks forgotten."""
         (tokens,) = self._tokenise([prompt])
-        return self._require_core().drop_prefix(tokens.token_ids)
+        with self._lock_of_call():
+            return self._require_core().drop_prefix(tokens.token_ids)
 
     def close(self) -> None:
-        """Give the device back. No call may follow."""
-        if self._end is None:
-            self._end = "this LLM is closed"
-            self._core.close()
+        """Give the device back, once the call that runs has ended. No call may follow, and those
+        that wait are refused. In a forked process there is nothing to give back."""
+        if os.getpid() != self._pid:
+            return
+        lock = self._lock_of_call()
+        self._is_closing = True
+        with lock:
+            if self._end is None:
+                self._end = _CLOSED
+                self._core.close()
 
     def __enter__(self) -> Self:
         return self
@@ -221,9 +236,24 @@ class LLM:
 
     # -- their parts ------------------------------------------------------------------------
 
+    def _lock_of_call(self) -> threading.RLock:
+        """What a call holds while it uses the core.
+
+        Raises:
+            EngineDeadError: after a fork: the thread that holds it may not be here to let it go.
+            RuntimeError: this thread holds it.
+        """
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                f"this LLM belongs to process {self._pid}; make a new one after a fork"
+            )
+        if self._caller == threading.get_ident():
+            raise RuntimeError("an LLM cannot be called while this thread is inside a call of it")
+        return self._lock
+
     def _require_core(self) -> EngineCore:
-        if self._end is not None:
-            raise EngineDeadError(self._end)
+        if self._end is not None or self._is_closing:
+            raise EngineDeadError(self._end or _CLOSED)
         return self._core
 
     def _tokenise(self, prompts: Prompts) -> list[TokenPrompt]:
@@ -278,6 +308,15 @@ class LLM:
     def _run(self, collectors: Sequence[OutputCollector], *, use_tqdm: bool) -> list[PromptOutput]:
         """Step the core until every collector is done."""
         live = {collector.request.request_id: collector for collector in collectors}
+        with self._lock_of_call():  # first: whoever waits for it can be interrupted at once
+            self._caller = threading.get_ident()
+            try:
+                self._step_until_done(live, use_tqdm=use_tqdm)
+            finally:
+                self._caller = None
+        return [collector.result() for collector in collectors]
+
+    def _step_until_done(self, live: dict[str, OutputCollector], *, use_tqdm: bool) -> None:
         with (
             interrupt_deferred() as deliver_interrupt,
             self._submitted(live),
@@ -292,7 +331,6 @@ class LLM:
                         del live[output.request_id]
                     progress.count(output, is_done=collector.is_done)
                 deliver_interrupt()
-        return [collector.result() for collector in collectors]
 
     @contextmanager
     def _submitted(self, live: Mapping[str, OutputCollector]) -> Iterator[None]:
