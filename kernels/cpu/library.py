@@ -17,6 +17,7 @@ from penstock.kernels.cpu.weight_memory import WeightMemory
 
 _log = logging.getLogger(__name__)
 LANES, MAX_HEAD_DIM = 16, 256  # as kernels.c has them
+_DESCRIPTION_BYTES = 1 << 14  # enough for all threads that there can be
 _DTYPES = {
     torch.float32: ("f32", ()),
     torch.float16: ("f16", ()),
@@ -45,7 +46,9 @@ class CpuLibrary:
         self.memory = WeightMemory()
         library.pool_run.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
         library.pool_run.restype = library.pool_settle.restype = None
-        library.pool_num_repeated.restype = ctypes.c_long
+        library.pool_num_repeated.restype = library.pool_num_calls.restype = ctypes.c_long
+        library.pool_describe.argtypes = (ctypes.c_char_p, ctypes.c_long)
+        library.pool_describe.restype = None
 
     def start_threads(self, num_threads: int) -> int:
         """Let kernels use so many threads, the caller's counted; how many there are."""
@@ -93,6 +96,17 @@ class CpuLibrary:
     def num_repeated(self) -> int:
         """Items done by another thread than the one that began them (see `pool.h`)."""
         return int(self._library.pool_num_repeated())
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far, of all that ever ran: it grows as long as a run gets on."""
+        return int(self._library.pool_num_calls())
+
+    def describe_pool(self) -> str:
+        """What the pool's threads share now, for the log of a run that does not end."""
+        text = ctypes.create_string_buffer(_DESCRIPTION_BYTES)
+        self._library.pool_describe(text, len(text))
+        return text.value.decode()
 
     def record(self, calls: Sequence[tuple[str, Structure]]) -> RecordedCalls:
         """Operations with their arguments, to be run together as often as wanted."""

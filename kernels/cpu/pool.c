@@ -1,3 +1,6 @@
+/* tests/kernels/cpu/pool_model.py is a model of this file: the same functions, one step for each
+ * access to what threads share, of which it tries every interleaving. Whoever changes the order of
+ * accesses here changes it there. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -7,13 +10,19 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { MAX_THREADS = 256, NUM_SPINS = 2000, SPINS_PER_LOOK = 64 };
-enum { COUNT_BITS = 24, STATE_BITS = 8, MAX_ITEMS = 1 << (COUNT_BITS - 1) };
+enum { COUNT_BITS = 32, ITEM_BITS = 24, STATE_BITS = 8, MAX_ITEMS = 1 << ITEM_BITS };
 enum { MIN_PATIENCE_NS = 20000, ITEMS_OF_PATIENCE = 3 };
+
+#ifndef POOL_PAUSE
+/* Between two accesses; tests stop a thread there (tests/kernels/cpu/pool_driver.c). */
+#define POOL_PAUSE(point)
+#endif
 
 /* What a thread has in its hands, as others see it. */
 enum state {
@@ -29,31 +38,33 @@ struct slot {
     char pad[56];
 };
 
-/* A ticket holds, from its low bits up, the next item, the number of items, and the job's number.
- * Whoever adds one to it learns all three in one indivisible step, so a thread that comes late
- * never takes an item of one job for an item of another. */
+/* A ticket holds, from its low bits up, the next item and the number of items. A thread that adds one
+ * to it and gets an item that exists has an item of the current job, which does not end before this
+ * item is done: until then `number` and `jobs` are this job's. A thread that comes late gets none. */
 static struct {
     struct slot slots[MAX_THREADS];
     _Atomic uint64_t ticket;
     char pad0[56];
     atomic_long num_done; /* of the job's items */
     char pad1[56];
-    atomic_int epoch; /* the job's number; threads wait on it */
+    atomic_int epoch; /* how many jobs have been announced; threads wait for it to change */
     atomic_int num_sleeping, is_running;
     atomic_long item_ns; /* what an item of the job takes, roughly; 0: not known yet */
-    atomic_long num_repeated;
-    /* Changed only by the thread that finished a job. Two jobs: one may still be looked at while the
-     * next begins. */
+    atomic_long num_repeated, num_calls;
+    /* From here on changed only by the thread that finished a job, before it stores the next ticket.
+     * The job's number is not `epoch`: a thread that loses its core between ticket and epoch would
+     * later set that back. Two jobs: one may still be looked at while the next begins. */
+    atomic_uint number;
     struct job jobs[2];
     const struct call *call, *last_call;
     int num_threads;
 } pool = {.num_threads = 1};
 
-static const uint64_t COUNT_MASK = ((uint64_t)1 << COUNT_BITS) - 1;
+static const uint64_t ITEM_MASK = ((uint64_t)1 << ITEM_BITS) - 1;
 static _Thread_local struct slot *my_slot __attribute__((tls_model("initial-exec")));
 
 static uint64_t word_of(unsigned number, uint64_t item, enum state state) {
-    return ((uint64_t)(uint16_t)number << COUNT_BITS | item) << STATE_BITS | state;
+    return ((uint64_t)number << ITEM_BITS | item) << STATE_BITS | state;
 }
 
 static enum state state_of(uint64_t word) { return word & ((1 << STATE_BITS) - 1); }
@@ -93,13 +104,18 @@ void pool_release(void) {
         atomic_store_explicit(&my_slot->word, word - WRITING + OPEN, memory_order_release);
 }
 
+static struct job plan(const struct call *call) {
+    long num_calls = atomic_load_explicit(&pool.num_calls, memory_order_relaxed);
+    atomic_store_explicit(&pool.num_calls, num_calls + 1, memory_order_relaxed);
+    return call->plan(call->args);
+}
+
 /* Begin the next call with more than one item, running those before it; or end the run. */
 static void begin_next_job(void) {
-    unsigned number = (unsigned)atomic_load_explicit(&pool.epoch, memory_order_relaxed) + 1;
+    unsigned number = atomic_load_explicit(&pool.number, memory_order_relaxed) + 1;
     struct job job = {0};
     while (pool.call < pool.last_call) {
-        job = pool.call->plan(pool.call->args);
-        pool.call++;
+        job = plan(pool.call++);
         if (job.num_items > 1 && job.num_items <= MAX_ITEMS) break;
         for (long item = 0; item < job.num_items; item++) job.fn(job.args, item);
         job.num_items = 0;
@@ -107,18 +123,26 @@ static void begin_next_job(void) {
     pool.jobs[number & 1] = job;
     atomic_store_explicit(&pool.num_done, 0, memory_order_relaxed);
     atomic_store_explicit(&pool.item_ns, 0, memory_order_relaxed);
-    uint64_t count = (uint64_t)job.num_items;
-    if (!count) atomic_store(&pool.is_running, 0);
-    atomic_store(&pool.ticket, ((uint64_t)(uint16_t)number << COUNT_BITS | count) << COUNT_BITS);
-    atomic_store(&pool.epoch, (int)number);
-    if (count && atomic_load(&pool.num_sleeping))
+    atomic_store_explicit(&pool.number, number, memory_order_release);
+    POOL_PAUSE(BEFORE_TICKET);
+    /* From here on other threads may do the whole job, and those behind it. */
+    atomic_store(&pool.ticket, (uint64_t)job.num_items << COUNT_BITS);
+    POOL_PAUSE(BEFORE_EPOCH);
+    atomic_fetch_add(&pool.epoch, 1);
+    POOL_PAUSE(BEFORE_END);
+    /* Last: the caller may now return and begin another run. */
+    if (!job.num_items) atomic_store(&pool.is_running, 0);
+    else if (atomic_load(&pool.num_sleeping))
         syscall(SYS_futex, &pool.epoch, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
 static void do_item(const struct job *job, unsigned number, uint64_t item) {
+    POOL_PAUSE(BEFORE_ITEM);
     atomic_store(&my_slot->word, word_of(number, item, job->is_repeatable ? OPEN : FIXED));
     job->fn(job->args, (long)item);
+    POOL_PAUSE(AFTER_ITEM);
     enum state state = state_of(atomic_exchange(&my_slot->word, FREE));
+    POOL_PAUSE(BEFORE_COUNT);
     if (state != LOST && atomic_fetch_add(&pool.num_done, 1) + 1 == job->num_items) begin_next_job();
 }
 
@@ -126,10 +150,11 @@ static void do_item(const struct job *job, unsigned number, uint64_t item) {
 static void take_items(void) {
     long begin_ns = 0, num_taken = 0;
     for (unsigned last_number = 0;; num_taken++) {
+        POOL_PAUSE(BEFORE_TAKE);
         uint64_t ticket = atomic_fetch_add(&pool.ticket, 1);
-        uint64_t item = ticket & COUNT_MASK;
-        unsigned number = (unsigned)(ticket >> (2 * COUNT_BITS));
-        if (item >= (ticket >> COUNT_BITS & COUNT_MASK)) break;
+        uint64_t item = (uint32_t)ticket;
+        if (item >= ticket >> COUNT_BITS) break;
+        unsigned number = atomic_load_explicit(&pool.number, memory_order_relaxed);
         struct job job = pool.jobs[number & 1];
         if (!num_taken || number != last_number) begin_ns = now_ns(), num_taken = 0;
         last_number = number;
@@ -141,12 +166,15 @@ static void take_items(void) {
 }
 
 /* Take over an item of the job from a thread that has been too long about it. */
-static void repeat_item(unsigned number) {
+static void repeat_item(void) {
+    /* Before the job itself: where a slot then has this number, the job is what it was here. */
+    unsigned number = atomic_load(&pool.number);
     struct job job = pool.jobs[number & 1];
     for (int thread = 0; thread < pool.num_threads; thread++) {
         struct slot *slot = &pool.slots[thread];
-        uint64_t word = atomic_load(&slot->word), item = word >> STATE_BITS & COUNT_MASK;
+        uint64_t word = atomic_load(&slot->word), item = word >> STATE_BITS & ITEM_MASK;
         if (slot == my_slot || word != word_of(number, item, OPEN)) continue;
+        POOL_PAUSE(BEFORE_REPEAT);
         if (!atomic_compare_exchange_strong(&slot->word, &word, word - OPEN + LOST)) continue;
         atomic_fetch_add_explicit(&pool.num_repeated, 1, memory_order_relaxed);
         do_item(&job, number, item);
@@ -159,41 +187,41 @@ static long patience_ns(void) {
     return ns < MIN_PATIENCE_NS ? MIN_PATIENCE_NS : ns;
 }
 
-/* Wait for another job than `number`, and take over what others do not finish meanwhile. Returns when
- * the run is over. */
-static void wait_for_job(int number) {
+/* Wait for another epoch, and take over what others do not finish meanwhile. Returns when the run is
+ * over. */
+static void wait_for_job(int epoch) {
     long begin_ns = 0;
-    for (long spin = 1; atomic_load_explicit(&pool.epoch, memory_order_acquire) == number; spin++) {
+    for (long spin = 1; atomic_load_explicit(&pool.epoch, memory_order_acquire) == epoch; spin++) {
         if (!atomic_load_explicit(&pool.is_running, memory_order_acquire)) return;
         if (spin < NUM_SPINS) pause_cpu();
         else sched_yield(); /* who holds the last item may want this core */
         if (spin < NUM_SPINS && spin % SPINS_PER_LOOK) continue;
         if (!begin_ns) begin_ns = now_ns();
         else if (now_ns() - begin_ns > patience_ns()) {
-            repeat_item((unsigned)number);
+            repeat_item();
             begin_ns = 0;
         }
     }
 }
 
-static void sleep_until_job(int number) {
+static void sleep_until_job(int epoch) {
     for (int spin = 0; spin < NUM_SPINS; spin++) {
-        if (atomic_load_explicit(&pool.epoch, memory_order_acquire) != number) return;
+        if (atomic_load_explicit(&pool.epoch, memory_order_acquire) != epoch) return;
         pause_cpu();
     }
     atomic_fetch_add(&pool.num_sleeping, 1);
-    while (atomic_load(&pool.epoch) == number)
-        syscall(SYS_futex, &pool.epoch, FUTEX_WAIT_PRIVATE, number, NULL, NULL, 0);
+    while (atomic_load(&pool.epoch) == epoch)
+        syscall(SYS_futex, &pool.epoch, FUTEX_WAIT_PRIVATE, epoch, NULL, NULL, 0);
     atomic_fetch_sub(&pool.num_sleeping, 1);
 }
 
 static void *work(void *slot) {
     my_slot = slot;
     for (;;) {
-        int number = atomic_load(&pool.epoch);
+        int epoch = atomic_load(&pool.epoch);
         take_items();
-        wait_for_job(number);
-        if (!atomic_load_explicit(&pool.is_running, memory_order_acquire)) sleep_until_job(number);
+        wait_for_job(epoch);
+        if (!atomic_load_explicit(&pool.is_running, memory_order_acquire)) sleep_until_job(epoch);
     }
     return NULL;
 }
@@ -214,7 +242,7 @@ int pool_num_threads(void) { return pool.num_threads; }
 void pool_run(const struct call *calls, long num_calls, int is_shared) {
     if (pool.num_threads == 1 || !is_shared) {
         for (long i = 0; i < num_calls; i++) {
-            struct job job = calls[i].plan(calls[i].args);
+            struct job job = plan(&calls[i]);
             for (long item = 0; item < job.num_items; item++) job.fn(job.args, item);
         }
         return;
@@ -225,9 +253,9 @@ void pool_run(const struct call *calls, long num_calls, int is_shared) {
     atomic_store(&pool.is_running, 1);
     begin_next_job();
     while (atomic_load_explicit(&pool.is_running, memory_order_acquire)) {
-        int number = atomic_load(&pool.epoch);
+        int epoch = atomic_load(&pool.epoch);
         take_items();
-        wait_for_job(number);
+        wait_for_job(epoch);
     }
     my_slot = NULL;
 }
@@ -238,3 +266,22 @@ void pool_settle(void) {
 }
 
 long pool_num_repeated(void) { return atomic_load(&pool.num_repeated); }
+
+long pool_num_calls(void) { return atomic_load_explicit(&pool.num_calls, memory_order_relaxed); }
+
+void pool_describe(char *text, long num_bytes) {
+    static const char *const names[] = {"free", "fixed", "open", "writing", "lost"};
+    uint64_t ticket = atomic_load(&pool.ticket);
+    long num_written = snprintf(text, (size_t)num_bytes,
+        "job %u, epoch %d, %s, items taken %lu of %lu, done %ld, sleeping %d, repeated %ld",
+        atomic_load(&pool.number), atomic_load(&pool.epoch),
+        atomic_load(&pool.is_running) ? "running" : "at rest", (unsigned long)(uint32_t)ticket,
+        (unsigned long)(ticket >> COUNT_BITS), atomic_load(&pool.num_done),
+        atomic_load(&pool.num_sleeping), atomic_load(&pool.num_repeated));
+    for (int thread = 0; thread < pool.num_threads && num_written < num_bytes; thread++) {
+        uint64_t word = atomic_load(&pool.slots[thread].word);
+        num_written += snprintf(text + num_written, (size_t)(num_bytes - num_written),
+            "; thread %d: %s, job %u, item %lu", thread, names[state_of(word)],
+            (unsigned)(word >> (ITEM_BITS + STATE_BITS)), (unsigned long)(word >> STATE_BITS & ITEM_MASK));
+    }
+}

@@ -40,6 +40,10 @@ void pool_run(const struct call *calls, long num_calls, int is_shared);
 void pool_settle(void);
 /* How many items were done by another thread than the one that began them. */
 long pool_num_repeated(void);
+/* How many calls have been begun: while a run gets on, this grows. */
+long pool_num_calls(void);
+/* What threads share, in words, for the log of a run that does not end. */
+void pool_describe(char *text, long num_bytes);
 
 /* Inside an item that is not repeatable at first, where it becomes so: from here on it reads only
  * what stays where it is. */

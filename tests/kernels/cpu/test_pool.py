@@ -5,6 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import torch
+
+from penstock.kernels.cpu.library import CpuLibrary
+
+from . import operations
+
 # Four threads on one core: at every moment three of them stand still, most inside an item.
 PROGRAM = """
 import ctypes, os, torch
@@ -54,3 +60,12 @@ def test_no_thread_waits_for_one_that_lost_its_core():
     differing, num_repeated = map(int, done.stdout.split())
     assert differing == 0
     assert num_repeated > 0
+
+
+def test_the_pool_counts_its_calls_and_tells_its_state(library: CpuLibrary) -> None:
+    before = library.num_calls
+    operations.embed(library, torch.tensor([1]), torch.ones(4, 64), is_packed=False)
+    assert library.num_calls > before
+    state = library.describe_pool()
+    assert "at rest" in state
+    assert "thread 1: free" in state
