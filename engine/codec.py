@@ -195,7 +195,7 @@ def _decode_info(values: list[Any]) -> EngineInfo:
 
 
 def _encode_heartbeat(message: Heartbeat) -> list[Any]:
-    return [_encode_stats(message.stats)]
+    return [_encode_stats(message.stats), message.since_step_s]
 
 
 _OUTPUT_DEFAULTS = {field.name: field.default for field in fields(RequestOutput)}
@@ -247,7 +247,7 @@ _DECODERS: dict[str, Any] = {
     "drop_prefix": lambda values: DropPrefix(token_ids=tuple(values[0]), cache_salt=values[1]),
     "step": _decode_step,
     "heartbeat": lambda values: Heartbeat(
-        stats=None if values[0] is None else _decode_stats(values[0])
+        stats=None if values[0] is None else _decode_stats(values[0]), since_step_s=values[1]
     ),
     "failure": lambda values: Failure(message=values[0]),
 }

@@ -59,6 +59,14 @@ class EngineCore:
         batch, handle = self._in_flight.popleft()
         return self.scheduler.update(batch, handle.result())
 
+    def num_parts_done(self) -> int:
+        """Parts of all steps so far, as far as the device counts them; any thread may ask."""
+        return self._executor.num_parts_done()
+
+    def describe(self) -> str:
+        """The device's state in words, for the log of a step that does not end."""
+        return self._executor.describe()
+
     def close(self) -> None:
         self._in_flight.clear()
         self._executor.close()

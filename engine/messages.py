@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from penstock.engine.request import Request, RequestOutput
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer not heard of for this long is declared dead
 # Counted so, and not in seconds: who stood still reads what has come before its next beat.
@@ -163,9 +163,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life; from the engine it carries stats."""
+    """A sign of life.
+
+    Attributes:
+        stats: the engine's.
+        since_step_s: how long ago the engine's last step ended, or its work began; None while it
+            has no work.
+    """
 
     stats: EngineStats | None = None
+    since_step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

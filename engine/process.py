@@ -2,7 +2,8 @@
 
 The supervisor passes three things by environment: `PENSTOCK_CONFIG_FD` (a pipe holding one JSON
 object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe for JSON lines
-about start-up) and `PENSTOCK_SUPERVISOR_PID`.
+about start-up) and `PENSTOCK_SUPERVISOR_PID`. Where it wants signs of life there is also
+`PENSTOCK_PULSE_FD`, a pipe for a byte each.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from penstock.engine.errors import EngineError
 CONFIG_FD = "PENSTOCK_CONFIG_FD"
 STATUS_FD = "PENSTOCK_STATUS_FD"
 SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
+PULSE_FD = "PENSTOCK_PULSE_FD"
+EXIT_STUCK = 70  # of an engine whose step did not end
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

@@ -5,7 +5,9 @@ Run by the supervisor as `python -m penstock.engine.server`.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 import signal
 import sys
 import time
@@ -24,10 +26,11 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.logs import configure_logging
 from penstock.engine.messages import Abort, DropPrefix, EngineInfo, Submit
-from penstock.engine.process import Status, run_child
+from penstock.engine.process import PULSE_FD, Status, run_child
 from penstock.engine.request import FinishReason, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.stats import snapshot
+from penstock.engine.watchdog import Watchdog, life_line
 from penstock.engine.wire import GatewayGone, GatewayId, Inbound, Wire
 
 _STATS_INTERVAL_S = 0.1  # while nothing ends and nothing begins
@@ -59,16 +62,34 @@ class EngineServer:
         failure = "the engine was shut down"
         try:
             while not self._is_stopping:
-                timeout_s = 0.0 if self._core.has_work() else None
-                for inbound in self._wire.receive(timeout_s=timeout_s):
+                has_work = self._core.has_work()
+                if not has_work:
+                    self._wire.last_step_s = None
+                for inbound in self._wire.receive(timeout_s=0.0 if has_work else None):
+                    if self._wire.last_step_s is None:
+                        self._wire.last_step_s = time.monotonic()
                     self._handle(inbound)
                 self._send(self._core.step())
+                self._wire.last_step_s = time.monotonic()
         except BaseException as error:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             raise
         finally:
             self._wire.close(failure)
             self._core.close()
+
+    # -- for the watchdog, in its thread -----------------------------------------------------
+
+    def last_step_s(self) -> float | None:
+        return self._wire.last_step_s
+
+    def num_parts_done(self) -> int:
+        return self._core.num_parts_done()
+
+    def describe(self) -> str:
+        return self._core.describe()
+
+    # -- the step loop -----------------------------------------------------------------------
 
     def _handle(self, inbound: Inbound) -> None:
         gateway_id, message = inbound
@@ -149,6 +170,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     gc.collect()
     gc.freeze()
     server.start()
+    _watch(server, config["step_timeout_s"])
     status.ready(
         device=info.device,
         dtype=info.dtype,
@@ -157,6 +179,15 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
         kv_cache_tokens=info.num_blocks * info.block_size,
     )
     server.run()
+
+
+def _watch(server: EngineServer, step_timeout_s: float) -> None:
+    """Have a step that does not end end the process; 0: nobody looks."""
+    # Stacks into the log, without the interpreter's lock; the supervisor asks for them.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if step_timeout_s:
+        show_life = life_line(int(os.environ[PULSE_FD]))
+        Watchdog(server, timeout_s=step_timeout_s, show_life=show_life).start()
 
 
 if __name__ == "__main__":

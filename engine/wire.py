@@ -85,6 +85,8 @@ class Wire(threading.Thread):
     def __init__(self, address: str, info: EngineInfo) -> None:
         super().__init__(name="penstock-wire", daemon=True)
         self.stats = EngineStats()  # replaced by the step loop, read here
+        # When the last step ended, or work began after none; None while there is none. Likewise.
+        self.last_step_s: float | None = None
         self._info = info
         self._inbox: queue.SimpleQueue[Inbound | WireBrokenError | None] = queue.SimpleQueue()
         # Both threads send: this lock is of the gateways, what waits for them, and the outbox.
@@ -240,8 +242,10 @@ class Wire(threading.Thread):
             elif gateway.num_stuck_beats > MAX_SILENT_BEATS:
                 self._bury(gateway, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
             elif gateway.has_said_hello:
+                last_step_s = self.last_step_s
+                since_s = None if last_step_s is None else time.monotonic() - last_step_s
                 with self._lock:  # no older stats behind those of a step
-                    self._post(gateway, Heartbeat(stats=self.stats))
+                    self._post(gateway, Heartbeat(stats=self.stats, since_step_s=since_s))
 
     def _post_now(self, gateway: _Gateway, message: Message) -> None:
         with self._lock:

@@ -16,9 +16,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from penstock.engine.process import EXIT_STUCK, PULSE_FD
+
 MAX_FAILED_STARTS = 5
+LOOK_INTERVAL_S = 1.0
+_LOOKS_FOR_STACKS = 2  # between asking for them and the end
 _HEALTHY_S = 30.0  # ready for so long, it starts again as for the first time
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 10.0
@@ -69,6 +74,10 @@ class Child:
         listener: a socket that it inherits.
         ready: what it said when it was ready, in this life.
         failure: why it could not start, in its own words.
+        max_silent_looks: in a row, at a child that is ready; then it is killed. 0: nobody looks for
+            signs of life.
+        num_silent_looks: in a row so far.
+        pulse_fd: where signs of life come from.
         restart_at_s: on the monotonic clock; None while it runs.
         died_at_s: when its last life ended.
     """
@@ -82,6 +91,9 @@ class Child:
     status_fd: int | None = None
     ready: dict[str, Any] | None = None
     failure: str | None = None
+    max_silent_looks: int = 0
+    num_silent_looks: int = 0
+    pulse_fd: int | None = None
     restart_at_s: float | None = None
     died_at_s: float = 0.0
     _ready_at_s: float | None = None
@@ -100,7 +112,13 @@ class Child:
         inherited = {"PENSTOCK_CONFIG_FD": config_read, "PENSTOCK_STATUS_FD": status_write}
         if self.listener is not None:
             inherited["PENSTOCK_LISTEN_FD"] = self.listener.fileno()
+        pulse_write = None
+        if self.max_silent_looks:
+            self.pulse_fd, pulse_write = os.pipe()
+            os.set_blocking(self.pulse_fd, False)
+            inherited[PULSE_FD] = pulse_write
         self.ready = self.failure = self.restart_at_s = self._ready_at_s = None
+        self.num_silent_looks = 0
         self._buffer = b""
         try:
             self.process = subprocess.Popen(  # noqa: S603  (our own module)
@@ -117,6 +135,8 @@ class Child:
         finally:
             os.close(config_read)
             os.close(status_write)
+            if pulse_write is not None:
+                os.close(pulse_write)
             with contextlib.suppress(BrokenPipeError), os.fdopen(config_write, "wb") as pipe:
                 if self.process is not None:
                     pipe.write(json.dumps(self.values).encode())
@@ -138,12 +158,40 @@ class Child:
             self.failure = event.get("message")
         return True
 
+    def look(self) -> bool:
+        """Look for a sign of life, once every `LOOK_INTERVAL_S`; whether it has just become clear
+        that none comes. Then its stacks are asked for, and some looks later it is killed.
+
+        Looks are counted, not seconds, and not those at a child that was made to stand still.
+        """
+        if self.pulse_fd is None or self.process is None or self.ready is None:
+            return False
+        try:
+            is_silent = not os.read(self.pulse_fd, 65536)  # it has ended
+        except BlockingIOError:
+            is_silent = True
+        if not is_silent:
+            self.num_silent_looks = 0
+        elif not _is_stopped(self.process.pid):
+            self.num_silent_looks += 1
+        if self.num_silent_looks >= self.max_silent_looks + _LOOKS_FOR_STACKS:
+            self.process.kill()
+        elif self.num_silent_looks == self.max_silent_looks:
+            self.process.send_signal(signal.SIGUSR1)
+            return True
+        return False
+
     def bury(self) -> str:
         """End a life that ended; how it did. `restart_at_s` is when the next begins."""
         assert self.process is not None
         code = self.process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if code == EXIT_STUCK:
+            how += ": a step did not end"
         self.process = None
+        if self.pulse_fd is not None:
+            os.close(self.pulse_fd)
+            self.pulse_fd = None
         self.died_at_s = time.monotonic()
         ready_for_s = None if self._ready_at_s is None else self.died_at_s - self._ready_at_s
         self.restart_at_s = self.died_at_s + self.restarts.note_death(ready_for_s)
@@ -170,3 +218,12 @@ class Child:
             self.process.kill()
             code = self.process.wait()
         return code in (0, -signal.SIGTERM)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or a debugger holds it; where that cannot be told, it does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"

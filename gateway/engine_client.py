@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from penstock.engine.codec import decode, encode
@@ -81,6 +82,7 @@ class EngineClient:
         self._num_lives = 0
         self._num_silent_beats = 0
         self._num_steps = 0
+        self._last_step_s: float | None = None  # of the engine, for whatever gateway; None: no work
 
     # -- for everybody ----------------------------------------------------------------------
 
@@ -92,6 +94,12 @@ class EngineClient:
     def is_lost(self) -> bool:
         """Whether an engine was here and is gone."""
         return self.info is None and self._num_lives > 0
+
+    @property
+    def since_step_s(self) -> float:
+        """Seconds since the engine's last step ended, or its work began; 0 while it has none. It
+        grows while a step is stuck, as heartbeats go on."""
+        return 0.0 if self._last_step_s is None else time.monotonic() - self._last_step_s
 
     def start(self) -> None:
         """Begin to connect; call it inside the event loop."""
@@ -232,6 +240,7 @@ class EngineClient:
     def _bury(self, reason: str) -> None:
         self.info = None
         self._has_info.clear()
+        self._last_step_s = None
         self.stats = dataclasses.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
         self._streams.lose_engine(reason)
 
@@ -273,6 +282,8 @@ class EngineClient:
             self._take_step(message)
         elif isinstance(message, Heartbeat):
             self.stats = message.stats or self.stats
+            since_s = message.since_step_s
+            self._last_step_s = None if since_s is None else time.monotonic() - since_s
         elif isinstance(message, EngineInfo):
             if self.info is None:  # else a second answer, to a hello that had to wait
                 self._num_lives += 1

@@ -2,6 +2,7 @@
 
     penstock:num_requests_running | waiting | swapped      penstock:num_preemptions_total
     penstock:kv_cache_usage_perc                           penstock:prefix_cache_queries_total, …
+    penstock:engine_seconds_since_last_step
     penstock:kv_blocks{tier, state}                        penstock:swapped_bytes_total{direction}
 
 Names that vLLM has are vLLM's. Not known here: requests and streams (`metrics`).
@@ -42,6 +43,14 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
         yield from (self._fill(GaugeMetricFamily, row) for row in _gauges(stats))
+        yield self._fill(
+            GaugeMetricFamily,
+            _one(
+                "engine_seconds_since_last_step",
+                "Since the engine's last step, or its work began; 0 while it has none.",
+                self._engine.since_step_s,
+            ),
+        )
         yield self._block_gauge(stats)
         yield from (self._fill(CounterMetricFamily, row) for row in _counters(stats))
 

@@ -19,6 +19,7 @@ from penstock.engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from penstock.engine.watchdog import DEFAULT_STEP_TIMEOUT_S
 from penstock.gateway.config import GatewayConfig
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -158,6 +159,8 @@ FLAGS: tuple[Flag, ...] = (
     # operation
     Flag("shutdown-grace-s", _GATEWAY.shutdown_grace_s, "seconds that streams have after SIGTERM",
          seconds),
+    Flag("step-timeout-s", DEFAULT_STEP_TIMEOUT_S, "seconds without progress of a step after which "
+         "the engine is killed, its stacks logged, and started again; 0: never", seconds),
     Flag("otlp-endpoint", None, "OpenTelemetry collector that traces go to, as "
          "http://localhost:4318"),
     Flag("log-level", _GATEWAY.log_level, "least severe messages logged",

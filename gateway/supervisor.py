@@ -5,7 +5,8 @@ every gateway and keeps it open: while a gateway starts again, connections wait 
 queue. Children ask the kernel to be killed when it dies (`engine.process`).
 
     start      any child's death ends the command: exit code 1
-    running    a death is logged, and the child starts again (`gateway.child`)
+    running    a death is logged, and the child starts again (`gateway.child`); an engine that gives
+               no sign of life is killed, and so too
     stopping   by SIGINT or SIGTERM: gateways, then the engine; exit code 0 if all of them ended by
                themselves. The second signal kills them
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import selectors
 import signal
@@ -27,11 +29,14 @@ from typing import Any
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.logs import configure_logging
-from penstock.gateway.child import MAX_FAILED_STARTS, Child
+from penstock.gateway.child import LOOK_INTERVAL_S, MAX_FAILED_STARTS, Child
 from penstock.gateway.run_directory import run_directory
 
 _LOG = logging.getLogger("penstock")
 _BACKLOG = 1024
+# The engine is killed when so many looks find no sign of life: nothing honest holds the lock of its
+# interpreter so long. Gateways have given it up by then; their streams wait a minute for the next.
+_MAX_SILENT_LOOKS, _MIN_SILENT_LOOKS = 30, 5
 _STOP_MARGIN_S = 8.0  # for what a child does beside waiting, before it is killed
 
 
@@ -52,6 +57,7 @@ class Supervisor:
         self._children: list[Child] = []  # the engine first
         self._selector = selectors.DefaultSelector()
         self._num_stop_signals = 0
+        self._next_look_s = 0.0
 
     def run(self) -> int:
         """Serve; the command's exit code: 0 after an orderly stop, 1 after a failure."""
@@ -82,7 +88,13 @@ class Supervisor:
 
     def _plan(self, address: str, listener: socket.socket) -> list[Child]:
         log = {key: self._settings[key] for key in ("log_level", "log_format")}
-        engine = {**log, "engine": dataclasses.asdict(self._engine_config), "address": address}
+        step_timeout_s = self._settings["step_timeout_s"]
+        engine = {
+            **log,
+            "engine": dataclasses.asdict(self._engine_config),
+            "address": address,
+            "step_timeout_s": step_timeout_s,
+        }
         gateway = {
             **self._settings,
             "host": listener.getsockname()[0],
@@ -92,7 +104,12 @@ class Supervisor:
         }
         num_workers = self._settings["api_workers"]
         return [
-            Child("the engine", "penstock.engine.server", engine),
+            Child(
+                "the engine",
+                "penstock.engine.server",
+                engine,
+                max_silent_looks=_max_silent_looks(step_timeout_s),
+            ),
             *(
                 Child(
                     "the gateway" if num_workers == 1 else f"gateway {index}",
@@ -147,7 +164,7 @@ class Supervisor:
             ServeError: a child does not come back.
         """
         while not self._num_stop_signals:
-            for child in self._wait(self._next_restart_s()):
+            for child in self._wait(self._next_wake_s()):
                 if child.ready is not None:
                     took_s = time.monotonic() - child.died_at_s
                     _LOG.info("%s is back after %.1f s", child.label, took_s)
@@ -156,6 +173,13 @@ class Supervisor:
                     self._note_death(child)
                 if child.restart_at_s is not None and child.restart_at_s <= time.monotonic():
                     self._start(child)
+            if time.monotonic() >= self._next_look_s:
+                self._next_look_s = time.monotonic() + LOOK_INTERVAL_S
+                for child in self._children:
+                    if child.look():
+                        silent_s = child.num_silent_looks * LOOK_INTERVAL_S
+                        text = "%s has given no sign of life for %.0f s: its stacks, then its end"
+                        _LOG.error(text, child.label, silent_s)
 
     def _note_death(self, child: Child) -> None:
         ending = child.bury()
@@ -167,9 +191,11 @@ class Supervisor:
         when = f"restarting in {delay_s:.1f} s" if delay_s else "restarting"
         _LOG.error("%s; %s", ending, when)
 
-    def _next_restart_s(self) -> float | None:
-        """Seconds from now; None where nothing waits for it."""
+    def _next_wake_s(self) -> float | None:
+        """Seconds until a restart or a look is due; None where none will be."""
         due = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
+        if any(child.max_silent_looks for child in self._children):
+            due.append(self._next_look_s)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _wait(self, timeout_s: float | None = None) -> list[Child]:
@@ -232,6 +258,13 @@ class Supervisor:
         deadline_s = time.monotonic() + grace_s
         endings = [child.stop(deadline_s) for child in running]
         return all(endings)
+
+
+def _max_silent_looks(step_timeout_s: float) -> int:
+    """0: nobody looks."""
+    if not step_timeout_s:
+        return 0
+    return max(_MIN_SILENT_LOOKS, min(math.ceil(step_timeout_s), _MAX_SILENT_LOOKS))
 
 
 def _listen(settings: Mapping[str, Any]) -> socket.socket:

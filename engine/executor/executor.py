@@ -22,6 +22,14 @@ class Executor(Protocol):
         """Hand a batch over; it may still be running on return."""
         ...
 
+    def num_parts_done(self) -> int:
+        """Parts of all steps so far, as far as they can be counted; any thread may ask."""
+        ...
+
+    def describe(self) -> str:
+        """The device's state in words, for the log of a step that does not end."""
+        ...
+
     def close(self) -> None:
         """Give the device back. Nothing is submitted afterwards."""
         ...

@@ -31,5 +31,11 @@ class InProcessExecutor:
     def submit(self, batch: Batch) -> DoneHandle:
         return DoneHandle(self._runner.execute(batch))
 
+    def num_parts_done(self) -> int:
+        return self._runner.progress.num_parts_done()
+
+    def describe(self) -> str:
+        return self._runner.progress.describe()
+
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""

@@ -20,5 +20,11 @@ class OverlappedExecutor:
     def submit(self, batch: Batch) -> StepInFlight:
         return self._runner.launch(batch)
 
+    def num_parts_done(self) -> int:
+        return self._runner.progress.num_parts_done()
+
+    def describe(self) -> str:
+        return self._runner.progress.describe()
+
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""

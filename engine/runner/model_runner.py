@@ -30,6 +30,7 @@ from penstock.engine.runner.device import (
 )
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
+from penstock.engine.runner.progress import Progress
 from penstock.engine.runner.sampled_tokens import make_token_path
 from penstock.engine.runner.step_in_flight import StepInFlight
 from penstock.engine.runner.timing import Stopwatch
@@ -107,6 +108,7 @@ class ModelRunner:
             self._kv_pool,
             max_blocks=max_blocks,
         )
+        self.progress = Progress(self._model, library)
         self._batch, self._tokens = make_token_path(
             config.scheduler,
             max_blocks=max_blocks,

@@ -54,6 +54,7 @@ class FakeEngine:
         may_speak: while it is cleared, the engine is there and says nothing.
         poison: kills the engine when it is submitted, if this says so of it.
         dies_in: that many steps it is killed.
+        since_step_s: what its heartbeats say of its last step.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class FakeEngine:
         self.aborted_branches: set[tuple[str, int]] = set()
         self.dropped: list[DropPrefix] = []
         self.stats = EngineStats(num_requests_running=1, num_blocks_used=16, num_blocks=64)
+        self.since_step_s: float | None = None
         self.address = address
         self.num_steps: dict[int, int] = {}  # by gateway
         self._sockets: dict[int, socket.socket] = {}  # those that listen, and by gateway
@@ -139,7 +141,9 @@ class FakeEngine:
     async def _beat(self) -> None:
         while True:
             for gateway in list(self.num_steps):
-                await self.send(gateway, Heartbeat(stats=self.stats))
+                await self.send(
+                    gateway, Heartbeat(stats=self.stats, since_step_s=self.since_step_s)
+                )
             await asyncio.sleep(0.5)
 
     async def _accept(self, listener: socket.socket) -> None:

@@ -89,6 +89,25 @@ async def test_requests_and_refusals(serve: Serve, tmp_path: Path) -> None:
     assert not any(name.endswith("_created") for name, _ in found)
 
 
+async def test_the_time_since_the_engines_last_step_grows_while_it_has_work(served: Served) -> None:
+    name = "engine_seconds_since_last_step"
+    assert _value(await _metrics(served), name) == 0
+    served.engine.since_step_s = 40.0
+    async with asyncio.timeout(PATIENCE_S):
+        while (first := _value(await _metrics(served), name)) == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert first >= 40
+    served.engine.fall_silent()  # between heartbeats, as when it cannot send any
+    value = _value(await _metrics(served), name)
+    await asyncio.sleep(0.1)
+    assert _value(await _metrics(served), name) >= value + 0.1
+    served.engine.kill()
+    async with asyncio.timeout(PATIENCE_S):
+        while _value(await _metrics(served), "engine_up"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert _value(await _metrics(served), name) == 0
+
+
 async def test_sessions_turns_and_resumes(served: Served) -> None:
     first = await served.client.responses.create(model="tiny", input="x", max_output_tokens=2)
     second = await served.client.responses.create(

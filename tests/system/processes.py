@@ -77,12 +77,14 @@ def free_port() -> int:
                 return port
 
 
-def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[str]:
+def launch(
+    arguments: Sequence[str], log: Path, *, command: Sequence[str] = (PENSTOCK,)
+) -> subprocess.Popen[str]:
     """`penstock serve` on a free port; its log goes to a file. Streams that a test left behind do
     not hold up its end for long."""
     with log.open("w") as stderr:
         return subprocess.Popen(
-            [PENSTOCK, "serve", "--port", "0", *arguments],
+            [*command, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -99,9 +101,9 @@ def read_line(process: subprocess.Popen[str], *, timeout_s: float = READY_S) -> 
 
 
 @contextmanager
-def serve(*arguments: str, log: Path) -> Iterator[Served]:
+def serve(*arguments: str, log: Path, command: Sequence[str] = (PENSTOCK,)) -> Iterator[Served]:
     """A server that is ready, stopped at the end if it still runs."""
-    process = launch(arguments, log)
+    process = launch(arguments, log, command=command)
     try:
         line = read_line(process)
         match = re.search(r"https?://\S+", line)

@@ -1,17 +1,22 @@
-"""kill -9 on the engine in the middle of streams: each is what it would have been, to the token."""
+"""kill -9 on the engine in the middle of streams, or a step that does not end: each stream is what
+it would have been, to the token."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
+import pytest
 
-from .processes import Served, serve, wait_until
+from . import stuck_engine
+from .processes import Served, metrics, serve, wait_until
 
 _BACK_S = 90.0  # a start on a machine that does much else
 _COMMON = {
@@ -93,19 +98,26 @@ def _contents(stream: Stream) -> tuple[Any, ...]:
     return {index: stream.choices[index] for index in sorted(stream.choices)}, stream.usages
 
 
-async def _disturbed(served: Served, client: httpx.AsyncClient, cut: int) -> dict[str, Stream]:
-    """All streams at once; the engine is killed when the first has got `cut` chunks."""
-    engine = next(each for each in served.renew_family() if each.name() == "penstock-engine")
-    kills: list[int] = []
+async def _disturbed(
+    client: httpx.AsyncClient, cut: int, strike: Callable[[], object]
+) -> dict[str, Stream]:
+    """All streams at once; the engine is struck when the first has got `cut` chunks."""
+    num_strikes = 0
 
-    def kill(stream: Stream) -> None:
-        if stream.num_chunks == cut and not kills:
-            kills.append(engine.pid)
-            engine.kill()
+    def look(stream: Stream) -> None:
+        nonlocal num_strikes
+        if stream.num_chunks == cut and not num_strikes:
+            num_strikes += 1
+            strike()
 
-    streams = await asyncio.gather(*(_read(client, name, kill) for name in _BODIES))
-    assert kills == [engine.pid]
+    streams = await asyncio.gather(*(_read(client, name, look) for name in _BODIES))
+    assert num_strikes == 1
     return dict(zip(_BODIES, streams, strict=True))
+
+
+def _engine(served: Served) -> psutil.Process:
+    served.renew_family()
+    return served.child("penstock-engine")
 
 
 def _num_back(served: Served) -> int:
@@ -125,10 +137,62 @@ async def test_streams_go_on_after_the_engine_was_killed(tmp_path: Path) -> None
                 assert len(usages) == 1
                 assert usages[0]["completion_tokens"] >= 100 * len(choices)
             for num_back, cut in enumerate((1, 20, 70), 1):
-                streams = await _disturbed(served, client, cut)
+                streams = await _disturbed(client, cut, _engine(served).kill)
                 for name, stream in streams.items():
                     assert _contents(stream) == expected[name], f"{name}, cut after {cut}"
                 # Streams that had all they need may end before its death is noticed.
                 wait_until(lambda: _num_back(served) >= num_back)  # noqa: B023
                 wait_until(lambda: _is_ready(served))
             assert _num_back(served) == 3
+
+
+@dataclass
+class Seen:
+    """What the endpoints said, from before the engine was struck until it was back."""
+
+    statuses: set[tuple[str, int]] = field(default_factory=set)
+    engine_up: set[float] = field(default_factory=set)
+    longest_s: float = 0.0
+
+    async def look(self, client: httpx.AsyncClient) -> None:
+        names = ("engine_up", "engine_seconds_since_last_step")
+        while True:
+            for path in ("/health", "/ready"):
+                self.statuses.add((path, (await client.get(path)).status_code))
+            is_up, since_s = await metrics(client, *names)
+            self.engine_up.add(is_up)
+            self.longest_s = max(self.longest_s, since_s)
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang", stuck_engine.HANGS)
+async def test_an_engine_whose_step_does_not_end_is_ended_and_streams_go_on(
+    hang: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stuck_engine.FOLDER, str(tmp_path))
+    command = (sys.executable, "-m", stuck_engine.__name__)
+    flags = ("--dtype", "float32", "--step-timeout-s", "5")
+    with serve(*flags, log=tmp_path / "log", command=command) as served:
+        async with httpx.AsyncClient(base_url=served.base_url, timeout=_BACK_S) as client:
+            expected = {name: _contents(await _read(client, name)) for name in _BODIES}
+            engine, seen = _engine(served), Seen()
+            looking = asyncio.create_task(seen.look(client))
+            streams = await _disturbed(client, 20, (tmp_path / hang).touch)
+            assert {name: _contents(stream) for name, stream in streams.items()} == expected
+            looking.cancel()
+        wait_until(lambda: _num_back(served) == 1)
+        assert not engine.is_running()
+        assert _engine(served).pid != engine.pid
+        assert {("/health", 503), ("/ready", 503)} <= seen.statuses
+        assert seen.engine_up == {0, 1}
+        assert seen.longest_s > 1
+        log = served.log.read_text()
+        assert f"in {stuck_engine.HANGS[hang].__name__}" in log, "the stack of who hangs"
+        if hang == stuck_engine.HOLDS_LOCK:
+            assert "the engine has given no sign of life for 5 s" in log
+            assert "penstock: the engine died (SIGKILL); restarting\n" in log
+        else:
+            assert "no step has ended for 5 s while requests run" in log
+            assert "CPU pool: job " in log
+            assert "penstock: the engine died (exit code 70: a step did not end); restart" in log

@@ -227,6 +227,17 @@ def test_in_process_executor(tiny_checkpoint):
     executor.close()
 
 
+@pytest.mark.parametrize("head_dim", [16, 8], ids=["by the kernels", "by torch"])
+def test_a_step_shows_that_it_gets_on(head_dim, tiny_checkpoint, driver):
+    drive = driver(tiny_checkpoint(head_dim=head_dim))
+    progress = drive.runner.progress
+    before = progress.num_parts_done()
+    drive.add(1, prompt(10))
+    drive.step({1: -1})
+    assert progress.num_parts_done() >= before + 2, "once a layer"
+    assert "thread 0: free" in progress.describe()
+
+
 def test_info(tiny_checkpoint):
     config = EngineConfig(
         model=ModelConfig(max_model_len=100, dtype="bfloat16"),

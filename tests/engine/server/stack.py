@@ -46,10 +46,21 @@ Connect = Callable[..., "Gateway"]
 
 
 class Device(SteppedDevice):
-    """Its steps take a while, as a model's do; or it breaks."""
+    """Its steps take a while, as a model's do; or it breaks.
+
+    Attributes:
+        num_parts: of steps, that the watchdog is shown.
+    """
 
     step_s = 0.001
     fails = False
+    num_parts = 0
+
+    def num_parts_done(self) -> int:
+        return self.num_parts
+
+    def describe(self) -> str:
+        return "a device that is held"
 
     def submit(self, batch: Batch) -> Any:
         if self.fails:

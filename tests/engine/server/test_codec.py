@@ -62,7 +62,7 @@ def test_every_message_survives_the_wire() -> None:
         Abort(request_ids=("a", "b")),
         Step(number=7, outputs=(output,), stats=stats),
         Step(number=8, outputs=(RequestOutput(request_id="a", index=2, token_ids=(4, 5)),)),
-        Heartbeat(stats=stats),
+        Heartbeat(stats=stats, since_step_s=0.5),
         Heartbeat(),
         Failure(message="x"),
     ):
@@ -83,7 +83,7 @@ def test_another_layout_is_another_version() -> None:
         [kind.__name__, *(f"{each.name}: {each.type}" for each in fields(kind))] for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (3, "378e298ed16f0c82")
+    assert (PROTOCOL_VERSION, digest) == (4, "64af5503f72602b7")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -2,9 +2,9 @@
 
 The functions below have the names and the order of those in C. Each access to what threads share is
 one `yield`, an indivisible step; between two of them any other thread may take any number of steps.
-Reading and writing a job is two steps, as a struct has more words than one. (`get` is a load, too: of
-what should not change meanwhile.) A thread that is patient
-or impatient, and so takes an item over or not, is both: the search follows each.
+Reading and writing a job is two steps, as a struct has more words than one. `get` is a load too, of
+what should not change meanwhile. A waiting thread may be impatient, and take an item over, or not:
+the search follows both.
 
 What is checked:
   - an item is written only by whom it belongs to, with its own arguments, while its run lasts,

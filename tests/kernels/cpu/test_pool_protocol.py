@@ -1,4 +1,4 @@
-"""The pool's protocol: every interleaving of a model of it, and the C code where it was at fault."""
+"""The pool's protocol: every interleaving of its model, and the C code stopped where it hurts."""
 
 from __future__ import annotations
 
