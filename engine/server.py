@@ -24,7 +24,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.logs import configure_logging
+from penstock.engine.logs import LogWriter, configure_logging
 from penstock.engine.messages import Abort, DropPrefix, EngineInfo, Submit
 from penstock.engine.process import PULSE_FD, Status, run_child
 from penstock.engine.request import FinishReason, Request, RequestOutput
@@ -162,7 +162,7 @@ def parse_config(values: Mapping[str, Any]) -> EngineConfig:
 def serve(config: Mapping[str, Any], status: Status) -> None:
     """The process: load, report ready, step until SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-    configure_logging(config["log_level"], config["log_format"])
+    log = configure_logging(config["log_level"], config["log_format"])
     core, info = build_core(parse_config(config["engine"]))
     server = EngineServer(core, info, config["address"])
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -170,7 +170,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     gc.collect()
     gc.freeze()
     server.start()
-    _watch(server, config["step_timeout_s"])
+    _watch(server, config["step_timeout_s"], log)
     status.ready(
         device=info.device,
         dtype=info.dtype,
@@ -181,13 +181,18 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     server.run()
 
 
-def _watch(server: EngineServer, step_timeout_s: float) -> None:
+def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
     """Have a step that does not end end the process; 0: nobody looks."""
+
+    def end(code: int) -> None:
+        log.drain()
+        os._exit(code)
+
     # Stacks into the log, without the interpreter's lock; the supervisor asks for them.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if step_timeout_s:
         show_life = life_line(int(os.environ[PULSE_FD]))
-        Watchdog(server, timeout_s=step_timeout_s, show_life=show_life).start()
+        Watchdog(server, timeout_s=step_timeout_s, end=end, show_life=show_life).start()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from penstock.engine.process import EXIT_STUCK
 DEFAULT_STEP_TIMEOUT_S = 300.0
 _TICK_S = 1.0
 _MIN_TICKS = 10
-_LOG_S = 10.0  # that the log may hold up the end
 _LOG = logging.getLogger(__name__)
 
 
@@ -56,8 +55,8 @@ class Watchdog(threading.Thread):
     """
     Args:
         timeout_s: without anything new, while there is work.
+        end: ends the process, with an exit code, once the log is written.
         show_life: called at every look.
-        end: ends the process, with an exit code.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class Watchdog(threading.Thread):
         watched: Watched,
         *,
         timeout_s: float,
+        end: Callable[[int], object],
         show_life: Callable[[], None] = lambda: None,
-        end: Callable[[int], object] = os._exit,
     ) -> None:
         super().__init__(name="penstock-watchdog", daemon=True)
         self._watched = watched
@@ -95,15 +94,9 @@ class Watchdog(threading.Thread):
                 return
 
     def _give_up(self, last_step_s: float | None) -> None:
-        # Where nobody reads the log, writing to it may never end.
-        guard = threading.Timer(_LOG_S, self._end, (EXIT_STUCK,))
-        guard.daemon = True
-        guard.start()
         try:
             self._log(0.0 if last_step_s is None else time.monotonic() - last_step_s)
-            logging.shutdown()
         finally:
-            guard.cancel()
             self._end(EXIT_STUCK)
 
     def _log(self, still_s: float) -> None:
