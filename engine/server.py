@@ -162,6 +162,8 @@ def parse_config(values: Mapping[str, Any]) -> EngineConfig:
 def serve(config: Mapping[str, Any], status: Status) -> None:
     """The process: load, report ready, step until SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    # Stacks into the log, without the interpreter's lock: the supervisor asks for them.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     log = configure_logging(config["log_level"], config["log_format"])
     core, info = build_core(parse_config(config["engine"]))
     server = EngineServer(core, info, config["address"])
@@ -188,8 +190,6 @@ def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
         log.drain()
         os._exit(code)
 
-    # Stacks into the log, without the interpreter's lock; the supervisor asks for them.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     if step_timeout_s:
         show_life = life_line(int(os.environ[PULSE_FD]))
         Watchdog(server, timeout_s=step_timeout_s, end=end, show_life=show_life).start()

@@ -30,7 +30,7 @@ from penstock.engine.process import EXIT_STUCK
 # to be compiled: about 100 s on slow cores. Loading a model and capturing graphs come before there
 # is a watchdog. An end too early is worse than one too late: after three a request fails.
 DEFAULT_STEP_TIMEOUT_S = 300.0
-_TICK_S = 1.0
+_TICK_S, _MIN_TICK_S = 1.0, 0.01
 _MIN_TICKS = 10
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="penstock-watchdog", daemon=True)
         self._watched = watched
-        self._tick_s = min(_TICK_S, timeout_s / _MIN_TICKS)
+        self._tick_s = max(_MIN_TICK_S, min(_TICK_S, timeout_s / _MIN_TICKS))
         self._max_still_ticks = math.ceil(timeout_s / self._tick_s)
         self._show_life = show_life
         self._end = end

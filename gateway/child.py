@@ -170,10 +170,9 @@ class Child:
             is_silent = not os.read(self.pulse_fd, 65536)  # it has ended
         except BlockingIOError:
             is_silent = True
-        if not is_silent:
-            self.num_silent_looks = 0
-        elif not _is_stopped(self.process.pid):
-            self.num_silent_looks += 1
+        if is_silent and _is_stopped(self.process.pid):
+            return False
+        self.num_silent_looks = self.num_silent_looks + 1 if is_silent else 0
         if self.num_silent_looks >= self.max_silent_looks + _LOOKS_FOR_STACKS:
             self.process.kill()
         elif self.num_silent_looks == self.max_silent_looks:

@@ -18,6 +18,7 @@ static void pause_at(enum point point);
 #define POOL_PAUSE(point) pause_at(point)
 #include "pool.c"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
