@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from penstock.engine.errors import ConfigError
 from penstock.load.processes import end
@@ -81,7 +85,11 @@ class Started:
 
 @contextmanager
 def server(
-    model: str | None = None, flags: Sequence[str] = (), *, log: Path | None = None
+    model: str | None = None,
+    flags: Sequence[str] = (),
+    *,
+    log: Path | None = None,
+    stderr: int | None = None,
 ) -> Iterator[Started]:
     """A server on a free port of this machine, stopped at the end, by force if it must be.
 
@@ -89,6 +97,7 @@ def server(
         model: None for the demo model.
         flags: of `penstock serve`.
         log: the file its log goes to; None for one that goes with the server.
+        stderr: a descriptor that it logs to instead; whoever reads it fills the file.
 
     Raises:
         ConfigError: it did not start; with the end of its log.
@@ -96,7 +105,7 @@ def server(
     with tempfile.TemporaryDirectory(prefix="penstock-launch-") as directory:
         path = log or Path(directory) / "log"
         launched_s = time.perf_counter()
-        process = _launch(model, flags, path)
+        process = _launch(model, flags, path, stderr)
         try:
             base_url = _await_ready(process, path)
             yield Started(
@@ -110,15 +119,47 @@ def server(
             _stop(process)
 
 
-def _launch(model: str | None, flags: Sequence[str], log: Path) -> subprocess.Popen[str]:
+@contextmanager
+def redis_server() -> Iterator[tuple[str, psutil.Process]]:
+    """A Redis on a free port of this machine that keeps nothing on disk: its URL and its process.
+
+    Raises:
+        ConfigError: it did not start.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"redis://127.0.0.1:{port}/0"
+    flags = ("--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no")
+    try:
+        process = subprocess.Popen(  # noqa: S603
+            ("redis-server", *flags),  # noqa: S607
+            stdout=subprocess.DEVNULL,
+            process_group=0,
+        )
+    except OSError as error:
+        raise ConfigError(f"redis-server did not start: {error}") from error
+    try:
+        with redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.1), 50)) as client:
+            client.ping()
+        yield url, psutil.Process(process.pid)
+    except redis.RedisError as error:
+        raise ConfigError(f"redis-server did not start: {error}") from error
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _launch(
+    model: str | None, flags: Sequence[str], log: Path, stderr: int | None
+) -> subprocess.Popen[str]:
     penstock = Path(sys.executable).with_name("penstock")
     command = [str(penstock), "serve", *([model] if model else []), "--port", "0", *flags]
-    with log.open("w", encoding="utf-8") as stderr:
+    with log.open("w", encoding="utf-8") as file:
         return subprocess.Popen(  # noqa: S603  (our own command)
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=file if stderr is None else stderr,
             text=True,
             process_group=0,  # Ctrl-C reaches the bench alone, which then stops the server
         )
