@@ -6,6 +6,7 @@ Not known here: what actors do, and what is judged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 import traceback
@@ -17,7 +18,9 @@ import aiohttp
 from tqdm import tqdm
 
 from penstock.load.soak import hostile, resumable, traffic
-from penstock.load.soak.journal import Journal, Kill
+from penstock.load.soak.attack import attack, kill_once, kinds_of
+from penstock.load.soak.journal import Journal
+from penstock.load.soak.prober import probing
 from penstock.load.soak.scene import Scene, open_scene
 from penstock.load.soak.target import Target
 from penstock.load.soak.verdict import Bounds, Evidence, is_settled
@@ -61,6 +64,7 @@ class Plan:
 
     Attributes:
         concurrency: actors at once; some run several streams.
+        is_attack: kills, freezes, floods and more besides, one at a time.
     """
 
     duration_s: float
@@ -69,6 +73,7 @@ class Plan:
     has_resumes: bool = False
     has_cancels_by_id: bool = False
     has_kills: bool = False
+    is_attack: bool = False
     api_key: str | None = None
 
     @property
@@ -85,16 +90,29 @@ async def soak(target: Target, plan: Plan, bounds: Bounds) -> Evidence:
     async with aiohttp.ClientSession(target.base_url, headers=headers) as http:
         watch = Watch(target.family, http, lambda: journal.num_open)
         await _warm_up(target, plan)
+        probed = None
         before = await watch.settled(_IDLE_WITHIN_S, lambda sample: sample.is_idle)
         async with (
             open_scene(target.base_url, journal, api_key=plan.api_key) as scene,
             watch.running(plan.duration_s),
+            contextlib.AsyncExitStack() as stack,
         ):
+            if plan.is_attack:
+                probed = await stack.enter_async_context(
+                    probing(target.base_url, scene.model, plan.api_key, journal)
+                )
             await _run_traffic(scene, target, plan)
         after = await watch.settled(
             _IDLE_WITHIN_S, lambda sample: is_settled(before, sample, bounds)
         )
-    return Evidence(before=before, samples=watch.samples, after=after, journal=journal)
+    return Evidence(
+        before=before,
+        samples=watch.samples,
+        after=after,
+        journal=journal,
+        kinds=kinds_of(target) if plan.is_attack else (),
+        probing=probed,
+    )
 
 
 async def _warm_up(target: Target, plan: Plan) -> None:
@@ -112,8 +130,10 @@ async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
         _act_until(until_s, scene, plan.actors, random.Random(f"{plan.seed} {number}"))
         for number in range(plan.concurrency)
     ]
-    if plan.has_kills:
-        last_kill_s = time.perf_counter() + plan.duration_s * _KILLS_SHARE
+    last_kill_s = time.perf_counter() + plan.duration_s * _KILLS_SHARE
+    if plan.is_attack:
+        works.append(attack(scene, target, until_s=until_s, kill_until_s=last_kill_s))
+    elif plan.has_kills:
         works.append(_kill_until(last_kill_s, scene.journal, target, plan))
     try:
         await asyncio.gather(*works)
@@ -151,20 +171,13 @@ async def _act(scene: Scene, actor: Actor, rng: random.Random) -> None:
 
 
 async def _kill_until(until_s: float, journal: Journal, target: Target, plan: Plan) -> None:
-    assert target.kill is not None
     rng = random.Random(f"{plan.seed} kills")
     shortest_s, longest_s = _KILL_EVERY_S
     every_s = min(max(plan.duration_s / _KILLS, shortest_s), longest_s)
     while (pause_s := every_s * rng.uniform(0.7, 1.3)) < until_s - time.perf_counter():
         await asyncio.sleep(pause_s)
-        killed_s = time.perf_counter()
-        try:
-            victim = await target.kill()
-        except Exception as error:  # whatever it was, the soak goes on to its verdict
-            journal.problem("kill", f"the server did not come back: {error!r}")
+        if not await kill_once(journal, target):
             return
-        ready_s = time.perf_counter()
-        journal.kills.append(Kill(victim=victim, killed_s=killed_s, ready_s=ready_s))
 
 
 async def _show(journal: Journal, duration_s: float) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import io
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import aiohttp
@@ -22,9 +22,12 @@ import orjson
 from penstock.load.client.integrity import ResponseCheck
 from penstock.load.soak.lanes import Lane, open_socket, socket_body, unended
 from penstock.load.soak.scene import Scene
+from penstock.load.workloads.prompts import WORDS
 
-_ANSWER_S = 20.0
+_ANSWER_S = 45.0  # longer than a gateway is frozen
 _LARGE_BYTES = 6 << 20
+_PROMPT_BYTES = 4_000_000  # just below what a body may have
+_REFUSALS = range(400, 500)
 _ERROR_FIELDS = frozenset({"message", "type", "param", "code"})
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _USER = [{"role": "user", "content": "hello"}]
@@ -86,7 +89,7 @@ MESSAGES = (
 
 async def ask_nonsense(scene: Scene, rng: random.Random) -> None:
     path, body = rng.choice(REQUESTS)
-    await _refused(scene, path, body, what=f"{path} {body[:60]!r}")
+    await refused(scene, path, body, what=f"{path} {body[:60]!r}")
 
 
 async def ask_too_much(scene: Scene, rng: random.Random) -> None:
@@ -100,10 +103,25 @@ async def ask_too_much(scene: Scene, rng: random.Random) -> None:
         ("too large a body", _CHAT, lambda: _json(messages=_USER, user="x" * _LARGE_BYTES)),
     )
     what, path, make = rng.choice(bodies)
-    await _refused(scene, path, make(), what=what)
+    await refused(scene, path, make(), what=what)
 
 
-async def _refused(scene: Scene, path: str, body: bytes, *, what: str) -> None:
+def large_prompts() -> list[tuple[str, bytes]]:
+    """Where it goes, and the body: prompts of 4 MB, in every shape that a prompt can have."""
+    text = "".join(f"{word} " for word in random.Random(0).choices(WORDS, k=_PROMPT_BYTES // 4))
+    text = text[:_PROMPT_BYTES]
+    return [
+        (_COMPLETIONS, _json(prompt=text)),
+        (_CHAT, _json(messages=[{"role": "user", "content": text}])),
+        (_RESPONSES, _json(input=text)),
+        (_CHAT, _json(messages=_USER * (_PROMPT_BYTES // 34))),
+        (_COMPLETIONS, _json(prompt=[1] * (_PROMPT_BYTES // 2))),
+    ]
+
+
+async def refused(
+    scene: Scene, path: str, body: bytes, *, what: str, statuses: Container[int] = _REFUSALS
+) -> None:
     """Post, and note whatever is not a refusal as it must be."""
     headers = {"Content-Type": "application/json"}
     try:
@@ -118,7 +136,7 @@ async def _refused(scene: Scene, path: str, body: bytes, *, what: str) -> None:
         if len(body) < _LARGE_BYTES:
             scene.journal.problem("nonsense", f"{what}: the connection broke: {error!r}")
         return
-    if not (400 <= response.status < 500 and _is_error(said)):
+    if not (response.status in statuses and _is_error(said)):
         scene.journal.problem("nonsense", f"{what}: answered {response.status} {said[:200]!r}")
 
 

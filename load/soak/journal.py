@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
 
 from penstock.load.client.records import Fault, StreamRecord
 
@@ -48,11 +50,64 @@ class Kill:
     Attributes:
         victim: its name; streams live in all but an `engine`.
         killed_s, ready_s: when, and when the server was ready again.
+        is_freeze: it only stood still for a time.
     """
 
     victim: str
     killed_s: float
     ready_s: float
+    is_freeze: bool = False
+
+
+Point: TypeAlias = tuple[float, float]  # when, and how long
+
+
+@dataclass(slots=True, kw_only=True)
+class Probing:
+    """What a process of its own saw of the server meanwhile.
+
+    Attributes:
+        health: `/health`, from when it was asked to its answer.
+        gaps: of streams, from one event to the next.
+        lags: how late the event loop of that process was.
+        streams: as outcomes have them: began, ended, faults, detail.
+    """
+
+    health: list[Point] = field(default_factory=list)
+    gaps: list[Point] = field(default_factory=list)
+    lags: list[Point] = field(default_factory=list)
+    streams: list[tuple[float, float, list[Fault], str]] = field(default_factory=list)
+
+
+class Kind(StrEnum):
+    """What an attack does to a server, one kind at a time."""
+
+    CALM = "nothing"  # the traffic alone, to compare with
+    LARGE_PROMPTS = "4 MB prompts"
+    UNDRAINED_LOG = "undrained log"
+    KILL = "kill"
+    SILENCE = "silent handshakes"
+    PIPELINE = "flood of pipelined requests"
+    CONNECTIONS = "flood of connections"
+    TRAILERS = "flood of trailers"
+    FREEZE = "freeze"
+    FREEZE_ENGINE = "freeze of the engine"
+    FREEZE_REDIS = "freeze of Redis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adversity:
+    """One application of an attack.
+
+    Attributes:
+        victim: the process that it was done to, if it was done to one.
+        began_s, ended_s: when it was applied, and when it was over.
+    """
+
+    kind: Kind
+    began_s: float
+    ended_s: float
+    victim: str = ""
 
 
 @dataclass(slots=True)
@@ -66,8 +121,19 @@ class Journal:
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
+    adversities: list[Adversity] = field(default_factory=list)
     num_done: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
+
+    @property
+    def outages(self) -> list[Kill]:
+        """Kills and freezes."""
+        freezes = (Kind.FREEZE, Kind.FREEZE_ENGINE, Kind.FREEZE_REDIS)
+        return self.kills + [
+            Kill(victim=each.victim, killed_s=each.began_s, ready_s=each.ended_s, is_freeze=True)
+            for each in self.adversities
+            if each.kind in freezes
+        ]
 
     @contextlib.contextmanager
     def stream(self, actor: str, *, is_resumable: bool = False) -> Iterator[StreamRecord]:

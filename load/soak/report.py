@@ -18,11 +18,17 @@ if TYPE_CHECKING:
 _COLOURS = (BLUE, ORANGE, GREEN, SKY)
 _MIB = 1 << 20
 _FATES = (Fate.FAULTY, Fate.CARRIED, Fate.TURNED_AWAY, Fate.BROKEN)
+_COST_COLUMNS = ("adversity", "times", "s", "streams", "with a fault", "/health p99 ms",
+                 "gap p99.9 ms", "largest", "MB kept", "prober's lag p99 ms")  # fmt: skip
+_COST_NOTES = """\
+Streams: those that met it; their faults are judged above. `/health` and gaps are as a process of
+its own saw them, which reads four steady streams. MB kept: by the process that kept most, at its
+best within 30 s, the worst time. Nothing: the traffic alone, right before the 4 MB prompts."""
 _NOTES = """\
 KiB/min: a straight line through the calmer half of a process's memory after its warm-up.
 Descriptors and sockets: idle before → idle after. Turned away meanwhile: asked while what was
-killed was not back. Broken by a kill: held by the gateway that was killed, and not resumed by its
-client, as must be."""
+killed or frozen was not back. Broken by a kill: held by the gateway that was killed, and not
+resumed by its client, as must be."""
 
 
 def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) -> str:
@@ -37,6 +43,7 @@ def report_text(evidence: Evidence, bounds: Bounds, found: Sequence[Finding]) ->
         [
             table(("streams", "ended", *_FATES), streams),
             f"Acts: {acts}. Kills: {kills}.",
+            *([_costs_table(evidence)] if evidence.kinds else []),
             table(("process", "MiB", "KiB/min", "descriptors", "sockets"), processes)
             if processes
             else "No process of the server is on this machine: memory was not watched.",
@@ -68,6 +75,11 @@ def report_figures(evidence: Evidence, bounds: Bounds, found: Sequence[Finding])
             }
             for kill in journal.kills
         ],
+        "adversities": [
+            {**asdict(each), "began_s": each.began_s - began_s, "ended_s": each.ended_s - began_s}
+            for each in journal.adversities
+        ],
+        "costs": [asdict(cost) for cost in evidence.costs()],
         "slopes": [asdict(slope) for slope in slopes(evidence.samples, bounds.warmup_share)],
         "samples": samples,
     }
@@ -121,11 +133,33 @@ def _streams(evidence: Evidence) -> list[tuple[Any, ...]]:
     journal = evidence.journal
     fates: defaultdict[str, Counter[Fate]] = defaultdict(Counter)
     for outcome in journal.outcomes:
-        fates[outcome.actor][fate_of(outcome, journal.kills)] += 1
+        fates[outcome.actor][fate_of(outcome, journal.outages)] += 1
     return [
         (name, counts.total(), *(counts[fate] for fate in _FATES))
         for name, counts in sorted(fates.items())
     ]
+
+
+def _costs_table(evidence: Evidence) -> str:
+    def ms(seconds: float | None) -> str:
+        return "–" if seconds is None else f"{seconds * 1000:,.0f}"
+
+    rows = [
+        [
+            cost.kind.value,
+            f"{cost.num_times:,}",
+            f"{cost.seconds:,.0f}",
+            f"{cost.num_streams:,}",
+            f"{cost.num_broken:,}",
+            ms(cost.health_p99_s),
+            ms(cost.gap_p999_s),
+            ms(cost.largest_gap_s),
+            f"{cost.memory_bytes / 1e6:,.1f}",
+            ms(cost.lag_p99_s),
+        ]
+        for cost in evidence.costs()
+    ]
+    return table(_COST_COLUMNS, rows) + "\n\n" + _COST_NOTES
 
 
 def _process_rows(evidence: Evidence, bounds: Bounds) -> list[list[str]]:

@@ -31,17 +31,19 @@ from penstock.load.soak.scene import STALL_S, Scene
 Request: TypeAlias = AbstractAsyncContextManager[aiohttp.ClientResponse]
 
 _PATH = "/v1/responses"
+_NUM_TOKENS = range(32, 129)
 _MAX_DROPS = 3
 _MAX_EVENTS = 60  # before a drop
 _MAX_AWAY_S = 1.5
 _RETRY_S = 0.2
 _BACK_WITHIN_S = 60.0  # a server that was killed
+_PATIENCE_S = 3.5  # with a gateway that says nothing; its lease of 3 s has run out by then
 _BROKEN = (aiohttp.ClientError, OSError, TimeoutError)
 
 
-async def resume_sse(scene: Scene, rng: random.Random) -> None:
+async def resume_sse(scene: Scene, rng: random.Random, num_tokens: range = _NUM_TOKENS) -> None:
     """Over HTTP: each connection is dropped after some events, the last is not."""
-    call = scene.call(rng, max_tokens=rng.randint(32, 128))
+    call = scene.call(rng, max_tokens=rng.choice(num_tokens))
     with scene.journal.stream("resume, sse", is_resumable=True) as record:
         record.expected_tokens = call.max_tokens
         lane = Lane(ResponseCheck(record))
@@ -58,9 +60,9 @@ async def resume_sse(scene: Scene, rng: random.Random) -> None:
         await _carry(lane, attach, rng)
 
 
-async def resume_socket(scene: Scene, rng: random.Random) -> None:
+async def resume_socket(scene: Scene, rng: random.Random, num_tokens: range = _NUM_TOKENS) -> None:
     """Over WebSockets: each is dropped after some events, the last is not."""
-    call = scene.call(rng, max_tokens=rng.randint(32, 128))
+    call = scene.call(rng, max_tokens=rng.choice(num_tokens))
     with scene.journal.stream("resume, websocket", is_resumable=True) as record:
         record.expected_tokens = call.max_tokens
         lane = Lane(ResponseCheck(record))
@@ -72,9 +74,11 @@ async def resume_socket(scene: Scene, rng: random.Random) -> None:
                     await socket.resume("again", record.response_id, lane)
                 else:
                     await socket.create("first", socket_body(call), lane)
-                await _hear(lane, max_events)
-                if not lane.check.is_ended:
-                    socket.drop()
+                try:
+                    await _hear(lane, max_events)
+                finally:
+                    if not lane.check.is_ended:
+                        socket.drop()
 
         await _carry(lane, attach, rng)
 
@@ -85,7 +89,7 @@ async def cancel_by_id(scene: Scene, rng: random.Random) -> None:
     with scene.journal.stream("cancel by id") as record:
         lane = Lane(ResponseCheck(record))
         request = scene.http.post(_PATH, json=body_of("responses", call))
-        reading = asyncio.create_task(_read_events(request, lane, math.inf))
+        reading = asyncio.create_task(_read_events(request, lane, math.inf, STALL_S))
         reading.add_done_callback(lambda _: lane.heard.set())  # where no event comes at all
         await lane.heard.wait()
         await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
@@ -131,10 +135,18 @@ async def _carry(
     unended(lane)
 
 
-async def _read_events(request: Request, lane: Lane, max_events: float) -> None:
-    """Read so many events of a response, or all up to the end of the connection."""
+async def _read_events(
+    request: Request, lane: Lane, max_events: float, patience_s: float = _PATIENCE_S
+) -> None:
+    """Read so many events of a response, or all up to the end of the connection.
+
+    Raises:
+        TimeoutError: nothing came for so long, of a stream that has begun.
+    """
     parser, num_events = EventStreamParser(), 0
-    async with request as response:
+    now_s = asyncio.get_running_loop().time
+    first_s = patience_s if lane.record.response_id else STALL_S
+    async with asyncio.timeout(first_s) as silence, request as response:
         if response.status == 503 and lane.record.response_id:
             raise aiohttp.ClientConnectionError("not ready")
         if response.status != 200:
@@ -142,6 +154,7 @@ async def _read_events(request: Request, lane: Lane, max_events: float) -> None:
             lane.check.fail(Fault.REFUSED, detail, time.perf_counter())
             return
         async for piece in response.content.iter_any():
+            silence.reschedule(now_s() + patience_s)
             for data in parser.feed(piece):
                 lane.take(orjson.loads(data))
                 num_events += 1
@@ -155,7 +168,8 @@ async def _hear(lane: Lane, max_events: float) -> None:
     enough = lane.num_events + max_events
     while lane.num_events < enough and not lane.ended.is_set():
         lane.heard.clear()
-        await asyncio.wait_for(lane.heard.wait(), STALL_S)
+        patience_s = _PATIENCE_S if lane.record.response_id else STALL_S
+        await asyncio.wait_for(lane.heard.wait(), patience_s)
         if lane.recovered is False:
             lane.check.fail(Fault.FAILED, "not recovered", time.perf_counter())
             return

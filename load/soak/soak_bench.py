@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 from collections.abc import Iterator
 
 from penstock.engine.errors import ConfigError
@@ -53,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several (of the synthetic one: all), which must be back within a minute; by default so, "
         "but not with --base-url",
     )
+    traffic.add_argument(
+        "--attack",
+        action="store_true",
+        help="kills, freezes of gateways, engine and Redis, floods, silent handshakes, a log that "
+        "is not read, and 4 MB prompts, one after the other; the server started has two gateways "
+        "and a Redis of its own",
+    )
     bounds = parser.add_argument_group("bounds")
     bounds.add_argument(
         "--max-memory-growth",
@@ -77,6 +85,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError("--serve-flags is for a penstock server that soak starts")
     if parsed.kills and parsed.base_url is not None:
         raise ConfigError("--kills is for a server that soak starts, not for --base-url")
+    if parsed.attack and (parsed.base_url is not None or parsed.kills is False):
+        raise ConfigError("--attack is for a server that soak starts, and has kills")
     plan = Plan(
         duration_s=parsed.minutes * 60,
         concurrency=parsed.concurrency,
@@ -84,15 +94,23 @@ def run(parsed: argparse.Namespace) -> int:
         has_resumes=parsed.resumes,
         has_cancels_by_id=parsed.cancels_by_id,
         has_kills=parsed.base_url is None if parsed.kills is None else parsed.kills,
+        is_attack=parsed.attack,
         api_key=parsed.api_key,
     )
-    spare = _REDIS_CONNECTIONS if "--redis-url" in parsed.serve_flags else 0
+    has_redis = parsed.attack or "--redis-url" in parsed.serve_flags
+    spare = _REDIS_CONNECTIONS if has_redis else 0
     bounds = Bounds(
         memory_kib_per_min=parsed.max_memory_growth,
         spare_descriptors=Bounds().spare_descriptors + spare,
     )
+    # So that a soak that is terminated ends what it started, and wakes what it froze: asyncio
+    # cancels the main task at SIGINT, if its handler is this one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with _target(parsed) as target:
-        title = f"{parsed.minutes:g} minutes of {plan.concurrency} clients at once: {target.name}"
+        attack = " under attack" if plan.is_attack else ""
+        clients = f"{plan.concurrency} clients at once{attack}"
+        title = f"{parsed.minutes:g} minutes of {clients}: {target.name}"
         print(title, flush=True)
         evidence = asyncio.run(soak(target, plan, bounds))
     found = findings(evidence, bounds)
@@ -117,5 +135,5 @@ def _target(parsed: argparse.Namespace) -> Iterator[Target]:
         with synthetic_server(parsed.synthetic) as target:
             yield target
     else:
-        with own_server(parsed.model, parsed.serve_flags) as target:
+        with own_server(parsed.model, parsed.serve_flags, is_attacked=parsed.attack) as target:
             yield target

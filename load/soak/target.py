@@ -18,7 +18,9 @@ import psutil
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.address import Address
+from penstock.load.launch import Started, redis_server
 from penstock.load.launch import server as launch_server
+from penstock.load.soak.log_pipe import LogPipe
 from penstock.load.soak.watch import Family
 from penstock.load.synthetic import settings as synthetic_settings
 from penstock.load.synthetic.server import serve as serve_synthetic
@@ -28,9 +30,14 @@ from penstock.load.synthetic.server import serve as serve_synthetic
 _OWN_FLAGS = (
     "--session-store-bytes 1M --response-log-bytes 1M --num-blocks 512 --num-host-blocks 512"
 )
+# Of a server that is attacked: gateways that stand in for each other.
+_ATTACKED_FLAGS = "--api-workers 2 --redis-url"
 _READY_WITHIN_S = 60.0
 _DOWN_S = 0.3
 _NUM_READY = 10  # times in a row, as each of several gateways may answer
+
+
+async def _at_once() -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,42 +47,81 @@ class Target:
         family: its processes by name, as they are when asked; none where they cannot be known.
         kill: kills what is to be killed, and returns its name when the server is ready again; None
             where nothing may be killed.
+        victims: what may be frozen, by name: gateways, the engine, Redis.
+        ready: waits until a server that was frozen is ready again.
+        log: what the server logs to, where the reader may pause.
     """
 
     name: str
     base_url: str
     family: Callable[[], Family]
     kill: Callable[[], Awaitable[str]] | None = None
+    victims: Callable[[], Family] = dict
+    ready: Callable[[], Awaitable[None]] = _at_once
+    log: LogPipe | None = None
 
 
 @contextlib.contextmanager
-def own_server(model: str | None, flags: str) -> Iterator[Target]:
+def own_server(model: str | None, flags: str, *, is_attacked: bool) -> Iterator[Target]:
     """A penstock server. Kills are of its engine and, where there are several, of a gateway, in
-    turn: one that is alone takes with it what it has in memory."""
-    arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
-    with launch_server(model, arguments) as started:
-        names = [name for name in started.family() if name == "engine" or "gateway" in name]
-        victims = itertools.cycle(names if len(names) > 2 else ["engine"])
+    turn: one that is alone takes with it what it has in memory.
 
-        def num_returns() -> int:
-            return started.log.read_text().count(" is back after ")
+    Args:
+        is_attacked: it has two gateways, a Redis of its own, and a log in a pipe.
+    """
+    with contextlib.ExitStack() as stack:
+        log, others = None, dict[str, psutil.Process]()
+        if is_attacked:
+            log = stack.enter_context(LogPipe.opened())
+            url, others["redis"] = stack.enter_context(redis_server())
+            flags = f"{_ATTACKED_FLAGS} {url} {flags}"
+        arguments = shlex.split(f"{_OWN_FLAGS} {flags}")
+        started = stack.enter_context(
+            launch_server(model, arguments, log=log.path, stderr=log.write_end)
+            if log is not None
+            else launch_server(model, arguments)
+        )
+        yield _own_target(started, others, log, f"{model or 'demo'} {shlex.join(arguments)}")
 
-        async def kill() -> str:
-            num_before, victim = num_returns(), next(victims)
-            started.family()[victim].kill()
-            async with asyncio.timeout(_READY_WITHIN_S):
-                # A gateway that has not noticed yet says it is ready: the supervisor knows.
-                while num_returns() == num_before:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-                num_ready = 0
-                while num_ready < _NUM_READY:
-                    await asyncio.sleep(0.05)
-                    is_ready = await asyncio.to_thread(_is_ready, started.base_url)
-                    num_ready = num_ready + 1 if is_ready else 0
-            return victim
 
-        name = f"penstock serve {shlex.join([model or 'demo', *arguments])}"
-        yield Target(name=name, base_url=started.base_url, family=started.family, kill=kill)
+def _own_target(started: Started, others: Family, log: LogPipe | None, arguments: str) -> Target:
+    def victims() -> dict[str, psutil.Process]:
+        family = started.family().items()
+        return {name: each for name, each in family if name == "engine" or "gateway" in name}
+
+    names = list(victims())
+    killed = itertools.cycle(names if len(names) > 2 else ["engine"])
+
+    def num_returns() -> int:
+        return started.log.read_text().count(" is back after ")
+
+    async def ready() -> None:
+        num_ready = 0
+        async with asyncio.timeout(_READY_WITHIN_S):
+            while num_ready < _NUM_READY:
+                await asyncio.sleep(0.05)
+                is_ready = await asyncio.to_thread(_is_ready, started.base_url)
+                num_ready = num_ready + 1 if is_ready else 0
+
+    async def kill() -> str:
+        num_before, victim = num_returns(), next(killed)
+        started.family()[victim].kill()
+        async with asyncio.timeout(_READY_WITHIN_S):
+            # A gateway that has not noticed yet says it is ready: the supervisor knows.
+            while num_returns() == num_before:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await ready()
+        return victim
+
+    return Target(
+        name=f"penstock serve {arguments}",
+        base_url=started.base_url,
+        family=started.family,
+        kill=kill,
+        victims=lambda: {**victims(), **others},
+        ready=ready,
+        log=log,
+    )
 
 
 @contextlib.contextmanager
@@ -98,7 +144,7 @@ def synthetic_server(flags: str) -> Iterator[Target]:
             return {"synthetic": psutil.Process(server.process.pid)}
 
         name = f"the synthetic server {flags}".strip()
-        yield Target(name=name, base_url=server.base_url, family=family, kill=kill)
+        yield Target(name=name, base_url=server.base_url, family=family, kill=kill, victims=family)
 
 
 def given_server(base_url: str) -> Target:

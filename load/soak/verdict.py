@@ -5,12 +5,16 @@
     memory      of no process grows faster than a bound, once it has warmed up
     idle        nothing runs, no KV block is held, descriptors and sockets are those of before
     processes   all live
+    adversities each kind that was to be applied was, and cost no more than it may
 
 What a kill must do to a stream is no finding, and nothing else is excused by it:
 
-    an engine   who asks before it is back is refused; every stream goes on with the next one
+    an engine   who asks before it is back is refused; every stream goes on with the next one; the
+                same where it or a gateway is frozen and wakes again
     a gateway   the streams that it held are broken, but for those that their clients resume, which
                 another gateway carries on
+    Redis       while it is frozen, requests that need it are refused, and responses that run can
+                no longer be resumed
 
 Pure: no clock, no process, no socket.
 """
@@ -20,16 +24,18 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.load.client.records import Fault
-from penstock.load.soak.journal import Journal, Kill, Outcome
+from penstock.load.soak.costs import Bars, Cost, costs, objections
+from penstock.load.soak.journal import Journal, Kill, Kind, Outcome, Probing
 from penstock.load.soak.watch import IDLE_METRICS, ProcessSample, Sample
 
 # What the end of a gateway does to a stream that nobody resumes.
 _BROKEN = frozenset({Fault.CUT, Fault.FAILED, Fault.REFUSED, Fault.UNREACHABLE})
 _TURNED_AWAY = frozenset({Fault.REFUSED})
+_WITHOUT_REDIS = frozenset({Fault.REFUSED, Fault.FAILED})
 _KILL_MARGIN_S = 1.0  # clients and server do not notice at once
 _MIN_FIT_SAMPLES = 5
 _KIB = 1 << 10
@@ -46,19 +52,21 @@ class Bounds:
             memory in steps, which a short soak sees as a slope.
         warmup_share: of a soak, from the start of each process: caches fill, stores too.
         spare_descriptors: more than before that are no leak.
+        bars: of what an adversity costs.
     """
 
     memory_kib_per_min: float = 512.0
     memory_floor_mib: float = 4.0
     warmup_share: float = 0.3
     spare_descriptors: int = 2
+    bars: Bars = field(default_factory=Bars)
 
 
 class Fate(StrEnum):
     """How a stream ended."""
 
     CLEAN = "clean"
-    CARRIED = "carried over a kill"
+    CARRIED = "carried over"
     TURNED_AWAY = "turned away meanwhile"
     BROKEN = "broken by a kill"
     FAULTY = "faulty"
@@ -71,12 +79,19 @@ class Evidence:
     Attributes:
         before, after: idle, with no client connected.
         samples: of the traffic between.
+        kinds: adversities that were to be applied; `probing` says what they cost.
     """
 
     before: Sample
     samples: Sequence[Sample]
     after: Sample
     journal: Journal
+    kinds: Sequence[Kind] = ()
+    probing: Probing | None = None
+
+    def costs(self) -> list[Cost]:
+        """Of the adversities."""
+        return costs(self.kinds, self.journal, self.probing, [*self.samples, self.after])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +130,10 @@ def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
         *_memory_findings(evidence.samples, bounds),
         *_idle_findings(evidence, bounds),
         *_process_findings(evidence),
+        *(
+            Finding(what=what, count=1, detail=detail)
+            for what, detail in objections(evidence.costs(), bounds.bars)
+        ),
     ]
 
 
@@ -131,11 +150,13 @@ def fate_of(outcome: Outcome, kills: Sequence[Kill]) -> Fate:
     if not faults:
         is_carried = any(outcome.began_s < kill.killed_s < outcome.ended_s for kill in met)
         return Fate.CARRIED if is_carried else Fate.CLEAN
+    if any(kill.victim == "redis" for kill in met) and faults <= _WITHOUT_REDIS:
+        return Fate.TURNED_AWAY
     if not met or outcome.survives_kills:
         return Fate.FAULTY
     if faults <= _TURNED_AWAY:
         return Fate.TURNED_AWAY
-    lost_its_gateway = any(kill.victim != "engine" for kill in met)
+    lost_its_gateway = any(kill.victim != "engine" and not kill.is_freeze for kill in met)
     return Fate.BROKEN if lost_its_gateway and faults <= _BROKEN else Fate.FAULTY
 
 
@@ -181,7 +202,7 @@ def _growth_bytes(sizes: Sequence[int]) -> float:
 def _stream_findings(journal: Journal) -> Iterator[Finding]:
     bad: defaultdict[tuple[str, Fault], list[str]] = defaultdict(list)
     for outcome in journal.outcomes:
-        if fate_of(outcome, journal.kills) is Fate.FAULTY:
+        if fate_of(outcome, journal.outages) is Fate.FAULTY:
             for fault in outcome.faults:
                 bad[outcome.actor, fault].append(outcome.detail)
     for (actor, fault), details in bad.items():
@@ -191,7 +212,7 @@ def _stream_findings(journal: Journal) -> Iterator[Finding]:
 def _problem_findings(journal: Journal) -> Iterator[Finding]:
     bad: defaultdict[str, list[str]] = defaultdict(list)
     for problem in journal.problems:
-        if not any(_meets(kill, problem.at_s, problem.at_s) for kill in journal.kills):
+        if not any(_meets(kill, problem.at_s, problem.at_s) for kill in journal.outages):
             bad[problem.actor].append(problem.detail)
     for actor, details in bad.items():
         yield Finding(what=actor, count=len(details), detail=details[0])

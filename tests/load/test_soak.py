@@ -65,6 +65,8 @@ async def test_what_is_wrong_is_found() -> None:
     ("flags", "fault"),
     [
         (("--base-url", "http://127.0.0.1:1", "--kills"), "--kills is for a server that soak"),
+        (("--base-url", "http://127.0.0.1:1", "--attack"), "--attack is for a server that soak"),
+        (("--attack", "--no-kills"), "--attack is for a server that soak starts, and has kills"),
         (("--synthetic", "--serve-flags", "x"), "--serve-flags is for a penstock server"),
         (("--base-url", "http://127.0.0.1:1"), "GET /v1/models names no model"),
         (("--base-url", "https://127.0.0.1:1"), "soak needs plain http://host:port"),

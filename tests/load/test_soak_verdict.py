@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from penstock.load.client.records import Fault
-from penstock.load.soak.journal import Journal, Kill, Outcome, Problem
+from penstock.load.soak.journal import (
+    Adversity,
+    Journal,
+    Kill,
+    Kind,
+    Outcome,
+    Probing,
+    Problem,
+)
 from penstock.load.soak.verdict import (
     Bounds,
     Evidence,
@@ -248,3 +256,99 @@ def test_silence_of_the_metrics_is_not_taken_for_rest() -> None:
     assert not is_settled(before, after, Bounds())
     assert is_settled(before, sample(100, num_requests_running=0), Bounds())
     assert is_settled(sample(0), after, Bounds())  # it never had any
+
+
+def adversity(kind: Kind, began_s: float = 10, ended_s: float = 20, victim: str = "") -> Adversity:
+    return Adversity(kind=kind, began_s=began_s, ended_s=ended_s, victim=victim)
+
+
+def test_a_freeze_excuses_refusals_and_no_stream_that_had_begun() -> None:
+    def excused(kind: Kind, victim: str, fault: Fault, **values: Any) -> bool:
+        seen = evidence(
+            outcomes=[outcome(fault, **values)], adversities=[adversity(kind, victim=victim)]
+        )
+        return not whats(seen)
+
+    resumed = {"survives_kills": True}
+    assert excused(Kind.FREEZE_ENGINE, "engine", Fault.REFUSED)
+    assert not excused(Kind.FREEZE_ENGINE, "engine", Fault.REFUSED, **resumed)
+    assert not excused(Kind.FREEZE_ENGINE, "engine", Fault.CUT)
+    assert excused(Kind.FREEZE_REDIS, "redis", Fault.REFUSED)
+    assert excused(Kind.FREEZE_REDIS, "redis", Fault.FAILED, **resumed)
+    assert not excused(Kind.FREEZE_REDIS, "redis", Fault.FAILED, began_s=21.1, ended_s=22)
+    assert not excused(Kind.FREEZE_REDIS, "redis", Fault.GAP, **resumed)
+    assert excused(Kind.FREEZE, "gateway 2", Fault.REFUSED)
+    assert not excused(Kind.FREEZE, "gateway 2", Fault.REFUSED, **resumed)
+    for fault in set(Fault) - {Fault.REFUSED}:
+        assert not excused(Kind.FREEZE, "gateway 2", fault), fault
+    for fault in Fault:
+        assert not excused(Kind.LARGE_PROMPTS, "", fault), fault
+
+
+def attacked(
+    kind: Kind,
+    *,
+    health_s: float = 0.01,
+    gap_s: float = 0.02,
+    kept_bytes: int = 0,
+    probing: Probing | None = None,
+) -> Evidence:
+    """Calm from 0 to 10 s, with gaps of 20 ms, then an adversity from 10 to 20 s."""
+    measured = Probing(
+        health=[(at_s / 10, health_s) for at_s in range(200)],
+        gaps=[(at_s / 10, 0.02) for at_s in range(200)] + [(15.0, gap_s)],
+    )
+    seen = evidence(
+        [sample(at_s, rss_bytes=100 * MIB + kept_bytes * (at_s > 12)) for at_s in range(100)],
+        after=sample(100, rss_bytes=100 * MIB + kept_bytes),
+        adversities=[adversity(Kind.CALM, 0, 10), adversity(kind)],
+    )
+    return dataclasses.replace(
+        seen, kinds=[Kind.CALM, kind], probing=measured if probing is None else probing
+    )
+
+
+def test_an_adversity_that_never_happened_is_said() -> None:
+    for kind in Kind:
+        seen = dataclasses.replace(evidence(), kinds=[kind])
+        assert whats(seen) == [f"{kind} never happened"]
+
+
+def test_health_must_be_answered_while_gateways_live() -> None:
+    answering = set(Kind) - {
+        Kind.CALM, Kind.KILL, Kind.FREEZE, Kind.FREEZE_ENGINE, Kind.FREEZE_REDIS
+    }  # fmt: skip
+    for kind in set(Kind) - {Kind.CALM}:
+        bar_s = 0.1 if kind is Kind.LARGE_PROMPTS else 2.0
+        assert whats(attacked(kind, health_s=bar_s)) == []
+        late = [f"/health during {kind}"] if kind in answering else []
+        assert whats(attacked(kind, health_s=bar_s * 1.1)) == late
+
+
+def test_a_probe_that_hangs_counts_for_those_that_were_due_meanwhile() -> None:
+    """One connection waited for 5 s: of the answers that is less than 1 %, of the time half."""
+    health = [(10 + at_s / 100, 0.01) for at_s in range(1000)]
+    for hung, late in (((9.0, 6.0), ["/health during 4 MB prompts"]), ((12.0, 0.01), [])):
+        probing = Probing(health=[*health, hung], gaps=[(5.0, 0.02), (15.0, 0.02)])
+        assert whats(attacked(Kind.LARGE_PROMPTS, probing=probing)) == late
+
+
+def test_large_prompts_may_double_the_gaps_of_others_and_no_more() -> None:
+    assert whats(attacked(Kind.LARGE_PROMPTS, gap_s=0.04)) == []
+    assert whats(attacked(Kind.LARGE_PROMPTS, gap_s=0.041)) == [
+        "largest gap of other streams during 4 MB prompts"
+    ]
+
+
+def test_memory_must_come_back_after_each_adversity() -> None:
+    for kind in set(Kind) - {Kind.CALM}:
+        assert whats(attacked(kind, kept_bytes=50_000_000)) == []
+        assert whats(attacked(kind, kept_bytes=50_000_001)) == [f"memory after {kind}"]
+
+
+def test_what_was_not_measured_is_not_good() -> None:
+    assert whats(attacked(Kind.LARGE_PROMPTS, probing=Probing())) == [
+        "/health during 4 MB prompts",
+        "largest gap of other streams during 4 MB prompts",
+    ]
+    assert whats(attacked(Kind.TRAILERS, probing=Probing())) == ["/health during flood of trailers"]

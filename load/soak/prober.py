@@ -1,0 +1,137 @@
+"""A process of its own that asks `/health` and reads streams while a soak runs.
+
+It does nothing else, so the event loop of the soak's clients is in none of its figures; its own
+loop's lag is reported with them. It ends when its standard input does, so it outlives no soak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+
+import aiohttp
+import orjson
+
+from penstock.load.client.choose import open_transport
+from penstock.load.client.records import Call, Fault, Message, StreamRecord
+from penstock.load.soak.journal import Journal, Outcome, Probing
+from penstock.load.workloads.prompts import WORDS
+
+PROBE_EVERY_S = 0.2
+# A connection belongs to one gateway: several, renewed now and then, so that each gateway is asked.
+_NUM_CONNECTIONS = 8
+_PROBES_PER_CONNECTION = 40
+_NUM_STREAMS = 4
+_STREAM_TOKENS = 512
+_LAG_EVERY_S = 0.02
+_PAUSE_S = 0.2
+_PATIENCE_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def probing(
+    base_url: str, model: str, api_key: str | None, journal: Journal
+) -> AsyncIterator[Probing]:
+    """Probe meanwhile. What was seen is there at the end, its streams in the journal too."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", __name__, base_url, model),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(f"{api_key or ''}\n".encode())
+    seen = Probing()
+    try:
+        yield seen
+        said, _ = await process.communicate(b"")
+        for name, points in orjson.loads(said).items():
+            setattr(seen, name, points)
+        for began_s, ended_s, faults, detail in seen.streams:
+            journal.outcomes.append(
+                Outcome(
+                    actor="steady",
+                    began_s=began_s,
+                    ended_s=ended_s,
+                    survives_kills=False,
+                    faults=tuple(map(Fault, faults)),
+                    detail=detail,
+                )
+            )
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _main() -> None:
+    (_, base_url, model), api_key = sys.argv, sys.stdin.readline().strip()
+    seen = Probing()
+    works = [_ask(base_url, seen) for _ in range(_NUM_CONNECTIONS)]
+    works += [_read(base_url, model, api_key, seen, seed) for seed in range(_NUM_STREAMS)]
+    tasks = [asyncio.create_task(work) for work in (*works, _watch_lag(seen))]
+    await asyncio.to_thread(sys.stdin.read)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    sys.stdout.buffer.write(orjson.dumps(seen))
+
+
+async def _ask(base_url: str, seen: Probing) -> None:
+    timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
+    while True:
+        async with aiohttp.ClientSession(base_url, timeout=timeout) as http:
+            for _ in range(_PROBES_PER_CONNECTION):
+                began_s = time.perf_counter()
+                try:
+                    async with http.get("/health") as response:
+                        await response.read()
+                except (aiohttp.ClientConnectionError, OSError) as error:
+                    if not isinstance(error, TimeoutError):  # killed: no answer to measure
+                        await asyncio.sleep(_PAUSE_S)
+                        continue
+                took_s = time.perf_counter() - began_s
+                seen.health.append((began_s, took_s))
+                await asyncio.sleep(PROBE_EVERY_S - took_s)
+
+
+async def _read(base_url: str, model: str, api_key: str, seen: Probing, seed: int) -> None:
+    rng = random.Random(seed)
+    async with open_transport(
+        "sse", "chat", base_url, api_key=api_key, stall_s=_PATIENCE_S
+    ) as transport:
+        while True:
+            record = StreamRecord(scheduled_s=time.perf_counter())
+            record.expected_tokens = _STREAM_TOKENS
+            text = " ".join(rng.choices(WORDS, k=20))
+            call = Call(
+                model=model,
+                messages=(Message(role="user", content=text),),
+                max_tokens=_STREAM_TOKENS,
+                ignore_eos=True,
+            )
+            try:
+                await transport.stream(call, record)
+            finally:
+                ended_s = time.perf_counter()
+                # The silence before a fault was a gap, too.
+                times_s = record.event_times_s + [ended_s] * bool(record.faults)
+                seen.gaps += [(at_s, next_s - at_s) for at_s, next_s in pairwise(times_s)]
+            seen.streams.append((record.scheduled_s, ended_s, record.faults, record.detail))
+            if record.faults:
+                await asyncio.sleep(_PAUSE_S)
+
+
+async def _watch_lag(seen: Probing) -> None:
+    while True:
+        began_s = time.perf_counter()
+        await asyncio.sleep(_LAG_EVERY_S)
+        seen.lags.append((began_s, time.perf_counter() - began_s - _LAG_EVERY_S))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,135 @@
+"""An attack, its measure, and what a server must make of it, on the synthetic server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.load.processes import freeze
+from penstock.load.soak import attack, resumable
+from penstock.load.soak.course import Plan, soak
+from penstock.load.soak.journal import Journal, Kind
+from penstock.load.soak.log_pipe import LogPipe
+from penstock.load.soak.scene import open_scene
+from penstock.load.soak.target import synthetic_server
+from penstock.load.soak.verdict import Bounds, findings
+
+
+@pytest.fixture
+def sleeper() -> Iterator[psutil.Process]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield psutil.Process(process.pid)
+        process.kill()
+
+
+async def becomes(process: psutil.Process, status: str) -> None:
+    async with asyncio.timeout(30):
+        while process.status() != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_what_was_frozen_wakes_whatever_happens(sleeper: psutil.Process) -> None:
+    await freeze(sleeper, 0.1)
+    await becomes(sleeper, psutil.STATUS_SLEEPING)
+    freezing = asyncio.create_task(freeze(sleeper, 60))
+    await becomes(sleeper, psutil.STATUS_STOPPED)
+    freezing.cancel()
+    await asyncio.gather(freezing, return_exceptions=True)
+    await becomes(sleeper, psutil.STATUS_SLEEPING)
+    assert [child.status() for child in psutil.Process().children()] == [psutil.STATUS_SLEEPING]
+
+
+async def test_a_bench_that_is_killed_leaves_nothing_frozen(sleeper: psutil.Process) -> None:
+    code = "import asyncio, psutil, sys; from penstock.load.processes import freeze; "
+    code += "asyncio.run(freeze(psutil.Process(int(sys.argv[1])), 1))"
+    with subprocess.Popen([sys.executable, "-c", code, str(sleeper.pid)]) as bench:  # noqa: ASYNC220
+        await becomes(sleeper, psutil.STATUS_STOPPED)
+        bench.kill()
+    await becomes(sleeper, psutil.STATUS_SLEEPING)
+
+
+def test_a_log_that_is_not_read_fills_and_is_read_later() -> None:
+    with LogPipe.opened() as log:
+        os.set_blocking(log.write_end, False)
+        num_bytes = 0
+        assert not log.is_full
+        with log.unread():
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    num_bytes += os.write(log.write_end, b"x" * 100)
+            assert log.is_full
+        os.set_blocking(log.write_end, True)
+        os.write(log.write_end, b"x" * 3000)  # as soon as the rest was read
+    assert num_bytes > 2000
+
+
+async def test_a_stream_of_a_frozen_server_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "_PATIENCE_S", 0.2)
+    journal = Journal()
+    with synthetic_server("--ttft-ms 10 --itl-ms 20") as target:
+        async with open_scene(target.base_url, journal, api_key=None) as scene:
+            streams = [
+                asyncio.create_task(actor(scene, random.Random(seed)))
+                for actor in (resumable.resume_sse, resumable.resume_socket)
+                for seed in range(4)
+            ]
+            await asyncio.sleep(0.5)
+            await freeze(target.family()["synthetic"], 2.0)
+            await asyncio.gather(*streams)
+    assert [outcome.faults for outcome in journal.outcomes] == [()] * 8
+
+
+async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The synthetic server takes trailers without end and lets silent connections be: both are
+    found, and nothing else that a busy machine could not have done."""
+    for name, value in (
+        ("FREEZES_S", (0.5,)), ("REST_S", 0.1), ("CALM_S", 1.0), ("NUM_BURSTS", 1),
+        ("FLOOD_S", 2.0), ("NUM_PIPELINED", 5000), ("MAX_TRAILER_BYTES", 100_000),
+        ("NUM_CONNECTIONS", 50), ("NUM_SILENT", 3), ("SILENT_FOR_S", 1.0), ("NUM_RESUMED", 1),
+        ("RESUMED_TOKENS", range(32, 33)),
+    ):  # fmt: skip
+        monkeypatch.setattr(attack, name, value)
+    with synthetic_server("--ttft-ms 10 --itl-ms 2") as target:
+        plan = Plan(duration_s=1, concurrency=1, seed=0, is_attack=True)
+        seen = await soak(target, plan, Bounds())
+        kinds = [*seen.kinds]
+    assert kinds == [
+        Kind.CALM, Kind.KILL, Kind.LARGE_PROMPTS, Kind.SILENCE, Kind.PIPELINE, Kind.CONNECTIONS,
+        Kind.TRAILERS, Kind.FREEZE,
+    ]  # fmt: skip
+    costs = {cost.kind: cost for cost in seen.costs()}
+    assert all(cost.num_times > 0 for cost in costs.values())
+    assert costs[Kind.FREEZE].largest_gap_s is not None
+    assert costs[Kind.CALM].health_p99_s is not None
+    assert any(outcome.actor == "steady" for outcome in seen.journal.outcomes)
+    whats = {finding.what for finding in findings(seen, Bounds())}
+    assert {Kind.TRAILERS, Kind.SILENCE} <= whats
+    assert not any("never happened" in what for what in whats)
+
+
+def test_a_soak_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("penstock")), "bench", "soak", "--synthetic"]
+    with subprocess.Popen(
+        [*command, "--attack", "--out", str(tmp_path)], stdout=subprocess.PIPE
+    ) as bench:
+        assert bench.stdout is not None
+        bench.stdout.readline()  # its title: the server runs
+        family = psutil.Process(bench.pid).children(recursive=True)
+        while len(family) < 2:  # the server and the prober
+            time.sleep(0.05)
+            family = psutil.Process(bench.pid).children(recursive=True)
+        bench.terminate()
+        _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
+    assert bench.returncode != 0
+    assert list(tmp_path.iterdir()) == []
