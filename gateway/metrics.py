@@ -7,6 +7,7 @@ engine knows of itself is `engine_metrics`' to tell, and what other gateway proc
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2, 5)
+_LAG_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_LAG_INTERVAL_S = 0.1
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _MAX_TENANTS = 200  # with series of their own
 _OTHERS = "(others)"  # no tenant's name: those are letters, digits, '_', '.' and '-'
@@ -82,7 +85,15 @@ class Metrics:
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", buckets=_E2E_BUCKETS
         )
+        self.event_loop_lag = PlainHistogram(
+            "penstock:event_loop_lag_seconds",
+            "How much later than asked for the event loop called back, ten times a second.",
+            labels={"model_name": model_name},
+            buckets=_LAG_BUCKETS,
+        )
+        self._watching_lag: asyncio.Task[None] | None = None
         self._registry.register(self.inter_token_latency)
+        self._registry.register(self.event_loop_lag)
         self._registry.register(self._watched)
         self._registry.register(_Tokens(model_name, self._tokens))
         self.gauge("engine_up", "1 while an engine answers.", lambda: engine.is_alive)
@@ -127,11 +138,14 @@ class Metrics:
     # -- telling -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Answer the other workers."""
+        """Watch the event loop, and answer the other workers."""
+        self._watching_lag = asyncio.create_task(self._watch_lag())
         if self._workers is not None:
             await self._workers.start(self._own)
 
     async def close(self) -> None:
+        if self._watching_lag is not None:
+            self._watching_lag.cancel()
         if self._workers is not None:
             await self._workers.close()
 
@@ -158,6 +172,12 @@ class Metrics:
         for each in families:  # when a series began is nobody's question
             each.samples = [s for s in each.samples if not s.name.endswith("_created")]
         return families
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due_s = time.perf_counter() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self.event_loop_lag.observe(max(0.0, time.perf_counter() - due_s))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"penstock:{name}", text, (*_LABELS, *labels), registry=self._registry)
