@@ -7,7 +7,6 @@ A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from huggingface_hub.errors import (
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.json_file import read_json
 from penstock.engine.request import SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
@@ -92,21 +92,6 @@ def _require(path: Path, name: str) -> Path:
     if not (path / name).is_file():
         raise ModelLoadError(f"{path} holds no model: {name} is missing")
     return path
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model file.
-
-    Raises:
-        ModelLoadError: missing, unreadable, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"cannot read {path}: expected a JSON object")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

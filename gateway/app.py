@@ -33,13 +33,14 @@ from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generator import Generator
 from penstock.gateway.idempotency import IdempotentAnswers
 from penstock.gateway.metrics import Metrics
-from penstock.gateway.model import load_model
+from penstock.gateway.model import ServedModel, load_model
 from penstock.gateway.page import ChatPage
 from penstock.gateway.request_ids import REQUEST_ID_HEADER
 from penstock.gateway.responses.responder import Responder, ResponderSettings
 from penstock.gateway.responses.run import RunSettings
 from penstock.gateway.stall_timer import StallTimer
 from penstock.gateway.stores import Stores, make_stores
+from penstock.gateway.template_process import TemplateProcess
 from penstock.gateway.websocket import ResponsesSocket
 from penstock.gateway.worker_metrics import Workers
 
@@ -62,18 +63,21 @@ _EXPOSED_HEADERS = (
 )
 
 
-def create_app(config: GatewayConfig, *, log: LogWriter | None = None) -> Starlette:
+def create_app(
+    config: GatewayConfig, model: ServedModel | None = None, *, log: LogWriter | None = None
+) -> Starlette:
     """The gateway as an ASGI application. `app.state.engine` is its link to the engine, which
     opens and closes with the application's lifespan; `app.state.log_store` hands its unfinished
     responses over.
 
     Args:
         log: who writes this process's log; its dropped lines are a metric.
+        model: what `load_model` returns; None: it is called here.
 
     Raises:
         ModelLoadError: the model's tokenizer or settings cannot be read.
     """
-    model = load_model(config)
+    model = model or load_model(config)
     engine = EngineClient(config.engine_address, engine_wait_s=config.engine_wait_s)
     metrics = Metrics(engine, model.name, _workers(config))
     gate = make_gate(config, engine)
@@ -82,7 +86,7 @@ def create_app(config: GatewayConfig, *, log: LogWriter | None = None) -> Starle
         model,
         metrics=metrics,
         admission=gate.admission,
-        trusts_request_template=config.trust_request_chat_template,
+        templates=TemplateProcess() if config.trust_request_chat_template else None,
     )
 
     stores = make_stores(config)
@@ -110,6 +114,7 @@ def create_app(config: GatewayConfig, *, log: LogWriter | None = None) -> Starle
             await engine.close()
             await gate.aclose()
             await responder.close()
+            await generator.close()
             await stores.close()
             await metrics.close()
             if tracing is not None:

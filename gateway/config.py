@@ -35,6 +35,7 @@ class GatewayConfig:
         served_model_names: ids of the model in the API; empty takes the model as the user
             named it.
 
+        trust_request_chat_template: requests may bring a template of their own.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
         max_connections: of this process, WebSockets included; those beyond are answered 503.
         header_timeout_s: from a connection's first byte, or its begin, to the end of the header.

@@ -119,7 +119,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("ssl-keyfile-password", None, "what the key is encrypted with", is_secret=True),
     Flag("served-model-name", (), "name(s) of the model in the API; default: MODEL as given",
          is_list=True),
-    Flag("trust-request-chat-template", False, "let requests bring their own chat template"),
+    Flag("trust-request-chat-template", False, "let requests bring their own chat template. Only "
+         "for callers you trust: a template is a program; each may take 2 s of a core and 512 MiB, "
+         "and they wait for one another"),
     Flag("max-body-bytes", _GATEWAY.max_body_bytes, "largest request body", parse_bytes),
     Flag("max-connections", _GATEWAY.max_connections, "connections of a gateway process, "
          "WebSockets included; those beyond are answered 503", count),

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from penstock.engine.messages import EngineInfo
@@ -38,6 +39,7 @@ from penstock.gateway.off_loop import off_loop
 from penstock.gateway.prompt_memory import PromptMemory
 from penstock.gateway.schemas import ChatRequest, SamplingRequest
 from penstock.gateway.schemas.tokens import TokenizeChat
+from penstock.gateway.template_process import TemplateProcess
 
 _LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
 _LONG_TEXT_TOKENS = 16 << 10
@@ -72,7 +74,11 @@ class ChatPrompt:
 
 
 class Generator:
-    """Tokenises prompts and plans what answers them."""
+    """Tokenises prompts and plans what answers them.
+
+    Args:
+        templates: renders those that requests bring; None: they may not bring any.
+    """
 
     def __init__(
         self,
@@ -81,14 +87,19 @@ class Generator:
         *,
         metrics: Metrics,
         admission: Admission,
-        trusts_request_template: bool = False,
+        templates: TemplateProcess | None = None,
     ) -> None:
         self.model = model
         self._engine = engine
         self._metrics = metrics
         self._admission = admission
         self._memory = PromptMemory(model.tokenizer)
-        self._trusts_request_template = trusts_request_template
+        self._templates = templates
+
+    async def close(self) -> None:
+        """End what runs beside the event loop."""
+        if self._templates is not None:
+            await self._templates.close()
 
     async def tokenise_chat(self, prompt: ChatPrompt, *, tenant: str = "") -> list[int]:
         """The ids of a rendered conversation; raises as `render_chat`."""
@@ -107,24 +118,26 @@ class Generator:
         Raises:
             InvalidRequestError: the template refuses it, or is not to be trusted.
         """
-        if prompt.template is not None and not self._trusts_request_template:
+        arguments: dict[str, Any] = {
+            "messages": prompt.messages,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+            "kwargs": prompt.kwargs,
+        }
+        template = self.model.chat_template
+        if prompt.template is None:
+            num_chars = sum(len(message["content"]) for message in prompt.messages)
+            return await off_loop(
+                partial(template.render, **arguments), is_long=num_chars >= _LONG_TEXT_CHARS
+            )
+        if self._templates is None:
             raise RequestRefusedError(
                 "this server takes no templates from requests; it was started without "
                 "--trust-request-chat-template",
                 code="unsupported_parameter",
                 param="chat_template",
             )
-        num_chars = sum(len(message["content"]) for message in prompt.messages)
-        return await off_loop(
-            lambda: self.model.chat_template.render(
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-                template=prompt.template,
-                kwargs=prompt.kwargs,
-            ),
-            is_long=num_chars >= _LONG_TEXT_CHARS,
-        )
+        return await self._templates.render(prompt.template, template.special_tokens, arguments)
 
     async def tokenise(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return await off_loop(

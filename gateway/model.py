@@ -13,8 +13,10 @@ from penstock.engine.model_files import (
     resolve_model,
 )
 from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.engine.text.chat_template import TemplateFiles
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.template_process import TemplateCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +48,25 @@ class ServedModel:
         return name
 
 
-def load_model(config: GatewayConfig) -> ServedModel:
+def load_model(config: GatewayConfig, *, checks_template: bool = False) -> ServedModel:
     """Find and read the model's small files.
+
+    Args:
+        checks_template: render the chat template in a process of its own first: one that does not
+            end must not keep the gateway from saying so.
 
     Raises:
         ModelLoadError: they are missing or broken.
     """
     path = resolve_model(config.model, weights=False)
+    files = TemplateFiles.read(path)
+    check = TemplateCheck(files) if checks_template and files.source is not None else None
+    tokenizer = Tokenizer.from_directory(path)  # meanwhile
+    if check is not None:
+        check.result()
     return ServedModel(
         names=config.model_names,
-        tokenizer=Tokenizer.from_directory(path),
-        chat_template=ChatTemplate.from_directory(path),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(*files),
         defaults=read_generation_defaults(path, config.model.generation_config),
     )

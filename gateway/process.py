@@ -35,6 +35,7 @@ from penstock.gateway.access_log import tag_log_lines
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.http_protocol import HttpLimits, RefuseConnections, limited_protocol
+from penstock.gateway.model import load_model
 from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
 _LOG = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     log = configure_logging(config.log_level, config.log_format)
     tag_log_lines()
     _make_room_for(config.max_connections)
-    app = create_app(config, log=log)
+    app = create_app(config, load_model(config, checks_template=True), log=log)
     server = _Server(_uvicorn_config(config, app), app, log=log, grace_s=config.shutdown_grace_s)
     _calm_collector()
     listener = socket.socket(fileno=int(os.environ[LISTEN_FD]))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.engine.model_files import read_json
+from penstock.engine.json_file import read_json
 from penstock.engine.models.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.llama import read_llama_config

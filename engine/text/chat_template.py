@@ -11,7 +11,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -20,25 +20,30 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.model_files import read_json
+from penstock.engine.json_file import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_SAMPLE = ({"role": "user", "content": "Hello!"},)
+_MAX_REASON_CHARS = 200
 
 
-class ChatTemplate:
-    """Renders conversations. Without a template in the model, `render` refuses by name."""
+class TemplateFiles(NamedTuple):
+    """What a model directory has of a chat template, not looked into yet.
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._environment = _environment()
-        self._special_tokens = dict(special_tokens)
-        try:
-            self._default = None if source is None else self._environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelLoadError(f"the model's chat template is broken: {error}") from error
+    Attributes:
+        special_tokens: by the names that templates know them by.
+    """
+
+    source: str | None
+    special_tokens: Mapping[str, str]
 
     @classmethod
-    def from_directory(cls, path: Path) -> ChatTemplate:
-        """Read `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`."""
+    def read(cls, path: Path) -> TemplateFiles:
+        """Read `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.
+
+        Raises:
+            ModelLoadError: a file cannot be read.
+        """
         file = path / "tokenizer_config.json"
         config = read_json(file) if file.exists() else {}
         source = config.get("chat_template")
@@ -50,6 +55,42 @@ class ChatTemplate:
         if (path / "chat_template.jinja").is_file():
             source = (path / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(source, _special_tokens(config))
+
+
+class ChatTemplate:
+    """Renders conversations. Without a template in the model, `render` refuses by name.
+
+    Raises:
+        ModelLoadError: the template cannot be compiled.
+    """
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.special_tokens = dict(special_tokens)
+        self._environment = _environment()
+        try:
+            self._default = None if source is None else self._environment.from_string(source)
+        except Exception as error:  # RecursionError, SyntaxError, … beside Jinja's own
+            raise ModelLoadError(_broken(error)) from error
+
+    @classmethod
+    def from_directory(cls, path: Path) -> ChatTemplate:
+        """The template of a model; raises as `TemplateFiles.read`."""
+        return cls(*TemplateFiles.read(path))
+
+    def check(self) -> None:
+        """Render one message. A template may refuse it, but it may not fail.
+
+        Raises:
+            ModelLoadError: it fails.
+        """
+        if self._default is None:
+            return
+        try:
+            self.render(_SAMPLE)
+        except InvalidRequestError as error:
+            cause = error.__cause__
+            if isinstance(cause, Exception) and not isinstance(cause, jinja2.TemplateError):
+                raise ModelLoadError(_broken(cause)) from error
 
     def render(
         self,
@@ -74,29 +115,54 @@ class ChatTemplate:
         # space whether the template trims. Here nobody can guess it and put it into a text.
         mark = f"CONTINUED{secrets.token_hex(8)} "
         variables = {
-            **self._special_tokens,
+            **self.special_tokens,
             "tools": None,  # templates ask whether it is none, and undefined is not
             "documents": None,
             **(kwargs or {}),
             "messages": _marked(messages, mark) if continue_final_message else messages,
             "add_generation_prompt": add_generation_prompt,
         }
+        chosen = self._default if template is None else self._compiled(template)
+        if chosen is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
         try:
-            chosen = self._default if template is None else self._environment.from_string(template)
-            if chosen is None:
-                raise InvalidRequestError(
-                    "this model has no chat template; use /v1/completions", param="messages"
-                )
             text = chosen.render(variables)
-        except jinja2.TemplateSyntaxError as error:
+        except jinja2.TemplateError as error:
             raise InvalidRequestError(
-                f"chat_template is not valid Jinja: {error}", param="chat_template"
+                f"the chat template refuses these messages: {_reason(error)}", param="messages"
             ) from error
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidRequestError(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
+        except Exception as error:  # a template computes, and may do it wrong in any way
+            name, param = ("the chat template", "messages")
+            if template is not None:
+                name = param = "chat_template"
+            raise InvalidRequestError(f"{name} fails: {_reason(error)}", param=param) from error
         return _cut(text, mark, messages[-1]["content"]) if continue_final_message else text
+
+    def _compiled(self, template: str) -> jinja2.Template:
+        """A caller's template. Raises: InvalidRequestError."""
+        try:
+            return self._environment.from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            reason = f"is not valid Jinja: {error}"
+        except Exception as error:
+            reason = f"cannot be compiled: {_reason(error)}"
+        raise InvalidRequestError(f"chat_template {reason}", param="chat_template")
+
+
+def _broken(error: Exception) -> str:
+    return f"the model's chat template is broken: {_reason(error)}"
+
+
+def _reason(error: Exception) -> str:
+    """Why a template does not work, in words for whoever wrote it."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or calls itself without end"
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    text = str(error)[:_MAX_REASON_CHARS]
+    return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 
 
 def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
