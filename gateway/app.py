@@ -32,6 +32,7 @@ from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generator import Generator
 from penstock.gateway.idempotency import IdempotentAnswers
+from penstock.gateway.memory_trim import trim_memory
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.model import ServedModel, load_model
 from penstock.gateway.page import ChatPage
@@ -87,6 +88,7 @@ def create_app(
         metrics=metrics,
         admission=gate.admission,
         templates=TemplateProcess() if config.trust_request_chat_template else None,
+        max_prompt_bytes=config.max_prompt_bytes,
     )
 
     stores = make_stores(config)
@@ -107,10 +109,12 @@ def create_app(
         await metrics.start()
         await responder.start()
         starting = asyncio.create_task(stores.start())
+        trimming = asyncio.create_task(trim_memory())
         try:
             yield
         finally:
             starting.cancel()
+            trimming.cancel()
             await engine.close()
             await gate.aclose()
             await responder.close()

@@ -37,6 +37,8 @@ class GatewayConfig:
 
         trust_request_chat_template: requests may bring a template of their own.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
+        max_prompt_bytes: of a prompt's text where the context and the tokenizer set no limit
+            before it is tokenised; None: `limits.default_prompt_bytes`.
         max_connections: of this process, WebSockets included; those beyond are answered 503.
         header_timeout_s: from a connection's first byte, or its begin, to the end of the header.
         body_timeout_s: from there to the end of the body.
@@ -85,6 +87,7 @@ class GatewayConfig:
     trust_request_chat_template: bool = False
 
     max_body_bytes: int = 4 << 20
+    max_prompt_bytes: int | None = None
     max_websocket_message_bytes: int = 1 << 20
     max_connections: int = 10_000
     header_timeout_s: float = 10.0

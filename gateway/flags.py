@@ -123,6 +123,10 @@ FLAGS: tuple[Flag, ...] = (
          "for callers you trust: a template is a program; each may take 2 s of a core and 512 MiB, "
          "and they wait for one another"),
     Flag("max-body-bytes", _GATEWAY.max_body_bytes, "largest request body", parse_bytes),
+    Flag("max-prompt-bytes", None, "largest text of a prompt that is tokenised where the context "
+         "and the longest token set no limit (tokenizers that shorten text, /tokenize, "
+         "truncate_prompt_tokens); default: 16 bytes per token of the context, at least 1MiB",
+         parse_bytes),
     Flag("max-connections", _GATEWAY.max_connections, "connections of a gateway process, "
          "WebSockets included; those beyond are answered 503", count),
     Flag("header-timeout-s", _GATEWAY.header_timeout_s, "seconds in which a request's header must "

@@ -28,6 +28,7 @@ from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation import Generation
 from penstock.gateway.limits import (
+    check_prompt_bytes,
     check_vocabulary,
     fit_branches,
     fitting_priority,
@@ -35,14 +36,15 @@ from penstock.gateway.limits import (
 )
 from penstock.gateway.metrics import Metrics, StreamMeter
 from penstock.gateway.model import ServedModel
-from penstock.gateway.off_loop import off_loop
+from penstock.gateway.off_loop import LongWork
 from penstock.gateway.prompt_memory import PromptMemory
 from penstock.gateway.schemas import ChatRequest, SamplingRequest
 from penstock.gateway.schemas.tokens import TokenizeChat
 from penstock.gateway.template_process import TemplateProcess
 
-_LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
+LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
 _LONG_TEXT_TOKENS = 16 << 10
+_MANY_MESSAGES = 256  # a template is a program, and may look at each for each
 NUM_CONTEXT_TOKENS = 64  # of a prompt, as many as the text that continues it can depend on
 _SEED_MASK = (1 << 64) - 1
 # What a draw is shaped by has no sense in a search: only what the caller asks for is looked at.
@@ -78,6 +80,7 @@ class Generator:
 
     Args:
         templates: renders those that requests bring; None: they may not bring any.
+        max_prompt_bytes: see `GatewayConfig`.
     """
 
     def __init__(
@@ -88,26 +91,42 @@ class Generator:
         metrics: Metrics,
         admission: Admission,
         templates: TemplateProcess | None = None,
+        max_prompt_bytes: int | None = None,
     ) -> None:
         self.model = model
+        self.long_work = LongWork()
         self._engine = engine
         self._metrics = metrics
         self._admission = admission
         self._memory = PromptMemory(model.tokenizer)
         self._templates = templates
+        self._max_prompt_bytes = max_prompt_bytes
 
     async def close(self) -> None:
         """End what runs beside the event loop."""
+        self.long_work.close()
         if self._templates is not None:
             await self._templates.close()
 
-    async def tokenise_chat(self, prompt: ChatPrompt, *, tenant: str = "") -> list[int]:
-        """The ids of a rendered conversation; raises as `render_chat`."""
+    async def tokenise_chat(
+        self, prompt: ChatPrompt, *, must_fit: bool, tenant: str = ""
+    ) -> list[int]:
+        """The ids of a rendered conversation; raises as `render_chat` and `tokenise`."""
         text = await self.render_chat(prompt)
         if prompt.add_special_tokens:
-            return await self.tokenise(text, add_special_tokens=True)
-        reused = self._memory.recall(tenant, text)
-        rest = await self.tokenise(reused.rest, add_special_tokens=False)
+            return await self.tokenise(
+                text, add_special_tokens=True, param="messages", must_fit=must_fit
+            )
+        reused = await self.long_work.run(
+            partial(self._memory.search(tenant), text), is_long=len(text) >= LONG_TEXT_CHARS
+        )
+        rest = await self.tokenise(
+            reused.rest,
+            add_special_tokens=False,
+            param="messages",
+            must_fit=must_fit,
+            num_known_tokens=len(reused.token_ids),
+        )
         token_ids = [*reused.token_ids, *rest]
         self._memory.remember(tenant, text, token_ids)
         return token_ids
@@ -127,8 +146,9 @@ class Generator:
         template = self.model.chat_template
         if prompt.template is None:
             num_chars = sum(len(message["content"]) for message in prompt.messages)
-            return await off_loop(
-                partial(template.render, **arguments), is_long=num_chars >= _LONG_TEXT_CHARS
+            return await self.long_work.run(
+                partial(template.render, **arguments),
+                is_long=num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES,
             )
         if self._templates is None:
             raise RequestRefusedError(
@@ -139,15 +159,47 @@ class Generator:
             )
         return await self._templates.render(prompt.template, template.special_tokens, arguments)
 
-    async def tokenise(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return await off_loop(
-            lambda: self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens),
-            is_long=len(text) >= _LONG_TEXT_CHARS,
+    async def tokenise(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        param: str,
+        must_fit: bool,
+        num_known_tokens: int = 0,
+    ) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            param: the parameter that it came from.
+            must_fit: all of it has to fit the context, behind `num_known_tokens` others.
+
+        Raises:
+            PromptTooLongError: its length alone says that it does not fit, or that it takes too
+                long.
+            EngineDeadError: no engine answers, and it must fit.
+            RequestRefusedError: 503: too many long texts wait.
+        """
+        info = self._engine.require_info() if must_fit else self._engine.info
+        tokenizer = self.model.tokenizer
+        check_prompt_bytes(
+            text,
+            max_model_len=0 if info is None else info.max_model_len,
+            longest_token_bytes=tokenizer.longest_token_bytes if must_fit else None,
+            max_bytes=self._max_prompt_bytes,
+            param=param,
+            num_known_tokens=num_known_tokens,
+        )
+        return await self.long_work.run(
+            partial(tokenizer.encode, text, add_special_tokens=add_special_tokens),
+            is_long=len(text) >= LONG_TEXT_CHARS,
         )
 
     async def detokenise(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return await off_loop(
-            lambda: self.model.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+        return await self.long_work.run(
+            partial(
+                self.model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens
+            ),
             is_long=len(token_ids) >= _LONG_TEXT_TOKENS,
         )
 

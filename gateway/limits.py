@@ -15,6 +15,58 @@ from penstock.engine.request import SamplingParams, num_blocks_needed
 from penstock.gateway.callers import Caller
 from penstock.gateway.schemas import SamplingRequest
 
+_MIN_PROMPT_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 16  # four times those of English
+
+
+def default_prompt_bytes(max_model_len: int) -> int:
+    """Bytes of a prompt's text beyond which it is not tokenised, where nobody says."""
+    return max(_MIN_PROMPT_BYTES, _BYTES_PER_TOKEN * max_model_len)
+
+
+def check_prompt_bytes(
+    text: str,
+    *,
+    max_model_len: int,
+    longest_token_bytes: int | None,
+    max_bytes: int | None,
+    param: str,
+    num_known_tokens: int = 0,
+) -> None:
+    """Refuse a text that cannot fit the context, by its length alone: tokenising it takes seconds.
+
+    Args:
+        longest_token_bytes: the tokenizer's; None: it has none, or the prompt need not fit.
+        max_bytes: the limit in that case; None: the default.
+        param: the parameter that the text came from.
+        num_known_tokens: those before the text.
+
+    Raises:
+        PromptTooLongError: no tokens of the text would fit.
+    """
+    # One character has up to four bytes; nearly all texts need not be encoded to be let through.
+    if longest_token_bytes is None:
+        limit = max_bytes or default_prompt_bytes(max_model_len)
+        if len(text) * 4 > limit and (num_bytes := _num_bytes(text)) > limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_bytes} bytes of text, and this server tokenises at most "
+                f"{limit} (--max-prompt-bytes)",
+                param=param,
+            )
+        return
+    limit = max(max_model_len - num_known_tokens, 0) * longest_token_bytes
+    if len(text) * 4 > limit and (num_bytes := _num_bytes(text)) > limit:
+        raise PromptTooLongError(
+            f"the prompt has at least {num_known_tokens + -(-num_bytes // longest_token_bytes)} "
+            f"tokens, which leaves no room for output in the model's context of {max_model_len} "
+            "tokens",
+            param=param,
+        )
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
 
 def output_limit(
     request: SamplingRequest, num_prompt_tokens: int, *, max_model_len: int, param: str

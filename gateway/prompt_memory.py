@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.engine.text import Tokenizer
 from penstock.gateway.conversations.prompt_ids import Reused, rendering_of, reuse_any
@@ -31,13 +31,18 @@ class PromptMemory:
         self._tenants: OrderedDict[str, _Prompts] = OrderedDict()
         self.num_tokens = 0
 
-    def recall(self, tenant: str, text: str) -> Reused:
-        """The longest beginning of a text that is known as ids, and the rest of it."""
-        prompts = self._tenants.get(tenant)
-        if prompts is None or len(text) < _MIN_CHARS:
-            return Reused((), text)
+    def search(self, tenant: str) -> Callable[[str], Reused]:
+        """What finds the longest beginning of a text that is known as ids, and the rest of it. It
+        keeps to what is known now, and may be called in a thread."""
+        prompts = self._tenants.get(tenant, _Prompts())
         known = [(rendering, (token_ids,)) for rendering, token_ids in prompts.items()]
-        return reuse_any(text, known, self._tokenizer)
+
+        def find(text: str) -> Reused:
+            if not known or len(text) < _MIN_CHARS:
+                return Reused((), text)
+            return reuse_any(text, known, self._tokenizer)
+
+        return find
 
     def remember(self, tenant: str, text: str, token_ids: Sequence[int]) -> None:
         """A prompt was tokenised."""

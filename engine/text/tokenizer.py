@@ -5,13 +5,21 @@ Knows nothing of chat messages (`chat_template`) or of streaming (`output_text`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import tokenizers.decoders
+import tokenizers.models
 
 from penstock.engine.errors import ModelLoadError
+
+_MAX_CHAR_BYTES = 4
+_REWRITING = frozenset({"ByteLevel", "Metaspace", "Prepend", "Replace"})
+_MANY_TOKENS = 4096  # from here on decoding takes long enough for others to notice
 
 
 class Tokenizer:
@@ -60,12 +68,48 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """The most bytes of a text that one token can stand for, so that `n` bytes are at least
+        `n / longest_token_bytes` tokens. None where a token may stand for any number of them: parts
+        of the text are dropped, shortened, or merged into one unknown token."""
+        backend = self._backend
+        is_exact = (
+            all(map(_keeps_length, _steps(backend.normalizer)))
+            and all(map(_keeps_text, _steps(backend.pre_tokenizer)))
+            and not any(
+                token.lstrip or token.rstrip
+                for token in backend.get_added_tokens_decoder().values()
+            )
+            and _knows_all_text(backend)
+        )
+        if not is_exact:
+            return None
+        # A piece is never shorter than the text it stands for: ▁ and Ġ have more bytes than the
+        # space, and of an unknown character there is one token.
+        pieces = list(backend.get_vocab())
+        if backend.normalizer is not None:  # some added tokens are looked for behind it
+            pieces += [
+                backend.normalizer.normalize_str(token.content)
+                for token in backend.get_added_tokens_decoder().values()
+            ]
+        return max(_MAX_CHAR_BYTES, *(len(piece.encode()) for piece in pieces))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The call for batches, as `encode` keeps Python's lock all the time: other threads would
+        # stand still for seconds with a text of 4 MB.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < _MANY_TOKENS:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        # As in `encode`, for the same reason.
+        [text] = self._backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return text
 
     def token_piece(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it (`Ġthe`, `▁the`); None if there is none."""
@@ -104,6 +148,54 @@ class _Pieces(dict[int, str | bytes]):
             piece = own
         self[token_id] = piece
         return piece
+
+
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """A normaliser or pre-tokeniser as tokenizer.json has it, a sequence as its members."""
+    return [] if component is None else list(_members(json.loads(component.__getstate__())))
+
+
+def _members(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    members = step.get("normalizers", step.get("pretokenizers"))
+    if members is None:
+        yield step
+    else:
+        for member in members:
+            yield from _members(member)
+
+
+def _keeps_length(normaliser: dict[str, Any]) -> bool:
+    """Whether a text has at least as many bytes after it as before."""
+    if normaliser["type"] == "Replace":
+        replaced = normaliser["pattern"].get("String")
+        return replaced is not None and len(replaced.encode()) <= len(
+            normaliser["content"].encode()
+        )
+    return normaliser["type"] in ("Prepend", "ByteLevel")
+
+
+def _keeps_text(pre_tokeniser: dict[str, Any]) -> bool:
+    """Whether it splits a text without dropping any of it."""
+    if pre_tokeniser["type"] in ("Split", "Punctuation"):
+        return bool(pre_tokeniser["behavior"] != "Removed")
+    return pre_tokeniser["type"] in ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
+
+
+def _knows_all_text(backend: tokenizers.Tokenizer) -> bool:
+    """Whether each character becomes a token of its own at least, be it an unknown one."""
+    model = backend.model
+    if not isinstance(model, tokenizers.models.BPE):  # others have words that are unknown as one
+        return False
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    has_piece = backend.get_vocab(with_added_tokens=False).__contains__
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    rewriting = [step["type"] for step in steps if step["type"] in _REWRITING]
+    if rewriting[-1:] == ["ByteLevel"] and all(map(has_piece, _byte_level_alphabet())):
+        return True
+    if model.byte_fallback and all(has_piece(f"<0x{byte:02X}>") for byte in range(256)):
+        return True
+    return model.unk_token is not None and has_piece(model.unk_token) and not model.fuse_unk
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -72,6 +72,7 @@ class ChatCompletions:
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
         prompt_token_ids = await self._generator.tokenise_chat(
             ChatPrompt.of(chat),
+            must_fit=chat.truncate_prompt_tokens is None,
             tenant=caller_of(request.scope).tenant,
         )
         return await self._generator.plan(

@@ -97,7 +97,7 @@ class Completions:
         prompt: str | Sequence[int],
         request_id: str,
     ) -> Generation:
-        token_ids = await self._token_ids(prompt, completion.add_special_tokens)
+        token_ids = await self._token_ids(prompt, completion)
         return await self._generator.plan(
             request_id,
             completion.kept(token_ids),
@@ -108,11 +108,16 @@ class Completions:
         )
 
     async def _token_ids(
-        self, prompt: str | Sequence[int], add_special_tokens: bool
+        self, prompt: str | Sequence[int], completion: CompletionRequest
     ) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        return await self._generator.tokenise(prompt, add_special_tokens=add_special_tokens)
+        return await self._generator.tokenise(
+            prompt,
+            add_special_tokens=completion.add_special_tokens,
+            param="prompt",
+            must_fit=completion.truncate_prompt_tokens is None,
+        )
 
     async def _echo(self, prompt: str | Sequence[int], completion: CompletionRequest) -> str:
         if not completion.echo:

@@ -14,7 +14,6 @@ from penstock.engine.errors import InvalidRequestError
 from penstock.gateway.endpoints.http import json_response, read_json
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.generator import ChatPrompt, Generator
-from penstock.gateway.off_loop import off_loop
 from penstock.gateway.schemas import parse_fields
 from penstock.gateway.schemas.tokens import Detokenize, TokenizeChat, TokenizePrompt
 
@@ -70,7 +69,9 @@ class Tokens:
 
     async def _pieces(self, token_ids: Sequence[int]) -> list[str | None]:
         pieces = map(self._generator.model.tokenizer.token_piece, token_ids)
-        return await off_loop(lambda: list(pieces), is_long=len(token_ids) >= _MANY_TOKENS)
+        return await self._generator.long_work.run(
+            lambda: list(pieces), is_long=len(token_ids) >= _MANY_TOKENS
+        )
 
     async def _body(self, request: Request) -> dict[str, Any]:
         body = await read_json(request, max_bytes=self._max_body_bytes)
@@ -79,6 +80,9 @@ class Tokens:
     async def _token_ids(self, asked: TokenizeChat | TokenizePrompt) -> Sequence[int]:
         if isinstance(asked, TokenizePrompt):
             return await self._generator.tokenise(
-                asked.prompt, add_special_tokens=asked.add_special_tokens
+                asked.prompt,
+                add_special_tokens=asked.add_special_tokens,
+                param="prompt",
+                must_fit=False,
             )
-        return await self._generator.tokenise_chat(ChatPrompt.of(asked))
+        return await self._generator.tokenise_chat(ChatPrompt.of(asked), must_fit=False)

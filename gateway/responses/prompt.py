@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.gateway.callers import Caller
 from penstock.gateway.conversations.ids import conversation_of, new_conversation_id
@@ -17,7 +18,7 @@ from penstock.gateway.conversations.prompt_ids import Reused, rendering_of, reus
 from penstock.gateway.conversations.records import Item, Rendering, StoredTurn
 from penstock.gateway.conversations.store import ConversationStore, NotFoundError
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generator import ChatPrompt, Generator
+from penstock.gateway.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
 from penstock.gateway.responses.unstored import LaneMemory, items_said
 from penstock.gateway.schemas import ResponsesRequest
 from penstock.gateway.schemas.items import for_template, item_objects
@@ -108,8 +109,17 @@ class PromptBuilder:
                 kwargs=request.chat_template_kwargs,
             )
         )
-        reused: Reused = reuse(text, place.path, self._generator.model.tokenizer)
-        rest = await self._generator.tokenise(reused.rest, add_special_tokens=False)
+        reused: Reused = await self._generator.long_work.run(
+            partial(reuse, text, place.path, self._generator.model.tokenizer),
+            is_long=len(text) >= LONG_TEXT_CHARS,
+        )
+        rest = await self._generator.tokenise(
+            reused.rest,
+            add_special_tokens=False,
+            param="input",
+            must_fit=True,
+            num_known_tokens=len(reused.token_ids),
+        )
         return Prompt(place=place, items=items, token_ids=[*reused.token_ids, *rest], text=text)
 
     async def _place(

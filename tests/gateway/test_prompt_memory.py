@@ -29,7 +29,7 @@ def rendered(*contents: str) -> str:
 
 def tokenised(memory: PromptMemory, text: str, tenant: str = "") -> tuple[list[int], int]:
     """As the generator does it; and how many ids were known."""
-    reused = memory.recall(tenant, text)
+    reused = memory.search(tenant)(text)
     rest = TOKENIZER.encode(reused.rest, add_special_tokens=False)
     token_ids = [*reused.token_ids, *rest]
     memory.remember(tenant, text, token_ids)
@@ -55,7 +55,7 @@ def test_a_later_turn_has_only_its_new_part_tokenised() -> None:
     assert later == TOKENIZER.encode(rendered(LONG, "I see.", "And now?"), add_special_tokens=False)
     _, of_another = tokenised(memory, rendered(LONG, "I see.", "And now?"), tenant="other")
     assert of_another == 0
-    assert memory.recall("", rendered("short")).token_ids == ()
+    assert memory.search("")(rendered("short")).token_ids == ()
 
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,11 +65,11 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [rendered(f"{number} {LONG}") for number in range(5)]
     for text in texts:
         tokenised(memory, text)
-    known = [len(memory.recall("", text).token_ids) > 0 for text in texts]
+    known = [len(memory.search("")(text).token_ids) > 0 for text in texts]
     assert known == [False, False, True, True, True]
     for tenant in ("a", "b"):
         tokenised(memory, texts[0], tenant)
-    assert not memory.recall("", texts[4]).token_ids  # of three tenants the oldest went
+    assert not memory.search("")(texts[4]).token_ids  # of three tenants the oldest went
     num_tokens = len(TOKENIZER.encode(texts[0], add_special_tokens=False))
     assert memory.num_tokens == 2 * num_tokens
     monkeypatch.setattr(prompt_memory, "_MAX_TOKENS", 4 * num_tokens)
