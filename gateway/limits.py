@@ -42,7 +42,7 @@ def check_prompt_bytes(
         num_known_tokens: those before the text.
 
     Raises:
-        PromptTooLongError: no tokens of the text would fit.
+        PromptTooLongError: the text is too long to fit, or to be tokenised.
     """
     # One character has up to four bytes; nearly all texts need not be encoded to be let through.
     if longest_token_bytes is None:
