@@ -5,6 +5,11 @@
         server.kill()       # -9: what was not written is lost
         server.start()      # the same port, the same files
 
+A `RedisCluster` is several of them:
+
+    with RedisCluster(tmp_path) as cluster:
+        cluster.node_of(key).kill()
+
 Mark tests that use it `redis`: they are skipped where there is none.
 """
 
@@ -20,10 +25,13 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
+from redis.crc import key_slot
 
 from .held_port import held_port, number_of
 
 _PATIENCE_S = 60.0
+_ALL_SLOTS = (0, 16383)
+_THIRDS = ((0, 5460), (5461, 10922), (10923, 16383))
 
 
 class RedisServer:
@@ -33,7 +41,8 @@ class RedisServer:
         directory: for its files; made if it is not there. Servers do not share one.
         password: of the default user; none asks for none.
         is_tls: speaks TLS alone, under a certificate for 127.0.0.1 that signs itself (`ca_file`).
-        is_cluster: a cluster of one node that serves all slots.
+        is_cluster: a node of a cluster; alone unless told, so it serves all slots.
+        slots: of a cluster's node, the first and the last; None: it is to serve none.
         appends: keeps an append-only file, synced on every write.
         options: further settings, as `redis.conf` names them.
     """
@@ -45,6 +54,7 @@ class RedisServer:
         password: str | None = None,
         is_tls: bool = False,
         is_cluster: bool = False,
+        slots: tuple[int, int] | None = _ALL_SLOTS,
         appends: bool = True,
         options: dict[str, str] | None = None,
     ) -> None:
@@ -56,6 +66,7 @@ class RedisServer:
         self._held_for_bus = held_port()
         self._password = password
         self._is_cluster = is_cluster
+        self._slots = slots
         self._appends = appends
         self._options = options or {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,6 +90,10 @@ class RedisServer:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
 
     def __enter__(self) -> RedisServer:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -108,8 +123,8 @@ class RedisServer:
         try:
             with self.client() as client:
                 _wait(lambda: self._answers(client))
-                if self._is_cluster:
-                    _serve_all_slots(client)
+                if self._is_cluster and self._slots is not None:
+                    self._serve_slots(client, *self._slots)
         except BaseException:
             self.kill()
             raise
@@ -133,6 +148,18 @@ class RedisServer:
     def client(self) -> redis.Redis:
         """A client to look and meddle with, from outside of what is tested; replies are bytes."""
         return redis.Redis.from_url(self.url, socket_timeout=_PATIENCE_S, retry=None)
+
+    @property
+    def bus_port(self) -> int:
+        """Of a cluster's node: where the others reach it."""
+        return number_of(self._held_for_bus)
+
+    def _serve_slots(self, client: redis.Redis, first: int, last: int) -> None:
+        # A node that comes back knows its slots; telling it so again would be an error.
+        if client.execute_command("CLUSTER INFO")["cluster_slots_assigned"] == "0":
+            client.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
+        if self._slots == _ALL_SLOTS:
+            _wait(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
 
     def _answers(self, client: redis.Redis) -> bool:
         assert self._process is not None
@@ -160,17 +187,128 @@ class RedisServer:
             settings |= {"tls-ca-cert-file": certificate}
         if self._is_cluster:
             settings |= {"cluster-enabled": "yes", "cluster-announce-ip": "127.0.0.1"}
-            settings |= {"cluster-port": str(number_of(self._held_for_bus))}
+            settings |= {"cluster-port": str(self.bus_port)}
         if self._password is not None:
             settings["requirepass"] = self._password
         return settings | self._options
 
 
-def _serve_all_slots(client: redis.Redis) -> None:
-    # A node that comes back knows its slots; telling it so again would be an error.
-    if client.execute_command("CLUSTER INFO")["cluster_slots_assigned"] == "0":
-        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-    _wait(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+class RedisCluster:
+    """Three nodes that share the slots, and perhaps a replica of each.
+
+    Args:
+        directory: for their files.
+        has_replicas: a killed node's replica takes over. Without, its slots wait for it.
+    """
+
+    def __init__(self, directory: Path, *, has_replicas: bool = False) -> None:
+        options = {
+            "cluster-node-timeout": "1000",
+            "cluster-require-full-coverage": "no",
+            "cluster-replica-validity-factor": "0",  # it was away for too long only by bad luck
+            "repl-diskless-sync-delay": "0",
+            "appendfsync": "no",  # what is killed, and not the machine, loses nothing by it
+        }
+        names = [(slots, f"{slots[0]}") for slots in _THIRDS]
+        self.nodes = [
+            RedisServer(directory / name, is_cluster=True, slots=slots, options=options)
+            for slots, name in names
+        ]
+        self.replicas = [
+            RedisServer(directory / f"replica-{name}", is_cluster=True, slots=None, options=options)
+            for _, name in names
+            if has_replicas
+        ]
+        self._running = contextlib.ExitStack()
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return f"redis+cluster://{hosts}"
+
+    def node_of(self, key: str) -> RedisServer:
+        """The node that serves a key at first."""
+        return self.nodes[next(i for i, (_, last) in enumerate(_THIRDS) if slot_of(key) <= last)]
+
+    def __enter__(self) -> RedisCluster:
+        try:
+            for node in (*self.nodes, *self.replicas):
+                self._running.enter_context(node)
+            self._meet()
+        except BaseException:
+            self._running.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._running.close()
+
+    def configure(self, name: str, value: str) -> None:
+        """A setting of all nodes, until they are started again."""
+        for node in self.nodes:
+            with node.client() as client:
+                client.config_set(name, value)
+
+    def wait_until_ok(self) -> None:
+        """All slots are served, and every node that runs knows it."""
+        for node in (*self.nodes, *self.replicas):
+            if node.runs:
+                with node.client() as client:
+                    _wait(lambda client=client: _is_ok(client))
+
+    def wait_until_promoted(self, node: RedisServer) -> None:
+        """Its replica serves its slots."""
+        with self.replicas[self.nodes.index(node)].client() as client:
+            _wait(lambda: client.info("replication")["role"] == "master")
+        self.wait_until_ok()
+
+    def _meet(self) -> None:
+        servers = (*self.nodes, *self.replicas)
+        for epoch, server in enumerate(servers, start=1):
+            with server.client() as client:
+                client.execute_command("CLUSTER SET-CONFIG-EPOCH", epoch)
+        with servers[0].client() as client:
+            for other in servers[1:]:
+                meet = ("CLUSTER MEET", "127.0.0.1", other.port, other.bus_port)
+                client.execute_command(*meet)
+        for server in servers:
+            with server.client() as client:
+                _wait(lambda client=client: _num_known(client) == len(servers))
+        for replica, master in zip(self.replicas, self.nodes, strict=False):
+            with master.client() as client:
+                master_id = client.execute_command("CLUSTER MYID")
+            with replica.client() as client:
+                client.execute_command("CLUSTER REPLICATE", master_id)
+        for replica in self.replicas:
+            with replica.client() as client:
+                _wait(
+                    lambda client=client: client.info("replication")["master_link_status"] == "up"
+                )
+        self.wait_until_ok()
+
+
+def slot_of(key: str) -> int:
+    """Of a cluster's 16,384."""
+    return key_slot(key.encode())
+
+
+def _num_known(client: redis.Redis) -> int:
+    return int(client.execute_command("CLUSTER INFO")["cluster_known_nodes"])
+
+
+def _follows(replica: redis.Redis) -> bool:
+    return bool(replica.info("replication").get("master_link_status") == "up")
+
+
+def _is_ok(client: redis.Redis) -> bool:
+    found = client.execute_command("CLUSTER INFO")
+    is_whole = found["cluster_slots_ok"] == found["cluster_slots_assigned"] == "16384"
+    return bool(found["cluster_state"] == "ok" and is_whole)
 
 
 def _write_certificate(directory: Path) -> None:
