@@ -12,12 +12,12 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis, RedisCluster
-from redis.asyncio.cluster import ClusterNode
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
@@ -28,30 +28,16 @@ from redis.asyncio.sentinel import (
 from redis.backoff import ExponentialWithJitterBackoff
 
 from penstock.gateway.conversations.store import StoreUnavailableError
+from penstock.gateway.redis_cluster import ClusterClient, node_name
+from penstock.gateway.redis_errors import is_away
 from penstock.gateway.redis_url import RedisAddress
 
 _LOG = logging.getLogger(__name__)
-_NUM_AT_ONCE = 16  # scripts of a link under way; more only keep the event loop from their answers
-_MAX_CONNECTIONS = 32  # of a link; whoever finds none free waits
+_NUM_AT_ONCE = 16  # scripts at one node; more only keep the event loop from their answers
+_MAX_CONNECTIONS = 32  # of a link to one node; whoever finds none free waits
 _POOL_WAIT_S = 1.0
-_MAX_CLUSTER_CONNECTIONS = 1024  # per node; nobody can wait there
 _IDLE_CHECK_S = 15  # a connection idle for longer is tried before it is used
 _COMPLAINT_EVERY_S = 10.0
-
-# All that redis-py raises of its own; a cluster's are not of its family.
-REDIS_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
-# Redis is away, moves, is full or may not write. Other replies are our own mistakes.
-_AWAY = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ReadOnlyError,
-    exceptions.OutOfMemoryError,
-    exceptions.NoPermissionError,
-    exceptions.ClusterDownError,
-    exceptions.TryAgainError,
-    exceptions.RedisClusterException,
-)
-_AWAY_CODES = ("MISCONF", "NOREPLICAS", "BUSY", "UNBLOCKED")  # have no class of their own
 
 
 class RedisLink:
@@ -67,13 +53,14 @@ class RedisLink:
         options = _options(address, timeout_s)
         self._sentinels = _sentinels(address, options)
         self.client = _connect(address, options, self._sentinels)
-        self._places = asyncio.Semaphore(_NUM_AT_ONCE)
-        self._last_away_s = 0.0
+        # By node: one that is away keeps nobody from the others.
+        self._places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_NUM_AT_ONCE))
+        self._last_away_s = defaultdict[str, float](float)
         self._next_complaint_s = 0.0
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """What is done within needs Redis.
+    def answering(self, key: str) -> Iterator[None]:
+        """What is done within needs the node of Redis that serves a key.
 
         Raises:
             StoreUnavailableError: 503 `session_store_unavailable`: it does not answer, or not as
@@ -81,10 +68,10 @@ class RedisLink:
         """
         try:
             yield
-        except REDIS_ERRORS as error:
+        except Exception as error:
             if not is_away(error):
                 raise
-            self._last_away_s = time.monotonic()
+            self._last_away_s[node_name(self.client, key)] = time.monotonic()
             self._complain(error)
             raise _unavailable() from error
 
@@ -96,14 +83,14 @@ class RedisLink:
         Raises:
             StoreUnavailableError: as `answering`.
         """
-        begun_s = time.monotonic()
-        async with self._places:
-            if self._last_away_s > begun_s:
+        begun_s, node = time.monotonic(), node_name(self.client, keys[0] if keys else "")
+        async with self._places[node]:
+            if self._last_away_s[node] > begun_s:
                 raise _unavailable()
             return await self._run(script, keys, args)
 
     async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        with self.answering():
+        with self.answering(keys[0] if keys else ""):
             try:
                 return await self.client.evalsha(script.sha, len(keys), *keys, *args)
             except exceptions.NoScriptError:
@@ -113,7 +100,9 @@ class RedisLink:
         """Whether Redis answers now."""
         try:
             return bool(await self.client.ping())
-        except REDIS_ERRORS:
+        except Exception as error:
+            if not is_away(error):
+                raise
             return False
 
     async def warn_unless_durable(self) -> None:
@@ -124,7 +113,10 @@ class RedisLink:
                 **await self.client.config_get("maxmemory-policy"),
                 **await self.client.config_get("appendonly"),
             }
-        except REDIS_ERRORS as error:
+        except Exception as error:
+            # Some that others operate let nobody ask.
+            if not is_away(error) and not isinstance(error, exceptions.ResponseError):
+                raise
             _LOG.warning("Redis at %s does not say how it is set up: %s", self.address, error)
             return
         settings = {_text(name): _text(value) for name, value in found.items()}
@@ -169,11 +161,6 @@ def _unavailable() -> StoreUnavailableError:
     )
 
 
-def is_away(error: Exception) -> bool:
-    """Whether it says that Redis cannot serve now, and not that it was asked something wrong."""
-    return isinstance(error, _AWAY) or str(error).startswith(_AWAY_CODES)
-
-
 def _options(address: RedisAddress, timeout_s: float | None) -> dict[str, Any]:
     """redis-py's, of every connection."""
     return {
@@ -216,14 +203,24 @@ def _connect(address: RedisAddress, options: dict[str, Any], sentinels: Sentinel
         )
         return client
     if address.is_cluster:
-        nodes = [ClusterNode(host, port) for host, port in address.hosts]
-        options.setdefault("max_connections", _MAX_CLUSTER_CONNECTIONS)
-        cluster = RedisCluster(startup_nodes=nodes, ssl=address.is_tls, **options)
+        timeout_s = options["socket_connect_timeout"]
+        if options["socket_timeout"] is None:  # no read blocks there
+            options["socket_timeout"] = timeout_s
+        cluster = ClusterClient(
+            address.hosts,
+            lambda host, port: _pooled(address, {**options, "host": host, "port": port}),
+            timeout_s=timeout_s,
+        )
         return cast("Redis", cluster)  # the same commands
-    kind = options.get("connection_class", SSLConnection if address.is_tls else Connection)
-    options["connection_class"] = _telling_of_closing(kind)
     if address.hosts:
         options["host"], options["port"] = address.hosts[0]
+    return _pooled(address, options)
+
+
+def _pooled(address: RedisAddress, options: dict[str, Any]) -> Redis:
+    """Of one server."""
+    kind = options.get("connection_class", SSLConnection if address.is_tls else Connection)
+    options["connection_class"] = _telling_of_closing(kind)
     options.setdefault("max_connections", _MAX_CONNECTIONS)
     pool: ConnectionPool = BlockingConnectionPool(timeout=_POOL_WAIT_S, **options)
     return Redis.from_pool(pool)
@@ -231,8 +228,7 @@ def _connect(address: RedisAddress, options: dict[str, Any], sentinels: Sentinel
 
 def _telling_of_closing(base: type[AbstractConnection]) -> type[AbstractConnection]:
     """`base`, for uvloop: there, writing to a connection that has just closed is a RuntimeError,
-    and redis-py takes that for a bug, not for an absence. (A cluster's client takes no such class.)
-    """
+    and redis-py takes that for a bug, not for an absence."""
 
     async def send(self: AbstractConnection, *args: Any, **options: Any) -> None:
         try:

@@ -23,9 +23,10 @@ class RedisTickets:
 
     async def issue(self, key_id: str) -> str:
         ticket = new_ticket()
+        key = _key(ticket)
         try:
-            with self._link.answering():
-                await self._link.client.set(_key(ticket), key_id, ex=TICKET_TTL_S)
+            with self._link.answering(key):
+                await self._link.client.set(key, key_id, ex=TICKET_TTL_S)
         except StoreUnavailableError:
             return await self._own.issue(key_id)
         return ticket
@@ -34,9 +35,10 @@ class RedisTickets:
         key_id = await self._own.redeem(ticket)
         if key_id is not None:
             return key_id
+        key = _key(ticket)
         try:
-            with self._link.answering():
-                found = await self._link.client.getdel(_key(ticket))
+            with self._link.answering(key):
+                found = await self._link.client.getdel(key)
         except StoreUnavailableError:
             return None
         return found.decode() if isinstance(found, bytes) else found

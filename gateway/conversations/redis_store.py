@@ -233,8 +233,8 @@ class RedisConversationStore:
         names = list({name: None for body in bodies.values() for name in chunk_names(body)})
         chunks: list[Any] = []
         if names:
-            with self._link.answering():
-                key = f"penstock:{{{tree_of(turn_id)}}}:token_ids"
+            key = f"penstock:{{{tree_of(turn_id)}}}:token_ids"
+            with self._link.answering(key):
                 chunks = await self._link.client.hmget(key, names)
         if None in chunks:  # deleted meanwhile
             raise no_turn(turn_id)

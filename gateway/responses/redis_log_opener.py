@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from penstock.gateway.redis_errors import RedisAwayError
 from penstock.gateway.responses.log_store import LogExistsError
 from penstock.gateway.responses.redis_log_writer import OwnedLog
 from penstock.gateway.responses.redis_ownership import Ownership
@@ -105,7 +105,7 @@ class LogOpener:
             self._settle(opening)
 
     async def _store(self, batch: list[_Opening]) -> None:
-        """Raises: RedisError: Redis does not answer."""
+        """Raises: RedisAwayError: Redis cannot serve now."""
         # First the notes: a log without one would never be carried on.
         notes = [self._ownership.note(each.owned.response_id, each.owned.epoch) for each in batch]
         _take_failures(batch, await round_trip(self._redis, notes))
@@ -140,7 +140,7 @@ class LogOpener:
             self._give_up(owned)
         if not is_wanted:
             return
-        if isinstance(failure, RedisError | OSError):
+        if isinstance(failure, RedisAwayError):
             error = store_unavailable()
             error.__cause__ = failure
             opening.done.set_exception(error)

@@ -1,8 +1,8 @@
 """Follows streams in Redis: the responses of other gateways that are read here, and what other
 gateways tell this one. One blocking XREAD for all of them, each from an id of its own.
 
-In a cluster one XREAD cannot span slots: there the streams are asked for in one pipeline every
-`_POLL_S`, which costs that much latency and nothing else.
+In a cluster one XREAD cannot span slots: there the streams are asked for every `_POLL_S`, in one
+pipeline per node that waits for no other node's, which costs that much latency and nothing else.
 
 A followed log lives as long as somebody holds it; it is followed no longer.
 """
@@ -13,12 +13,14 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
+from redis.asyncio import Redis
 
+from penstock.gateway.redis_cluster import ClusterClient, node_name
+from penstock.gateway.redis_errors import RedisAwayError
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.log_store import response_expired
 from penstock.gateway.responses.redis_stream import (
@@ -61,12 +63,14 @@ class StreamFollower:
         on_control: Callable[[dict[bytes, bytes]], None],
     ) -> None:
         self._redis = redis
-        self._is_cluster = isinstance(redis, RedisCluster)
+        client: object = redis  # to its type, a cluster's client is none
+        self._is_cluster = isinstance(client, ClusterClient)
         self._control_key = control_key.encode()
         self._control_position = b"0-0"
         self._on_control = on_control
         self._followed: dict[bytes, _Followed] = {}
         self._is_blocked = False
+        self._away_since_s: dict[str, float] = {}  # by node
 
     def find(self, response_id: str) -> ResponseLog | None:
         """A log that is followed here already."""
@@ -77,7 +81,7 @@ class StreamFollower:
         """Keep a log that was read up to a position up to date.
 
         Raises:
-            RedisError: Redis does not answer.
+            RedisAwayError: Redis cannot serve now.
         """
         key = (log_key(stored.log.header.response_id) or "").encode()
         self._followed[key] = _Followed(weakref.ref(stored.log), stored.position)
@@ -88,29 +92,57 @@ class StreamFollower:
 
     async def run(self) -> None:
         """Until cancelled. Redis may come and go: every stream is followed on from where it was."""
-        last_answer_s = time.monotonic()
+        if self._is_cluster:
+            await self._poll_nodes()
+            return
         while True:
-            try:
-                found = await (self._poll() if self._is_cluster else self._block())
-            except (RedisError, OSError) as error:
-                _LOG.debug("cannot follow streams in Redis: %s", error)
-                if time.monotonic() - last_answer_s > _PATIENCE_S:
-                    for key in list(self._followed):
-                        self._fail(key, store_unavailable())
-                await asyncio.sleep(_RETRY_S)
-            except Exception:  # a bug of ours; those who read must not wait for ever
-                _LOG.exception("following streams failed")
-                await asyncio.sleep(_RETRY_S)
-            else:
-                last_answer_s = time.monotonic()
-                for key, entries in found:
-                    self._take(key, entries)
+            await self._read("", self._positions(), self._block)
+
+    async def _poll_nodes(self) -> None:
+        polls: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(_POLL_S)
+                by_node = defaultdict[str, dict[bytes, bytes]](dict)
+                for key, position in self._positions().items():
+                    by_node[node_name(self._redis, key)][key] = position
+                for node, positions in by_node.items():
+                    if node not in polls or polls[node].done():
+                        read = self._read(node, positions, self._poll)
+                        polls[node] = asyncio.create_task(read)
+        finally:
+            for task in polls.values():
+                task.cancel()
+
+    async def _read(
+        self,
+        node: str,
+        positions: dict[bytes, bytes],
+        read: Callable[[dict[bytes, bytes]], Awaitable[list[tuple[bytes, list[StreamEntry]]]]],
+    ) -> None:
+        """Take in what lies behind some positions, once."""
+        try:
+            found = await read(positions)
+        except RedisAwayError as error:
+            _LOG.debug("cannot follow streams in Redis: %s", error)
+            now_s = time.monotonic()
+            if now_s - self._away_since_s.setdefault(node, now_s) > _PATIENCE_S:
+                for key in positions:
+                    self._fail(key, store_unavailable())
+            await asyncio.sleep(_RETRY_S)
+        except Exception:  # a bug of ours; those who read must not wait for ever
+            _LOG.exception("following streams failed")
+            await asyncio.sleep(_RETRY_S)
+        else:
+            self._away_since_s.pop(node, None)
+            for key, entries in found:
+                self._take(key, positions[key], entries)
 
     async def check(self) -> None:
         """Fail the followed logs that Redis has no more (they expired, or were lost).
 
         Raises:
-            RedisError: Redis does not answer.
+            RedisAwayError: Redis cannot serve now.
         """
         keys = list(self._live())
         if not keys:
@@ -121,8 +153,7 @@ class StreamFollower:
             if exists == 0:
                 self._fail(key)
 
-    async def _block(self) -> list[tuple[bytes, list[StreamEntry]]]:
-        positions = {self._control_key: self._control_position, **self._live()}
+    async def _block(self, positions: dict[bytes, bytes]) -> list[tuple[bytes, list[StreamEntry]]]:
         self._is_blocked = True
         try:
             found = await ask(
@@ -134,9 +165,7 @@ class StreamFollower:
             self._is_blocked = False
         return [(key, entries) for key, entries in found or ()]
 
-    async def _poll(self) -> list[tuple[bytes, list[StreamEntry]]]:
-        await asyncio.sleep(_POLL_S)
-        positions = {self._control_key: self._control_position, **self._live()}
+    async def _poll(self, positions: dict[bytes, bytes]) -> list[tuple[bytes, list[StreamEntry]]]:
         replies = await round_trip(
             self._redis,
             [
@@ -144,11 +173,19 @@ class StreamFollower:
                 for key, position in positions.items()
             ],
         )
-        return [
-            (key, entries)
-            for key, entries in zip(positions, replies, strict=True)
-            if isinstance(entries, list)
-        ]
+        found = []
+        for key, reply in zip(positions, replies, strict=True):
+            if isinstance(reply, RedisAwayError):
+                raise reply
+            if isinstance(reply, Exception):
+                _LOG.error("%r cannot be followed", key, exc_info=reply)
+                self._fail(key)
+            else:
+                found.append((key, reply))
+        return found
+
+    def _positions(self) -> dict[bytes, bytes]:
+        return {self._control_key: self._control_position, **self._live()}
 
     def _live(self) -> dict[bytes, bytes]:
         """Key and position of every log that somebody still holds."""
@@ -161,16 +198,18 @@ class StreamFollower:
             else:
                 yield key, followed.position
 
-    def _take(self, key: bytes, entries: list[StreamEntry]) -> None:
+    def _take(self, key: bytes, position: bytes, entries: list[StreamEntry]) -> None:
         if key == self._control_key:
+            if position != self._control_position:
+                return
             for entry_id, fields in entries:
                 self._control_position = entry_id
                 self._on_control(fields)
             return
         followed = self._followed.get(key)
         log = None if followed is None else followed.log()
-        if followed is None or log is None:
-            return
+        if followed is None or log is None or position != followed.position:
+            return  # left, or read from there by another poll, of the slot's next node
         stored = StoredLog(log, followed.position)
         try:
             stored.add(entries)

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from penstock.gateway.redis_errors import RedisAwayError
 from penstock.gateway.responses.log import ResponseLog
 from penstock.gateway.responses.log_store import (
     DEFAULT_TTL_S,
@@ -165,7 +165,7 @@ class RedisLogStore:
         self._ownership.is_leaving = True
         await self._writer.flushed()
         self._writer.let_go()
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(_HAND_OVER_S):
                 await self._ownership.leave()
 
@@ -289,8 +289,8 @@ def _key(response_id: str) -> str:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[None]:
-    """Raises: StoreUnavailableError: Redis does not answer."""
+    """Raises: StoreUnavailableError: Redis cannot serve now."""
     try:
         yield
-    except (RedisError, OSError) as error:
+    except RedisAwayError as error:
         raise store_unavailable() from error

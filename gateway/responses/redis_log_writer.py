@@ -1,22 +1,25 @@
 """The entries of the responses that this gateway owns, on their way into Redis.
 
-Whatever was appended in one turn of the event loop leaves in one pipeline, and is seen when Redis
-has confirmed it: a round trip of latency, shared by all. While one pipeline is under way the next
-one gathers. What Redis does not confirm in time is shown all the same, and its log is no longer
-resumable: it goes on without Redis, which is told so when it answers again.
+Whatever was appended in one turn of the event loop leaves in one pipeline (of a cluster: one per
+node, none of which waits for another's), and is seen when Redis has confirmed it: a round trip of
+latency, shared by all. While one pipeline is under way the next one gathers. What Redis does not
+confirm in time is shown all the same, and its log is no longer resumable: it goes on without Redis,
+which is told so when it answers again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from penstock.gateway.redis_cluster import node_name
+from penstock.gateway.redis_errors import RedisAwayError
 from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
 from penstock.gateway.responses.redis_patience import in_time
 from penstock.gateway.responses.redis_stream import (
@@ -47,6 +50,7 @@ class OwnedLog:
         num_bytes: of entries sent.
         is_suspect: what Redis has of it is not known for sure.
         is_begun: Redis has its header, and no other's under its id.
+        node: of a cluster, that has confirmed so much.
     """
 
     log: ResponseLog
@@ -57,6 +61,7 @@ class OwnedLog:
     num_bytes: int = 0
     is_suspect: bool = False
     is_begun: bool = True
+    node: str = ""
 
     @property
     def response_id(self) -> str:
@@ -99,12 +104,14 @@ class LogWriter:
         self._max_log_bytes = max_log_bytes
         self._on_done = on_done
         self._farewell = farewell
-        self._dirty: dict[str, OwnedLog] = {}
         self._torn: dict[str, OwnedLog] = {}  # Redis does not know yet
-        self._chores: list[Command] = []  # farewells that go with the next pipeline
-        self._flusher: asyncio.Task[None] | None = None
+        # By node:
+        self._dirty = defaultdict[str, dict[str, OwnedLog]](dict)
+        self._chores = defaultdict[str, list[Command]](list)  # that go with the next pipeline
+        self._flushers: dict[str, asyncio.Task[None]] = {}
 
     def own(self, owned: OwnedLog) -> None:
+        owned.node = node_name(self._redis, owned.key)
         self.owned[owned.response_id] = owned
 
     def appended(self, log: ResponseLog) -> None:
@@ -112,8 +119,7 @@ class LogWriter:
         response_id = log.header.response_id
         owned = self.owned.get(response_id)
         if owned is not None and owned.log is log:
-            self._dirty[response_id] = owned
-            self._start_flush()
+            self._flush_soon(owned)
         elif log.failure is None:
             log.publish(len(log.entries))
             if log.is_ended:
@@ -121,13 +127,18 @@ class LogWriter:
 
     async def flushed(self) -> None:
         """Wait until all that was appended is stored, or was shown without."""
-        while self._flusher is not None:
-            await asyncio.shield(self._flusher)
+        while self._flushers:
+            await asyncio.wait(self._flushers.values())
 
     def suspect_all(self) -> None:
         """Redis was away, or this gateway: look at what is stored before anything is added."""
         for owned in self.owned.values():
             owned.is_suspect = True
+
+    def _suspect(self, node: str) -> None:
+        """The same of what lies at one node."""
+        for owned in self.owned.values():
+            owned.is_suspect |= owned.node == node
 
     def give_up(self, owned: OwnedLog) -> None:
         """Go on without Redis."""
@@ -149,67 +160,70 @@ class LogWriter:
         are broken, farewells. Repeated until it is done.
 
         Raises:
-            RedisError: Redis does not answer.
+            RedisAwayError: Redis cannot serve now.
         """
-        suspects = {key: owned for key, owned in self.owned.items() if owned.is_suspect}
-        if suspects:
-            self._dirty.update(suspects)
-            self._start_flush()
+        for owned in self.owned.values():
+            if owned.is_suspect:
+                self._flush_soon(owned)
         await self._let_go_of_others()
-        chores = self._chores[:]
         torn = [owned for owned in self._torn.values() if owned.is_begun]
         marks = [add_broken(owned.key, owned.epoch) for owned in torn]
-        if marks or chores:
-            replies = await round_trip(self._redis, [*marks, *chores])
-            del self._chores[: len(chores)]
-            await self._see_marks(torn, replies[: len(torn)])
+        await self._see_marks(torn, await round_trip(self._redis, marks))
+        chores = [command for node in list(self._chores) for command in self._chores.pop(node)]
+        await self._send_with_chores(round_trip, [], chores)
 
     async def _let_go_of_others(self) -> None:
         """Of what this gateway could not begin for sure: another may have."""
         unsure = [owned for owned in self._torn.values() if not owned.is_begun]
         firsts = await round_trip(self._redis, [read_first(owned.key) for owned in unsure])
         for owned, first in zip(unsure, firsts, strict=True):
-            if isinstance(first, Exception):
+            if isinstance(first, RedisAwayError):
                 continue
-            if is_begun_by(first, owned.log.header):
+            if not isinstance(first, Exception) and is_begun_by(first, owned.log.header):
                 owned.is_begun = True
             else:
                 del self._torn[owned.response_id]
-                self._chores += self._farewell(owned)
+                self._part_in_redis(owned)
 
     async def _see_marks(self, torn: list[OwnedLog], replies: list[Any]) -> None:
-        marked = []
-        for owned, reply in zip(torn, replies, strict=True):
-            if not isinstance(reply, Exception) or is_refused_id(reply):
-                marked.append(owned)
+        marked = [
+            owned
+            for owned, reply in zip(torn, replies, strict=True)
+            if not isinstance(reply, RedisAwayError)
+        ]
         lasts = await round_trip(self._redis, [read_last(owned.key) for owned in marked])
         for owned, last in zip(marked, lasts, strict=True):
-            if not isinstance(last, Exception):
+            if not isinstance(last, RedisAwayError):
                 del self._torn[owned.response_id]
-                self._chores += self._farewell(owned)
-                if last and parse_id(last[0][0])[0] > owned.epoch:
+                self._part_in_redis(owned)
+                if (
+                    last
+                    and not isinstance(last, Exception)
+                    and parse_id(last[0][0])[0] > owned.epoch
+                ):
                     self._lose(owned)
 
     # -- one pipeline after the other ---------------------------------------------------------
 
-    def _start_flush(self) -> None:
-        if self._flusher is None:
+    def _flush_soon(self, owned: OwnedLog) -> None:
+        node = owned.node
+        self._dirty[node][owned.response_id] = owned
+        if node not in self._flushers:
             # It starts in the loop's next turn: all that is appended in this one goes along.
-            self._flusher = asyncio.create_task(self._flush())
+            self._flushers[node] = asyncio.create_task(self._flush(node))
 
-    async def _flush(self) -> None:
+    async def _flush(self, node: str) -> None:
         try:
-            while self._dirty:
-                batch, self._dirty = list(self._dirty.values()), {}
-                await self._write(batch)
+            while batch := self._dirty.pop(node, None):
+                await self._write(node, list(batch.values()))
         finally:
-            self._flusher = None
+            del self._flushers[node]
 
-    async def _write(self, batch: list[OwnedLog]) -> None:
-        work = self._attempt_until_stored(batch)
+    async def _write(self, node: str, batch: list[OwnedLog]) -> None:
+        work = self._attempt_until_stored(node, batch)
         try:
             await in_time(work, self._ack_timeout_s, num_ticks=_NUM_TICKS)
-        except TimeoutError:
+        except RedisAwayError:
             pass
         except Exception:  # a bug of ours; the responses go on
             _LOG.exception("writing response logs failed")
@@ -218,41 +232,73 @@ class LogWriter:
         late = [owned for owned in batch if self._is_owned(owned) and not owned.is_stored]
         if late:
             _LOG.warning("Redis does not answer: %d responses go on without it", len(late))
-        self.suspect_all()
+        self._suspect(node)
         for owned in late:
             self.give_up(owned)
 
-    async def _attempt_until_stored(self, batch: list[OwnedLog]) -> None:
+    async def _attempt_until_stored(self, node: str, batch: list[OwnedLog]) -> None:
         while batch:
             try:
-                batch = await self._attempt(batch)
-            except (RedisError, OSError):
-                self.suspect_all()
+                batch = await self._attempt(node, batch)
+            except RedisAwayError:
+                self._suspect(node)
             if batch:
                 await asyncio.sleep(_RETRY_S)
 
-    async def _attempt(self, batch: list[OwnedLog]) -> list[OwnedLog]:
+    async def _attempt(self, node: str, batch: list[OwnedLog]) -> list[OwnedLog]:
         """Write what is not stored of each log; those for which that has to be tried again."""
+        for owned in batch:
+            if owned.node != (owned_by := node_name(self._redis, owned.key)):
+                # The slot's new node may have missed what the one before it confirmed.
+                owned.node, owned.is_suspect = owned_by, True
         suspects = [owned for owned in batch if owned.is_suspect]
         if suspects:
             await self._verify(suspects)
+        again: list[OwnedLog] = []
         commands: list[Command] = []
         parts: list[tuple[OwnedLog, int, int]] = []  # a log, its commands' end, its entries'
         for owned in batch:
-            if self._is_owned(owned) and not owned.is_stored:
+            if not self._is_owned(owned) or owned.is_stored:
+                continue
+            if owned.is_suspect:  # nothing is added to what may have a gap
+                again.append(owned)
+            else:
                 commands += self._commands(owned)
                 parts.append((owned, len(commands), len(owned.log.entries)))
         if not commands:
-            return []
-        chores = self._chores[:]
-        replies = await lean_round_trip(self._redis, [*commands, *chores])
-        del self._chores[: len(chores)]
-        begin, again = 0, []
+            return again
+        chores = self._chores.pop(node, [])
+        replies = await self._send_with_chores(lean_round_trip, commands, chores)
+        begin = 0
         for owned, end, num_entries in parts:
             if not self._confirmed(owned, replies[begin:end], num_entries):
                 again.append(owned)
             begin = end
         return again
+
+    async def _send_with_chores(
+        self,
+        send: Callable[[Redis, list[Command]], Awaitable[list[Any]]],
+        commands: list[Command],
+        chores: list[Command],
+    ) -> list[Any]:
+        """Replies to commands. Chores that got none are done later."""
+        replies: list[Any] = []
+        try:
+            replies = await send(self._redis, [*commands, *chores])
+        finally:
+            done = replies[len(commands) :] or [RedisAwayError()] * len(chores)
+            for chore, reply in zip(chores, done, strict=True):
+                if isinstance(reply, RedisAwayError):
+                    self._add_chore(chore)
+        return replies
+
+    def _part_in_redis(self, owned: OwnedLog) -> None:
+        for chore in self._farewell(owned):
+            self._add_chore(chore)
+
+    def _add_chore(self, chore: Command) -> None:
+        self._chores[node_name(self._redis, str(chore[1]))].append(chore)
 
     def _commands(self, owned: OwnedLog) -> Sequence[Command]:
         entries = owned.log.entries[owned.num_stored :]
@@ -265,7 +311,10 @@ class LogWriter:
         if not self._is_owned(owned):
             return True
         failures = [reply for reply in replies if isinstance(reply, Exception)]
-        if None in replies or owned.num_bytes > self._max_log_bytes:
+        mistake = next(filter(_is_mistake, failures), None)
+        if mistake is not None:
+            self._give_up_for(owned, mistake)
+        elif None in replies or owned.num_bytes > self._max_log_bytes:
             self.give_up(owned)  # it is not there any more, or has become too long
         elif failures:
             # An id that is not above the last one: the entry is there already, its
@@ -283,7 +332,10 @@ class LogWriter:
         """Find out what Redis has of logs."""
         lasts = await round_trip(self._redis, [read_last(owned.key) for owned in suspects])
         for owned, last in zip(suspects, lasts, strict=True):
-            if isinstance(last, Exception) or not self._is_owned(owned):
+            if isinstance(last, RedisAwayError) or not self._is_owned(owned):
+                continue
+            if isinstance(last, Exception):
+                self._give_up_for(owned, last)
                 continue
             epoch, number = parse_id(last[0][0]) if last else (0, 0)
             if epoch > owned.epoch:
@@ -311,7 +363,7 @@ class LogWriter:
     def _finish_if_ended(self, owned: OwnedLog) -> None:
         if owned.log.is_ended:
             del self.owned[owned.response_id]
-            self._chores += self._farewell(owned)
+            self._part_in_redis(owned)
             self._on_done(owned.response_id)
 
     def _lose(self, owned: OwnedLog) -> None:
@@ -319,7 +371,17 @@ class LogWriter:
         _LOG.warning("another gateway has taken %s over", owned.response_id)
         self._part_with(owned)
 
+    def _give_up_for(self, owned: OwnedLog, mistake: Exception) -> None:
+        _LOG.error("%s cannot be stored", owned.response_id, exc_info=mistake)
+        self.give_up(owned)
+
     def _part_with(self, owned: OwnedLog) -> None:
         self.owned.pop(owned.response_id, None)
         self._on_done(owned.response_id)
         owned.log.fail(ResponseMovedError(owned.response_id))
+
+
+def _is_mistake(failure: Exception) -> bool:
+    """Whether it says that what was sent was wrong, and not that Redis is away or that the entry,
+    or a fence, is there already."""
+    return not isinstance(failure, RedisAwayError) and not is_refused_id(failure)

@@ -23,12 +23,12 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from penstock.gateway.redis_errors import RedisAwayError
 from penstock.gateway.responses.redis_stream import (
     FENCE,
     Command,
@@ -77,7 +77,7 @@ class Ownership:
         adopt: Callable[[Claim], Awaitable[None]],
         on_beat: Callable[[bool], Awaitable[None]],
     ) -> None:
-        self.gateway_id = secrets.token_hex(8)
+        self.gateway_id = f"{{{secrets.token_hex(8)}}}"  # its keys share a slot of a cluster
         self.is_leaving = False
         self._redis = redis
         self._lease_s = lease_s
@@ -86,8 +86,10 @@ class Ownership:
         self._on_beat = on_beat
         self._hurry = asyncio.Event()
         self._was_away = False
+        self._has_lost_lease = False
         self._last_beat_s = math.inf  # there was none
         self._may_adopt_s = 0.0
+        self._may_adopt_from_s: dict[str, float] = {}  # whose lease could not be looked at
         self._adopting: asyncio.Task[None] | None = None
         self._claims: dict[str, Claim] = {}  # being enforced, or failed on the way
 
@@ -127,11 +129,12 @@ class Ownership:
         """Tell whoever owns a response, now or soon, to stop it.
 
         Raises:
-            RedisError: Redis does not answer.
+            RedisAwayError: Redis cannot serve now.
         """
         _, gateways = await round_trip(
             self._redis,
             [("SET", cancel_key(response_id), b"1", "EX", _CANCEL_S), ("SMEMBERS", _GATEWAYS)],
+            is_strict=True,
         )
         await self._tell([gateway.decode() for gateway in gateways], b"cancel", response_id)
 
@@ -139,7 +142,7 @@ class Ownership:
         """Give up the lease, and tell the others, who take over what this gateway runs.
 
         Raises:
-            RedisError: Redis does not answer.
+            RedisAwayError: Redis cannot serve now.
         """
         self.is_leaving = True
         if self._adopting is not None:  # it may add to what this gateway leaves
@@ -171,7 +174,7 @@ class Ownership:
                 self._adopting.add_done_callback(lambda _: self.hurry())
             elif now_s >= self._may_adopt_s:
                 self._adopting = asyncio.create_task(self._adopt_orphans())
-        except (RedisError, OSError) as error:  # a TimeoutError is an OSError
+        except (RedisAwayError, TimeoutError) as error:
             if not self._was_away:
                 _LOG.warning("Redis is away: %s: %s", type(error).__name__, error)
             self._was_away = True
@@ -180,7 +183,7 @@ class Ownership:
 
     async def _beat(self) -> None:
         lease_ms = int(self._lease_s * 1000)
-        had_lease, *_ = await round_trip(
+        replies = await round_trip(
             self._redis,
             [
                 ("SET", f"penstock:lease:{self.gateway_id}", b"1", "PX", lease_ms, "GET"),
@@ -190,7 +193,14 @@ class Ownership:
                 ("PEXPIRE", self.control_key, self._ttl_ms),
             ],
         )
-        await self._on_beat(had_lease is None)
+        failures = [reply for reply in replies if isinstance(reply, Exception)]
+        if isinstance(replies[0], Exception):
+            raise replies[0]
+        self._has_lost_lease |= replies[0] is None
+        await self._on_beat(self._has_lost_lease)
+        self._has_lost_lease = False
+        if failures:
+            raise failures[0]
 
     async def _others(self) -> list[str]:
         gateways = await ask(self._redis, "SMEMBERS", _GATEWAYS)
@@ -208,20 +218,22 @@ class Ownership:
     # -- the dead -----------------------------------------------------------------------------
 
     async def _adopt_orphans(self) -> None:
-        try:
+        with _excused(level=logging.WARNING):
             for claim in list(self._claims.values()):
-                await self._enforce(claim)
+                with _excused():
+                    await self._enforce(claim)
             others = await self._others()
             leases = await round_trip(
                 self._redis, [("EXISTS", f"penstock:lease:{other}") for other in others]
             )
+            now_s, before = time.monotonic(), self._may_adopt_from_s
+            self._may_adopt_from_s = {other: before[other] for other in others if other in before}
             for other, has_lease in zip(others, leases, strict=True):
-                if has_lease == 0:
-                    await self._adopt_all_of(other)
-        except (RedisError, OSError) as error:
-            _LOG.warning("cannot take responses over now: %s", error)
-        except Exception:
-            _LOG.exception("taking responses over failed")
+                if isinstance(has_lease, Exception):  # it cannot be renewed either
+                    self._may_adopt_from_s[other] = now_s + self._lease_s
+                elif has_lease == 0 and now_s >= self._may_adopt_from_s.get(other, 0.0):
+                    with _excused():
+                        await self._adopt_all_of(other)
 
     async def _adopt_all_of(self, gateway: str) -> None:
         notes = [note.decode() for note in await ask(self._redis, "SMEMBERS", _owned_key(gateway))]
@@ -236,11 +248,12 @@ class Ownership:
             await asyncio.gather(*(self._adopt_one(gateway, note) for note in some))
 
     async def _adopt_one(self, gateway: str, note: str) -> None:
-        claim = await self._claim_on(note)
-        if claim is not None:
-            self._claims[claim.response_id] = claim
-            await self._enforce(claim)
-        await ask(self._redis, "SREM", _owned_key(gateway), note)
+        with _excused():
+            claim = await self._claim_on(note)
+            if claim is not None:
+                self._claims[claim.response_id] = claim
+                await self._enforce(claim)
+            await ask(self._redis, "SREM", _owned_key(gateway), note)
 
     async def _claim_on(self, note: str) -> Claim | None:
         """What there is to take over; None if it ended, or the note does not fit its epoch."""
@@ -271,6 +284,17 @@ class Ownership:
         else:
             await ask(self._redis, *self.forget(claim.response_id, claim.epoch))
         del self._claims[claim.response_id]
+
+
+@contextlib.contextmanager
+def _excused(*, level: int = logging.DEBUG) -> Iterator[None]:
+    """What cannot be taken over now is at a later look, and does not keep the rest."""
+    try:
+        yield
+    except RedisAwayError as error:
+        _LOG.log(level, "cannot take responses over now: %s", error)
+    except Exception:
+        _LOG.exception("taking responses over failed")
 
 
 def _owned_key(gateway_id: str) -> str:

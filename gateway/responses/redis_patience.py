@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from penstock.gateway.redis_errors import RedisAwayError
+
 _Result = TypeVar("_Result")
 
 
@@ -18,7 +20,7 @@ async def in_time(
     was stopped, or busy, does not take its own absence for Redis'.
 
     Raises:
-        TimeoutError: the time is over; `work` is cancelled.
+        RedisAwayError: the time is over; `work` is cancelled.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -26,6 +28,6 @@ async def in_time(
             await asyncio.wait({task}, timeout=timeout_s / num_ticks)
             if task.done():
                 return task.result()
-        raise TimeoutError(f"no answer within {timeout_s} s")
+        raise RedisAwayError(f"no answer within {timeout_s} s")
     finally:
         task.cancel()

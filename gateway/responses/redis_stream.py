@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redis.asyncio import Redis, RedisCluster
+from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
 from penstock.gateway.conversations.ids import tree_of
 from penstock.gateway.conversations.store import StoreUnavailableError
+from penstock.gateway.redis_cluster import ClusterClient
+from penstock.gateway.redis_errors import RedisAwayError, away_told_apart, is_away
 from penstock.gateway.responses.codec import (
     UnreadableEntryError,
     decode_delta,
@@ -108,33 +110,61 @@ def parse_id(entry_id: bytes) -> tuple[int, int]:
 
 
 async def round_trip(
-    redis: Redis, commands: Iterable[Command], *, is_strict: bool = False
+    redis: Redis, commands: Sequence[Command], *, is_strict: bool = False
 ) -> list[Any]:
-    """Send commands in one pipeline; replies in their order.
+    """Send commands in one pipeline, of a cluster one per node; replies in their order.
 
     Args:
-        is_strict: a refused command raises; otherwise its error stands in the place of its reply.
+        is_strict: the error of a command raises; otherwise it stands in the place of its reply. It
+            is a `RedisAwayError` if the command's node cannot serve now.
 
     Raises:
-        RedisError: Redis does not answer.
+        RedisAwayError: Redis cannot serve now; of a cluster, if no node ever did.
     """
+    client: object = redis  # to its type, a cluster's client is none
+    if not commands:
+        return []
+    with away_told_apart():
+        if isinstance(client, ClusterClient):
+            replies = await client.run(commands, _pipelined)
+        else:
+            replies = await _pipelined(redis, commands)
+    _mark_away(replies)
+    if is_strict:
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+    return replies
+
+
+async def _pipelined(redis: Redis, commands: Sequence[Command]) -> list[Any]:
     pipeline = redis.pipeline(transaction=False)
     for command in commands:
         pipeline.execute_command(*command)
-    replies: list[Any] = await pipeline.execute(raise_on_error=is_strict)
+    replies: list[Any] = await pipeline.execute(raise_on_error=False)
     return replies
 
 
 async def lean_round_trip(redis: Redis, commands: Sequence[Command]) -> list[Any]:
     """The same for commands of which only success or refusal matters, at a fraction of redis-py's
     cost for a pipeline: no bookkeeping per command, no time-out (the caller has one), no retry.
+    Of a cluster it goes to no other node than it thought right: before anything is added at a new
+    one, the caller finds out what got there.
 
     Raises:
-        RedisError: Redis does not answer.
+        RedisAwayError: as `round_trip`.
     """
-    client: object = redis  # to its type, a cluster's client is none
-    if isinstance(client, RedisCluster):
-        return await round_trip(redis, commands)
+    client: object = redis
+    with away_told_apart():
+        if isinstance(client, ClusterClient):
+            replies = await client.run(commands, _lean, follows_slots=False)
+        else:
+            replies = await _lean(redis, commands)
+    _mark_away(replies)
+    return replies
+
+
+async def _lean(redis: Redis, commands: Sequence[Command]) -> list[Any]:
     pool: Any = redis.connection_pool
     connection: AbstractConnection = await pool.get_connection()
     try:
@@ -148,6 +178,13 @@ async def lean_round_trip(redis: Redis, commands: Sequence[Command]) -> list[Any
         await asyncio.shield(pool.release(connection))
 
 
+def _mark_away(replies: list[Any]) -> None:
+    for index, reply in enumerate(replies):
+        if isinstance(reply, Exception) and is_away(reply):
+            replies[index] = RedisAwayError(f"{type(reply).__name__}: {reply}")
+            replies[index].__cause__ = reply
+
+
 async def _reply(connection: AbstractConnection) -> Any:
     try:
         return await connection.read_response(timeout=math.inf)
@@ -159,7 +196,7 @@ async def ask(redis: Redis, *command: str | bytes | int) -> Any:
     """One command's reply.
 
     Raises:
-        RedisError: Redis does not answer, or refuses.
+        RedisAwayError: Redis cannot serve now.
     """
     (reply,) = await round_trip(redis, [command], is_strict=True)
     return reply
@@ -206,7 +243,7 @@ async def load(redis: Redis, key: str, *, storage: Storage = IN_MEMORY) -> Store
 
     Raises:
         BrokenLogError: it cannot be replayed.
-        RedisError: Redis does not answer.
+        RedisAwayError: Redis cannot serve now.
     """
     page = await _page(redis, key, "-")
     if not page:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from redis.exceptions import ResponseError
 
 from penstock.gateway.conversations.store import StoreUnavailableError
 from penstock.gateway.responses.log import ResponseLog
@@ -292,3 +293,33 @@ async def test_a_response_whose_log_broke_is_stopped_from_another_gateway(
     await there.store.cancel(TENANT, response_id)
     await until(lambda: here.cancelled)
     assert here.cancelled == [response_id]
+
+
+async def test_a_mistake_of_ours_is_no_outage(
+    redis_server: RedisServer, gateways: Gateways, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else's value lies where a log is to be: one stream is not resumable, at once and
+    with one traceback; a response that cannot begin there fails as a bug does."""
+    here = await gateways.make(redis_server.url)
+    log, other = await begin(here, 1), await begin(here, 1)
+    wanted = header()
+    with redis_server.client() as client:
+        for response_id in (log.header.response_id, wanted.response_id):
+            key = log_key(response_id)
+            assert key is not None
+            client.set(key, "no stream")
+    add_delta(log)
+    add_delta(other)
+    await seen(log, 2)
+    await seen(other, 2)
+    assert not log.is_resumable
+    assert other.is_resumable
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert "WRONGTYPE" in str(record.exc_info[1])
+    assert "does not answer" not in caplog.text
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await here.store.create(wanted)
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await here.store.find(TENANT, wanted.response_id)
+    await until(lambda: not here.store._writer._torn)
