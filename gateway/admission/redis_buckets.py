@@ -4,8 +4,8 @@
     penstock:{quota:<tenant>}:running    requests that run, each with a lease
 
 Taking is one script, so it is all or nothing; giving back is sent by a task, many at once. A
-request of a gateway that died runs out with its lease. While Redis is away this gateway gives its
-own share of every limit.
+request of a gateway that died runs out with its lease. While Redis, or a cluster's node, is away
+this gateway gives its own share of every limit kept there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from penstock.gateway.admission.quotas import (
 from penstock.gateway.admission.refusals import quota_exceeded
 from penstock.gateway.callers import NO_LIMITS, Caller, Limits
 from penstock.gateway.conversations.store import StoreUnavailableError
+from penstock.gateway.redis_cluster import node_name
 from penstock.gateway.redis_link import RedisLink, Script
 
 _LOG = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class RedisQuotas:
         self._fallback = fallback
         self._lease_s = lease_s
         self._clock = clock
-        self._away_until_s = 0.0
+        self._away_until_s = defaultdict[str, float](float)  # by node
         self._levels: dict[str, Levels] = {}  # by tenant, as Redis told last
         self._held: defaultdict[str, set[str]] = defaultdict(set)  # by tenant
         self._owed: deque[_Owed] = deque(maxlen=_MAX_OWED)
@@ -86,7 +87,7 @@ class RedisQuotas:
         limits = caller.limits
         if limits == NO_LIMITS:
             return NO_HOLD
-        if self._clock() < self._away_until_s:
+        if self._is_away(caller.tenant):
             return self._fallback.take(caller, num_tokens)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name="redis-quotas")
@@ -107,7 +108,7 @@ class RedisQuotas:
             self.give_back(_Owed(caller, hold_id, num_tokens, 1))
             if not isinstance(error, StoreUnavailableError):
                 raise
-            self._away_until_s = self._clock() + _AWAY_S
+            self._note_away(caller.tenant)
             return self._fallback.take(caller, num_tokens)
         levels = self._levels[caller.tenant] = _levels(limits, reply)
         if not int(reply[0]):
@@ -116,7 +117,7 @@ class RedisQuotas:
         return _RedisHold(self, caller, hold_id, num_tokens)
 
     def levels(self, caller: Caller) -> Levels:
-        if self._clock() < self._away_until_s:
+        if self._is_away(caller.tenant):
             return self._fallback.levels(caller)
         return self._levels.get(caller.tenant) or full_levels(caller.limits)
 
@@ -144,8 +145,6 @@ class RedisQuotas:
                 if self._clock() >= renew_at_s:
                     renew_at_s = self._clock() + self._lease_s / 3
                     await self._renew()
-            except StoreUnavailableError:
-                pass  # the link has said so
             except Exception:
                 _LOG.exception("limits in Redis are not kept as they should be")
                 self._owed.clear()
@@ -158,27 +157,43 @@ class RedisQuotas:
                     await self._wake.wait()
 
     async def _pay(self) -> None:
-        while self._owed:
-            owed = self._owed[0]
-            limits = owed.caller.limits
-            await self._run(
-                owed.caller.tenant,
-                "settle",
-                owed.hold_id,
-                owed.num_requests,
-                owed.num_tokens,
-                limits.requests_per_minute or 0,
-                limits.tokens_per_minute or 0,
-            )
-            if self._owed and self._owed[0] is owed:
-                self._owed.popleft()
+        """What is owed at nodes that are not away."""
+        for owed in list(self._owed):
+            tenant, limits = owed.caller.tenant, owed.caller.limits
+            if self._is_away(tenant):
+                continue
+            try:
+                await self._run(
+                    tenant,
+                    "settle",
+                    owed.hold_id,
+                    owed.num_requests,
+                    owed.num_tokens,
+                    limits.requests_per_minute or 0,
+                    limits.tokens_per_minute or 0,
+                )
+            except StoreUnavailableError:  # the link has said so
+                self._note_away(tenant)
+            else:
+                with contextlib.suppress(ValueError):  # so much is owed that it was dropped
+                    self._owed.remove(owed)
 
     async def _renew(self) -> None:
         for tenant, hold_ids in list(self._held.items()):
-            if hold_ids:
-                await self._run(tenant, "renew", round(self._lease_s * 1e3), *hold_ids)
-            else:
+            if not hold_ids:
                 del self._held[tenant]
+                continue
+            with contextlib.suppress(StoreUnavailableError):  # the link has said so
+                await self._run(tenant, "renew", round(self._lease_s * 1e3), *hold_ids)
+
+    def _is_away(self, tenant: str) -> bool:
+        return self._clock() < self._away_until_s[self._node(tenant)]
+
+    def _note_away(self, tenant: str) -> None:
+        self._away_until_s[self._node(tenant)] = self._clock() + _AWAY_S
+
+    def _node(self, tenant: str) -> str:
+        return node_name(self._link.client, f"{{quota:{tenant}}}")
 
     async def _run(self, tenant: str, *args: str | float) -> list[bytes]:
         keys = [f"penstock:{{quota:{tenant}}}:{name}" for name in ("buckets", "running")]

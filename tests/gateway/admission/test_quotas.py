@@ -23,7 +23,7 @@ from penstock.gateway.callers import Caller, Limits
 from penstock.gateway.redis_link import RedisLink
 from penstock.gateway.redis_url import RedisAddress
 
-from ...redis_server import RedisServer
+from ...redis_server import RedisCluster, RedisServer
 from ..conftest import PATIENCE_S, until
 
 LEASE_S = 60.0
@@ -311,3 +311,43 @@ async def test_all_of_a_tenants_keys_lie_in_one_slot(tmp_path: Path) -> None:
             await bed.settled()
             await quotas.reserve(who, 5)
             await refused(quotas, who)
+
+
+@pytest.mark.redis
+async def test_a_killed_node_of_a_cluster_costs_its_own_tenants_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisCluster(tmp_path / "cluster") as cluster:
+        link = RedisLink(RedisAddress.parse(cluster.url), timeout_s=PATIENCE_S)
+        fallback = LocalQuotas(asyncio.get_running_loop().time, share=0.5)
+        quotas = RedisQuotas(link, fallback, lease_s=LEASE_S)
+        killed, *others = cluster.nodes
+
+        def at(nodes: list[RedisServer]) -> Caller:
+            names = (f"tenant-{number}" for number in range(1000))
+            found = (name for name in names if cluster.node_of(f"{{quota:{name}}}") in nodes)
+            return caller(next(found), tokens_per_minute=100, max_concurrent_requests=1)
+
+        lost, well = at([killed]), at(others)
+        holds = [await quotas.reserve(who, 10) for who in (lost, well)]
+        asked_here: list[str] = []
+        take = fallback.take
+
+        def noted(who: Caller, num_tokens: float) -> Hold:
+            asked_here.append(who.tenant)
+            return take(who, num_tokens)
+
+        monkeypatch.setattr(fallback, "take", noted)
+        killed.kill()
+        for hold in holds:  # what is owed there is in front
+            hold.settle(5)
+        await until(lambda: [owed.caller for owed in quotas._owed] == [lost])
+        (await quotas.reserve(lost, 10)).settle(10)
+        hold = await quotas.reserve(well, 10)
+        await refused(quotas, well)
+        hold.settle(10)
+        assert asked_here == [lost.tenant]
+        killed.start()
+        await until(lambda: not quotas._owed)
+        await quotas.aclose()
+        await link.aclose()
