@@ -328,7 +328,8 @@ def node_name(redis: Redis, key: str | bytes) -> str:
     """Of the node that serves a key: what is sent to different nodes need not wait for each other.
     Empty where there is one server."""
     client: object = redis  # to its type, a cluster's client is none
-    return client.node_name(key) if isinstance(client, ClusterClient) else ""
+    # For every log of every iteration: isinstance takes long with redis-py's protocols.
+    return client.node_name(key) if type(client) is ClusterClient else ""
 
 
 def _key_of(command: Words) -> str | bytes | None:

@@ -32,6 +32,27 @@ def keys_at(cluster: RedisCluster, node: RedisServer, num: int) -> list[str]:
     return [name for name in names if cluster.node_of(name) is node][:num]
 
 
+async def test_a_slot_moves_to_another_node(cluster: RedisCluster) -> None:
+    source, target = cluster.nodes[:2]
+    tag = keys_at(cluster, source, 60)[-1]  # of a slot that no other test needs
+    here, gone = f"{{{tag}}}a", f"{{{tag}}}b"
+    slot = slot_of(here)
+    async with linked(cluster.url) as link:
+        assert await link.run(_SCRIPT, [here], []) == 1
+        with source.client() as old, target.client() as new:
+            old_id, new_id = (each.execute_command("CLUSTER MYID") for each in (old, new))
+            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", old_id)
+            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", new_id)
+            assert await link.run(_SCRIPT, [gone], []) == 1  # made where the slot goes to
+            assert await link.run(_SCRIPT, [here], []) == 2
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, here, 0, 60_000)
+            for client in (new, old):
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", new_id)
+            assert await link.run(_SCRIPT, [here], []) == 3
+            assert await link.run(_SCRIPT, [gone], []) == 2
+            assert new.get(here) == b"3"
+
+
 async def test_a_killed_node_costs_its_own_keys_and_no_others(cluster: RedisCluster) -> None:
     killed, *others = cluster.nodes
     (lost,) = keys_at(cluster, killed, 1)
@@ -88,24 +109,3 @@ async def test_a_server_without_a_cluster_is_named_in_the_log(
             with pytest.raises(StoreUnavailableError):
                 await link.run(_SCRIPT, ["key"], [])
     assert "cluster support disabled" in caplog.text
-
-
-async def test_a_slot_moves_to_another_node(cluster: RedisCluster) -> None:
-    source, target = cluster.nodes[:2]
-    here, gone = keys_at(cluster, source, 2)
-    here, gone = f"{{{here}}}a", f"{{{here}}}b"
-    slot = slot_of(here)
-    async with linked(cluster.url) as link:
-        assert await link.run(_SCRIPT, [here], []) == 1
-        with source.client() as old, target.client() as new:
-            old_id, new_id = (each.execute_command("CLUSTER MYID") for each in (old, new))
-            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", old_id)
-            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", new_id)
-            assert await link.run(_SCRIPT, [gone], []) == 1  # made where the slot goes to
-            assert await link.run(_SCRIPT, [here], []) == 2
-            old.execute_command("MIGRATE", "127.0.0.1", target.port, here, 0, 60_000)
-            for client in (new, old):
-                client.execute_command("CLUSTER SETSLOT", slot, "NODE", new_id)
-            assert await link.run(_SCRIPT, [here], []) == 3
-            assert await link.run(_SCRIPT, [gone], []) == 2
-            assert new.get(here) == b"3"
