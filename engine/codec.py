@@ -100,11 +100,13 @@ def _encode_submit(message: Submit) -> list[Any]:
         [getattr(request, name) for name in _REQUEST_FIELDS],
         _encode_params(request.sampling_params),
         None if request.retention is None else _values(request.retention),
+        message.name,
+        message.epoch,
     ]
 
 
 def _decode_submit(values: list[Any]) -> Submit:
-    version, request_values, params, retention = values
+    version, request_values, params, retention, name, (owner, attempt) = values
     named = dict(zip(_REQUEST_FIELDS, request_values, strict=True))
     named["prompt_token_ids"] = tuple(named["prompt_token_ids"])
     named["output_token_ids"] = tuple(named["output_token_ids"])
@@ -114,6 +116,8 @@ def _decode_submit(values: list[Any]) -> Submit:
             sampling_params=_decode_params(params),
             retention=None if retention is None else Retention(**_named(Retention, retention)),
         ),
+        name=name,
+        epoch=(owner, attempt),
         protocol_version=version,
     )
 

@@ -67,9 +67,28 @@ class EngineInfo:
     protocol_version: int = PROTOCOL_VERSION
 
 
+# Of a submit: its owner's epoch, and how often that owner had submitted it before.
+Epoch = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
+    """Run a request.
+
+    Two gateways may want the same to be computed: one that stood still, and one that has taken
+    over what it ran. The engine runs one request under a name. A submit with a higher epoch
+    replaces it at once; any other is refused as superseded.
+
+    Attributes:
+        request: its id is of this submit alone, so that neither a late abort nor a late output of
+            another one under the same name can be taken for its own.
+        name: what is computed, whoever submits it; empty: the request's id.
+        epoch: compared among submits of one name.
+    """
+
     request: Request
+    name: str = ""
+    epoch: Epoch = (1, 0)
     protocol_version: int = PROTOCOL_VERSION
 
 

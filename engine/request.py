@@ -287,6 +287,7 @@ class RequestOutput:
         error: with `FinishReason.ERROR`, what went wrong.
         is_refused: the request itself was at fault and nothing of it ran.
         param: the parameter at fault.
+        is_superseded: with `FinishReason.ERROR`: nobody is at fault, another gateway runs it now.
     """
 
     request_id: str
@@ -306,6 +307,7 @@ class RequestOutput:
     error: str | None = None
     is_refused: bool = False
     param: str | None = None
+    is_superseded: bool = False
 
 
 def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size: int) -> int:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.config import (
@@ -25,15 +26,22 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.logs import LogWriter, configure_logging
-from penstock.engine.messages import Abort, DropPrefix, EngineInfo, Submit
+from penstock.engine.messages import Abort, DropPrefix, EngineInfo, Epoch, Submit
 from penstock.engine.process import PULSE_FD, Status, run_child
-from penstock.engine.request import FinishReason, Request, RequestOutput
+from penstock.engine.request import FinishReason, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.stats import snapshot
 from penstock.engine.watchdog import Watchdog, life_line
 from penstock.engine.wire import GatewayGone, GatewayId, Inbound, Wire
 
 _STATS_INTERVAL_S = 0.1  # while nothing ends and nothing begins
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    gateway_id: GatewayId
+    name: str
+    epoch: Epoch
 
 
 class EngineServer:
@@ -43,7 +51,8 @@ class EngineServer:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
         self._wire = Wire(address, info)
-        self._owners: dict[str, GatewayId] = {}  # by request id
+        self._owners: dict[str, _Owner] = {}  # by request id
+        self._request_ids: dict[str, str] = {}  # by name
         self._is_stopping = False
         self._stats_due_s = 0.0
 
@@ -94,28 +103,43 @@ class EngineServer:
     def _handle(self, inbound: Inbound) -> None:
         gateway_id, message = inbound
         if isinstance(message, Submit):
-            self._submit(gateway_id, message.request)
+            self._submit(gateway_id, message)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
-                if self._owners.get(request_id) == gateway_id:
+                if self._is_owner(gateway_id, request_id):
                     self._abort(request_id)
             for request_id, index in message.branches:
-                if self._owners.get(request_id) == gateway_id:
+                if self._is_owner(gateway_id, request_id):
                     self._abort(request_id, index=index)
         elif isinstance(message, DropPrefix):
             self._core.drop_prefix(message.token_ids, cache_salt=message.cache_salt)
         elif isinstance(message, GatewayGone):
-            for request_id in [key for key, owner in self._owners.items() if owner == gateway_id]:
-                self._abort(request_id)
+            for request_id in list(self._owners):
+                if self._is_owner(gateway_id, request_id):
+                    self._abort(request_id)
         self._publish_stats()
         self._stats_due_s = 0.0  # the next step will show what came of it
 
-    def _submit(self, gateway_id: GatewayId, request: Request) -> None:
+    def _is_owner(self, gateway_id: GatewayId, request_id: str) -> bool:
+        owner = self._owners.get(request_id)
+        return owner is not None and owner.gateway_id == gateway_id
+
+    def _submit(self, gateway_id: GatewayId, submit: Submit) -> None:
+        request_id = submit.request.request_id
+        new = _Owner(gateway_id, submit.name or request_id, submit.epoch)
+        old_id = self._request_ids.get(new.name)
+        if old_id is not None:
+            old = self._owners[old_id]
+            if new.epoch <= old.epoch:
+                self._supersede(new, request_id)
+                return
+            self._abort(old_id)
+            self._supersede(old, old_id)
         try:
-            self._core.add(request)
+            self._core.add(submit.request)
         except InvalidRequestError as error:
             refusal = RequestOutput(
-                request_id=request.request_id,
+                request_id=request_id,
                 finish_reason=FinishReason.ERROR,
                 is_last=True,
                 error=str(error),
@@ -124,20 +148,35 @@ class EngineServer:
             )
             self._wire.send(gateway_id, (refusal,))
         else:
-            self._owners[request.request_id] = gateway_id
+            self._owners[request_id] = new
+            self._request_ids[new.name] = request_id
+
+    def _supersede(self, owner: _Owner, request_id: str) -> None:
+        """Tell a gateway that another one runs what it wanted."""
+        end = RequestOutput(
+            request_id=request_id,
+            finish_reason=FinishReason.ERROR,
+            is_last=True,
+            error="another gateway runs it under a higher epoch",
+            is_superseded=True,
+        )
+        self._wire.send(owner.gateway_id, (end,))
 
     def _abort(self, request_id: str, *, index: int | None = None) -> None:
         self._core.abort(request_id, index=index)
         if not self._core.scheduler.has_request(request_id):
-            del self._owners[request_id]
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._request_ids[self._owners.pop(request_id).name]
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """Hand an iteration's outputs to the wire, one frame per gateway."""
         frames: defaultdict[GatewayId, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
-            frames[self._owners[output.request_id]].append(output)
+            frames[self._owners[output.request_id].gateway_id].append(output)
             if output.is_last:
-                del self._owners[output.request_id]
+                self._forget(output.request_id)
                 self._stats_due_s = 0.0
         if time.monotonic() >= self._stats_due_s:
             self._publish_stats()

