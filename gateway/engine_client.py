@@ -80,6 +80,7 @@ class EngineClient:
         self._keeper: asyncio.Task[None] | None = None
         self._is_draining = False
         self._num_lives = 0
+        self._engine_pid = 0  # of the last that answered
         self._num_silent_beats = 0
         self._num_steps = 0
         self._last_step_s: float | None = None  # of the engine, for whatever gateway; None: no work
@@ -152,22 +153,26 @@ class EngineClient:
             raise EngineDeadError("the engine is not available")
         return self.info
 
-    def submit(self, request: Request) -> EngineStream:
+    def submit(self, request: Request, *, epoch: int = 1) -> EngineStream:
         """Queue a request for the engine. Its stream goes on when another engine takes over.
+
+        Args:
+            epoch: of the owner, where gateways take requests over from each other: the highest
+                has the engine's.
 
         Raises:
             EngineDeadError: no engine answers.
         """
         self.info_for_running()
-        return self._streams.open(request)
+        return self._streams.open(request, epoch=epoch)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, stream: EngineStream) -> None:
         """Stop a request; nothing more comes out of its stream. A finished one is left alone."""
-        self._streams.abort(request_id)
+        self._streams.abort(stream)
 
-    def abort_branch(self, request_id: str, index: int) -> None:
+    def abort_branch(self, stream: EngineStream, index: int) -> None:
         """Stop one branch of a request that goes on; what is on its way of it still comes."""
-        self._streams.abort_branch(request_id, index)
+        self._streams.abort_branch(stream, index)
 
     def drop_prefix(self, token_ids: Sequence[int], cache_salt: str) -> None:
         """Have the engine forget the cached KV of these tokens, as far as nobody else uses it.
@@ -289,7 +294,8 @@ class EngineClient:
                 self._num_lives += 1
                 self.info = message
                 self._has_info.set()
-                self._streams.take_engine()
+                is_same, self._engine_pid = message.pid == self._engine_pid, message.pid
+                self._streams.take_engine(is_same=is_same)
         elif isinstance(message, Failure):
             self.mark_dead(message.message)
 

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+from penstock.engine.messages import Submit
 from penstock.engine.request import Request, RequestOutput, TokenLogprobs
 from penstock.gateway.replay import Replay
 
@@ -23,6 +24,7 @@ class EngineStream:
         wire_id: its name in the engine that computes it; None while none does.
         token_ids: by branch, all that came.
         ended: branches that need nothing more: they finished, or are not wanted.
+        epoch: of the owner of what is computed, where gateways share it; otherwise 1.
         num_deaths: engines that died while they had this request.
         num_strikes: those of them since its last output came.
     """
@@ -31,11 +33,13 @@ class EngineStream:
         "_error",
         "_is_done",
         "_num_prompt_logprobs",
+        "_num_submits",
         "_on_ready",
         "_open",
         "_pending",
         "_replay",
         "ended",
+        "epoch",
         "num_deaths",
         "num_strikes",
         "request",
@@ -43,8 +47,9 @@ class EngineStream:
         "wire_id",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, epoch: int = 1) -> None:
         self.request = request
+        self.epoch = epoch
         self.wire_id: str | None = None
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling_params.num_branches)]
         self.token_ids[0] += request.output_token_ids
@@ -57,6 +62,7 @@ class EngineStream:
         self._is_done = False
         self._on_ready: Callable[[], None] | None = None
         self._num_prompt_logprobs = 0
+        self._num_submits = 0
         self._replay: Replay | None = None
 
     # -- for the reader ---------------------------------------------------------------------
@@ -140,11 +146,29 @@ class EngineStream:
         self.num_deaths += 1
         self.num_strikes += 1
 
-    def resume(self, wire_id: str) -> Request:
-        """What another engine has to be asked so that it goes on."""
+    def forgive_death(self) -> None:
+        """The engine had not died: the link to it was lost."""
+        self.num_deaths -= 1
+        self.num_strikes = max(0, self.num_strikes - 1)
+
+    def submit(self) -> Submit:
+        """What an engine has to be asked at first, and so that it goes on. Each time under an id
+        of its own: an engine, and what comes of it, may still know the one before."""
+        request_id, num_before = self.request.request_id, self._num_submits
+        self._num_submits += 1
+        owner = f"@{self.epoch}" if self.epoch > 1 else ""
+        again = f"~{num_before}" if num_before else ""
+        self.wire_id = f"{request_id}{owner}{again}"
+        request = self._continuation() if num_before else self.request
+        return Submit(
+            request=dataclasses.replace(request, request_id=self.wire_id),
+            name=request_id,
+            epoch=(self.epoch, num_before),
+        )
+
+    def _continuation(self) -> Request:
         params = self.request.sampling_params
         is_single = params.num_branches == 1 and params.beam_search is None
-        self.wire_id = wire_id
         self._replay = Replay(
             {0: ()} if is_single else dict(enumerate(self.token_ids)),
             ended=self.ended,
@@ -152,9 +176,7 @@ class EngineStream:
             has_tokens=any(self.token_ids),
         )
         return dataclasses.replace(
-            self.request,
-            request_id=wire_id,
-            output_token_ids=tuple(self.token_ids[0]) if is_single else (),
+            self.request, output_token_ids=tuple(self.token_ids[0]) if is_single else ()
         )
 
     def _merge(self, output: RequestOutput) -> None:

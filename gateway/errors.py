@@ -56,6 +56,10 @@ class GenerationFailedError(Exception):
     """The engine gave up on one request; others go on."""
 
 
+class SupersededError(GenerationFailedError):
+    """Another gateway runs it now. Not the caller's to know: whoever reads goes on there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """A failure as the caller sees it."""

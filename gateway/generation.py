@@ -27,7 +27,7 @@ from penstock.gateway.branch import Branch, Delta
 from penstock.gateway.delta_source import DeltaSource, Usage
 from penstock.gateway.engine_client import EngineClient
 from penstock.gateway.engine_stream import EngineStream
-from penstock.gateway.errors import GenerationFailedError
+from penstock.gateway.errors import GenerationFailedError, SupersededError
 from penstock.gateway.metrics import StreamMeter
 
 
@@ -56,6 +56,7 @@ class Generation:
     Args:
         texts: one per branch that is computed.
         shown_text: what has been delivered of the output.
+        epoch: see `EngineClient.submit`.
         reservation: what it holds until it is left or discarded; None: nothing.
 
     Attributes:
@@ -73,9 +74,11 @@ class Generation:
         texts: Sequence[OutputText],
         meter: StreamMeter,
         shown_text: str = "",
+        epoch: int = 1,
         reservation: Reservation | None = None,
     ) -> None:
         self.request = request
+        self._epoch = epoch
         self._reservation = reservation or Reservation()
         self.branches = [
             Branch(index, text, request.sampling_params) for index, text in enumerate(texts)
@@ -99,14 +102,16 @@ class Generation:
         if self.request.output_token_ids:
             self._catch_up(self.request.output_token_ids)
         if not self.is_finished:
-            self._stream = self._engine.submit(self.request)
+            self._stream = self._engine.submit(self.request, epoch=self._epoch)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Not a coroutine, so no cancellation can come between the client's leaving and this.
-        self._engine.abort(self.request.request_id)
+        if self._stream is not None:
+            self._engine.abort(self._stream)
         self._stream = None
         is_error = kind is not None and issubclass(kind, Exception)
+        is_error &= kind is not SupersededError
         rest = FinishReason.ERROR if is_error else FinishReason.ABORT
         reason = self.branches[0].finish_reason if self.is_finished else None
         self._meter.finished((reason or rest).value)
@@ -118,10 +123,10 @@ class Generation:
 
     def cancel(self) -> None:
         """Stop it; what has come so far is still delivered, and then the end."""
-        request_id = self.request.request_id
-        self._engine.abort(request_id)
         if self._stream is None:
             return
+        self._engine.abort(self._stream)
+        request_id = self.request.request_id
         for index, branch in enumerate(self.branches):
             if branch.finish_reason is None:
                 self._stream.push(
@@ -238,6 +243,8 @@ class Generation:
     def _take(self, output: RequestOutput) -> Delta | None:
         if output.finish_reason is FinishReason.ERROR:
             message = output.error or "the engine gave no reason"
+            if output.is_superseded:
+                raise SupersededError(message)
             if output.is_refused:
                 raise InvalidRequestError(message, param=output.param)
             raise GenerationFailedError(message)
@@ -281,10 +288,11 @@ class Generation:
 
     def _stop(self, index: int) -> None:
         """A stop string was found: only the gateway knows, so the engine must be told."""
+        assert self._stream is not None
         if self.is_finished:
-            self._engine.abort(self.request.request_id)
+            self._engine.abort(self._stream)
         else:
-            self._engine.abort_branch(self.request.request_id, index)
+            self._engine.abort_branch(self._stream, index)
 
 
 async def merged(

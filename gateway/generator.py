@@ -262,18 +262,20 @@ class Generator:
         *,
         output_token_ids: Sequence[int],
         shown_text: str,
+        epoch: int,
         continues_prompt: bool = False,
     ) -> Generation:
         """A generation that goes on from the middle, wherever it was begun; it was admitted then.
 
         Args:
-            output_token_ids, shown_text: see `Generation`.
+            output_token_ids, shown_text, epoch: see `Generation`.
             continues_prompt: its text is the prompt's next words.
         """
         return self._generation(
             dataclasses.replace(request, output_token_ids=tuple(output_token_ids)),
             continues_prompt=continues_prompt,
             shown_text=shown_text,
+            epoch=epoch,
         )
 
     def _generation(
@@ -282,6 +284,7 @@ class Generator:
         *,
         continues_prompt: bool,
         shown_text: str = "",
+        epoch: int = 1,
         reservation: Reservation | None = None,
     ) -> Generation:
         params = request.sampling_params
@@ -296,6 +299,7 @@ class Generator:
             texts=texts,
             meter=StreamMeter(self._metrics, request.tenant),
             shown_text=shown_text,
+            epoch=epoch,
             reservation=reservation,
         )
         if reservation is not None:

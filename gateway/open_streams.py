@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.messages import Abort, Message, Submit
+from penstock.engine.messages import Abort, Message
 from penstock.engine.request import Request, RequestOutput
 from penstock.gateway.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError
@@ -29,8 +29,7 @@ _TRIAL_S = 10.0  # an engine that lives so long with a suspect is not killed by 
 
 
 class OpenStreams:
-    """By request id.
-
+    """
     Args:
         post: takes a message for the engine of the moment.
         max_engine_lives: engines that may die with a request; the last takes it along.
@@ -50,8 +49,9 @@ class OpenStreams:
         self._max_engine_lives = max_engine_lives
         self._engine_wait_s = engine_wait_s
         self._clock = clock
-        self._streams: dict[str, EngineStream] = {}
+        self._streams: dict[EngineStream, None] = {}  # in order
         self._in_engine: dict[str, EngineStream] = {}  # by wire id
+        self._lost: list[EngineStream] = []  # with the last engine
         self._death: tuple[float, str] | None = None  # when and why, while no engine is there
         self._suspects: deque[EngineStream] = deque()
         self._trial: EngineStream | None = None
@@ -60,26 +60,25 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, request: Request) -> EngineStream:
+    def open(self, request: Request, *, epoch: int = 1) -> EngineStream:
         """Submit a request."""
-        assert request.request_id not in self._streams
-        stream = EngineStream(request)
-        stream.wire_id = request.request_id
-        self._streams[request.request_id] = self._in_engine[request.request_id] = stream
-        self._post(Submit(request=request))
+        stream = EngineStream(request, epoch=epoch)
+        self._streams[stream] = None
+        self._submit(stream)
         return stream
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, stream: EngineStream) -> None:
         """Stop a request, wherever it is. A finished one is left alone."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None and stream.wire_id is not None:
+        if stream not in self._streams:
+            return
+        del self._streams[stream]
+        if stream.wire_id is not None:
             self._post(Abort(request_ids=(stream.wire_id,)))
             self._leave(stream)
 
-    def abort_branch(self, request_id: str, index: int) -> None:
+    def abort_branch(self, stream: EngineStream, index: int) -> None:
         """Stop one branch of a request that goes on; what is on its way of it still comes."""
-        stream = self._streams.get(request_id)
-        if stream is not None:
+        if stream in self._streams:
             stream.ended.add(index)
             if stream.wire_id is not None:
                 self._post(Abort(branches=((stream.wire_id, index),)))
@@ -95,11 +94,11 @@ class OpenStreams:
             try:
                 stream.push(output)
             except GenerationFailedError as error:
-                self.abort(stream.request.request_id)
+                self.abort(stream)
                 stream.fail(error)
                 continue
             if output.is_last:
-                del self._streams[stream.request.request_id]
+                del self._streams[stream]
                 self._leave(stream)
         if self._trial is not None and self._trial.num_strikes == 0:
             self._try_next()
@@ -112,6 +111,7 @@ class OpenStreams:
             self._death = self._clock(), reason
         if self._in_engine:
             self._post(Abort(request_ids=tuple(self._in_engine)))
+            self._lost = list(self._in_engine.values())
         lost, self._in_engine = self._in_engine, {}
         self._suspects.clear()
         self._trial = None
@@ -123,14 +123,22 @@ class OpenStreams:
             elif stream.num_deaths >= self._max_engine_lives:
                 self._fail(stream, EngineDeadError(f"the engine died: {reason}"))
 
-    def take_engine(self) -> None:
-        """An engine is there: it goes on with all that wait."""
+    def take_engine(self, *, is_same: bool = False) -> None:
+        """An engine is there: it goes on with all that wait.
+
+        Args:
+            is_same: the one that was lost. It had not died: it stood still, or this gateway did.
+        """
         self._death = None
-        for stream in self._streams.values():
+        if is_same:
+            for stream in self._lost:
+                stream.forgive_death()
+        self._lost.clear()
+        for stream in self._streams:
             if stream.num_strikes == _MAX_STRIKES - 1:
                 self._suspects.append(stream)
             elif stream.wire_id is None:
-                self._resume(stream)
+                self._submit(stream)
         self._try_next()
 
     def tick(self) -> None:
@@ -146,13 +154,14 @@ class OpenStreams:
         if self._in_engine:
             self._post(Abort(request_ids=tuple(self._in_engine)))
         self._suspects.clear()
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams):
             self._fail(stream, EngineDeadError(reason))
 
-    def _resume(self, stream: EngineStream) -> None:
-        wire_id = f"{stream.request.request_id}~{stream.num_deaths}"  # the old may still be known
+    def _submit(self, stream: EngineStream) -> None:
+        submit = stream.submit()
+        wire_id = submit.request.request_id
         self._in_engine[wire_id] = stream
-        self._post(Submit(request=stream.resume(wire_id)))
+        self._post(submit)
         if stream.ended:
             branches = tuple((wire_id, index) for index in sorted(stream.ended))
             self._post(Abort(branches=branches))
@@ -162,12 +171,12 @@ class OpenStreams:
         self._trial = None
         while self._suspects and self._trial is None:
             stream = self._suspects.popleft()
-            if stream.request.request_id in self._streams:  # still wanted
+            if stream in self._streams:  # still wanted
                 self._trial, self._trial_began_s = stream, self._clock()
-                self._resume(stream)
+                self._submit(stream)
 
     def _fail(self, stream: EngineStream, error: Exception) -> None:
-        del self._streams[stream.request.request_id]
+        del self._streams[stream]
         if stream.wire_id is not None:
             self._leave(stream)
         stream.fail(error)

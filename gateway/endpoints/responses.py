@@ -20,7 +20,7 @@ from penstock.gateway.endpoints.item_pages import item_page
 from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.responses.events import Event, response_object
 from penstock.gateway.responses.follower import Follower
-from penstock.gateway.responses.log import ResponseLog
+from penstock.gateway.responses.log import FindAgain, ResponseLog
 from penstock.gateway.responses.prompt import items_of
 from penstock.gateway.responses.responder import Responder
 from penstock.gateway.schemas import ResponsesRequest, parse_request
@@ -59,7 +59,7 @@ class Responses:
             return self._stream(request, run.log, notices=asked.penstock.events)
         if asked.background:
             return json_response(response_object(run.log))
-        whole = await unless_gone(request, _whole(run.log))
+        whole = await unless_gone(request, self._whole(request, run.log))
         if run.failure is not None:
             return run.failure.response()
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
@@ -85,7 +85,7 @@ class Responses:
         if turn.status != "in_progress":
             return Response(turn.response, media_type="application/json")
         log = await self._responder.log(caller, response_id)
-        whole = await unless_gone(request, _whole(log))
+        whole = await unless_gone(request, self._whole(request, log))
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def delete(self, request: Request) -> Response:
@@ -103,10 +103,20 @@ class Responses:
     def _stream(
         self, request: Request, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
     ) -> EventStream:
-        find_again = partial(self._responder.log, caller_of(request.scope), log.header.response_id)
+        find_again = self._find_again(request, log)
         follower = Follower(log, after=after, notices=notices, find_again=find_again)
         source = partial(follower.write_to, payloads=_joined)
         return EventStream(source, ping_s=self._ping_s, on_error=_broken)
+
+    async def _whole(self, request: Request, log: ResponseLog) -> dict[str, Any]:
+        """The response at its end, whoever runs it to there."""
+        with log.read(find_again=self._find_again(request, log)) as reader:
+            while await reader.next() is not None:
+                pass
+            return response_object(reader.log)
+
+    def _find_again(self, request: Request, log: ResponseLog) -> FindAgain:
+        return partial(self._responder.log, caller_of(request.scope), log.header.response_id)
 
 
 def _joined(events: Sequence[Event]) -> Iterable[bytes]:
@@ -117,13 +127,6 @@ def _broken(error: Exception) -> bytes:
     """The log cannot be followed any further here: no terminal event, so that the client comes
     back for the rest."""
     return named("error", orjson.dumps({**failure_of(error).body()["error"], "type": "error"}))
-
-
-async def _whole(log: ResponseLog) -> dict[str, Any]:
-    with log.read() as reader:
-        while await reader.next() is not None:
-            pass
-    return response_object(log)
 
 
 def _flag(request: Request, name: str) -> bool:

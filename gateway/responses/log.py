@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from penstock.gateway.conversations.store import StoreUnavailableError
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
 FindAgain = Callable[[], Awaitable["ResponseLog"]]
+_NUM_TRIES = 20  # to find a log again
+_TRY_AGAIN_S = 0.25
 _MAX_AT_ONCE = 32  # entries: what a reader has taken, and its client has not, is memory
 
 
@@ -28,12 +31,23 @@ class Storage(Protocol):
         """An entry was added: see to it that `log.publish` is called once it is safe."""
         ...
 
+    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
+        """Have `log.fail` called now if another owner has it.
+
+        Args:
+            is_superseded: the engine says so.
+        """
+        ...
+
 
 class InMemory:
-    """Storage that is this process: what is appended is seen."""
+    """Storage that is this process: what is appended is seen, and nobody else owns it."""
 
     def appended(self, log: ResponseLog) -> None:
         log.publish(len(log.entries))
+
+    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
+        pass
 
 
 IN_MEMORY = InMemory()
@@ -62,7 +76,9 @@ class ResponseLog:
     """One response.
 
     Attributes:
+        epoch: of the owner that appends.
         entries: in order; the first `num_published` may be seen.
+        is_cancelled: somebody here wanted it to stop.
         is_resumable: False once an entry left for a client that storage did not confirm.
         readers: cursors open now.
         on_readers: told when their number changes; like the next two the owner's, while it runs.
@@ -72,8 +88,10 @@ class ResponseLog:
 
     def __init__(self, header: ResponseHeader, *, storage: Storage = IN_MEMORY) -> None:
         self.header = header
+        self.epoch = 1
         self.entries: list[Entry] = []
         self.num_published = 0
+        self.is_cancelled = False
         self.is_resumable = True
         self.readers: set[LogReader] = set()
         self.on_readers: Callable[[], None] | None = None
@@ -121,6 +139,11 @@ class ResponseLog:
         self.entries.append(entry)
         self._storage.appended(self)
 
+    async def verify(self, *, is_superseded: bool) -> bool:
+        """Whether this owner has it still; see `Storage.verify`."""
+        await self._storage.verify(self, is_superseded=is_superseded)
+        return self.failure is None
+
     def notify(self, kind: str, **values: Any) -> None:
         """Tell those who listen now, in its place among the entries."""
         self.notices.append((len(self.entries), LogNotice(kind, values)))
@@ -155,6 +178,7 @@ class ResponseLog:
     def cancel(self) -> None:
         """Have the owner, if it is here, stop the response; an ended one is left alone."""
         if self.on_cancel is not None and not self.is_ended:
+            self.is_cancelled = True
             self.on_cancel()
 
     def changed_readers(self) -> None:
@@ -231,7 +255,7 @@ class LogReader:
         """Go on in the log of the response's next owner, if there is one; raises `failure`."""
         if self._find_again is None or not isinstance(failure, ResponseMovedError):
             raise failure
-        log = await self._find_again()
+        log = await _found(self._find_again)
         taken = self.log.entries[: self._position]
         self.__exit__()
         self._begin(log, max(self._after, taken[-1].last_number) if taken else self._after)
@@ -270,6 +294,17 @@ class LogReader:
         while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
             del found[0]
         return found
+
+
+async def _found(find_again: FindAgain) -> ResponseLog:
+    """Patiently: a gateway that has just lost its responses has many to find, and may have stood
+    still when its storage answered."""
+    for _ in range(_NUM_TRIES - 1):
+        try:
+            return await find_again()
+        except StoreUnavailableError:
+            await asyncio.sleep(_TRY_AGAIN_S)
+    return await find_again()
 
 
 def _release(waiter: asyncio.Future[None]) -> None:

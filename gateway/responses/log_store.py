@@ -160,6 +160,9 @@ class MemoryLogStore:
         if log.is_ended:
             self._keep(log)
 
+    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
+        """Nobody else has this memory."""
+
     def _keep(self, log: ResponseLog) -> None:
         header = log.header
         ended = _EndedLog(header.tenant, self._clock(), encode_log(header, log.entries))

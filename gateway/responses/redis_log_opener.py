@@ -110,10 +110,15 @@ class LogOpener:
         notes = [self._ownership.note(each.owned.response_id, each.owned.epoch) for each in batch]
         _take_failures(batch, await round_trip(self._redis, notes))
         noted = [opening for opening in batch if opening.failure is None]
+        # And again: if this gateway stood still meanwhile, another has found a note without a log
+        # and dropped it.
         commands = [
-            command for each in noted for command in (each.header, self._age(each.owned.key))
+            command
+            for each, note in zip(batch, notes, strict=True)
+            if each.failure is None
+            for command in (each.header, self._age(each.owned.key), note)
         ]
-        _take_failures(noted, (await round_trip(self._redis, commands))[::2])
+        _take_failures(noted, (await round_trip(self._redis, commands))[::3])
         await self._look_again([each for each in noted if is_refused_id(each.failure)])
 
     async def _look_again(self, refused: list[_Opening]) -> None:

@@ -106,6 +106,7 @@ class RedisLogStore:
         self._loads = asyncio.Semaphore(_NUM_LOADS)
         self._refresh_s = 0.0  # when the keys of what runs get their full time to live again
         self._tasks: list[asyncio.Task[None]] = []
+        self._pass_on: list[asyncio.Task[None]] = []  # the event loop itself holds tasks weakly
 
     @property
     def gateway_id(self) -> str:
@@ -238,13 +239,14 @@ class RedisLogStore:
             await ask(self._redis, *forget)
             return
         log = stored.log
+        log.epoch = claim.epoch
         is_cancelled = await ask(self._redis, "EXISTS", cancel_key(claim.response_id))
         if self._ownership.is_leaving:
             return  # to whoever comes next: the fence is this gateway's, and so is the note
         assert self._carry_on is not None
-        self._live[claim.response_id] = log
         num_stored = len(log.entries)
         self._writer.own(OwnedLog(log=log, key=claim.key, epoch=claim.epoch, num_stored=num_stored))
+        self._live[claim.response_id] = log
         self._carry_on(log)
         if is_cancelled:
             log.cancel()
@@ -271,8 +273,20 @@ class RedisLogStore:
             if log is not None:
                 log.cancel()
 
-    def _forget(self, response_id: str) -> None:
-        self._live.pop(response_id, None)
+    def _forget(self, log: ResponseLog) -> None:
+        response_id = log.header.response_id
+        if self._live.get(response_id) is log:
+            del self._live[response_id]
+        if log.is_cancelled and not log.is_ended:
+            # Meant for whoever runs it: it was told to a gateway that did not any more.
+            self._pass_on = [each for each in self._pass_on if not each.done()]
+            self._pass_on.append(asyncio.create_task(self._tell_cancelled(response_id)))
+
+    async def _tell_cancelled(self, response_id: str) -> None:
+        try:
+            await self._ownership.cancel(response_id)
+        except (RedisError, OSError) as error:
+            _LOG.warning("the owner of %s is not told to stop it: %s", response_id, error)
 
     def _farewell(self, owned: OwnedLog) -> Sequence[Command]:
         return self._age(owned.key), self._ownership.forget(owned.response_id, owned.epoch)

@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from penstock.gateway.redis_cluster import node_name
 from penstock.gateway.redis_errors import RedisAwayError
 from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
+from penstock.gateway.responses.log_store import response_expired
 from penstock.gateway.responses.redis_patience import in_time
 from penstock.gateway.responses.redis_stream import (
     Command,
@@ -85,7 +86,7 @@ class LogWriter:
     Args:
         ack_timeout_s: how long Redis may take to confirm an entry.
         max_log_bytes: of one log; a longer one is not resumable.
-        on_done: told the id of a response that is not owned any more: it ended, or was lost.
+        on_done: told a log that is not owned any more: it ended, or was lost.
         farewell: what is left to do in Redis when a log is not owned any more.
     """
 
@@ -95,7 +96,7 @@ class LogWriter:
         *,
         ack_timeout_s: float,
         max_log_bytes: int,
-        on_done: Callable[[str], None],
+        on_done: Callable[[ResponseLog], None],
         farewell: Callable[[OwnedLog], Sequence[Command]],
     ) -> None:
         self.owned: dict[str, OwnedLog] = {}
@@ -112,6 +113,9 @@ class LogWriter:
 
     def own(self, owned: OwnedLog) -> None:
         owned.node = node_name(self._redis, owned.key)
+        before = self.owned.get(owned.response_id)
+        if before is not None:  # another had it meanwhile, and this gateway did not notice yet
+            self._lose(before)
         self.owned[owned.response_id] = owned
 
     def appended(self, log: ResponseLog) -> None:
@@ -123,7 +127,20 @@ class LogWriter:
         elif log.failure is None:
             log.publish(len(log.entries))
             if log.is_ended:
-                self._on_done(response_id)
+                self._on_done(log)
+
+    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
+        """Look whether another gateway has fenced it."""
+        owned = self.owned.get(log.header.response_id)
+        if owned is not None and owned.log is log:
+            owned.is_suspect = True
+            self._dirty[owned.response_id] = owned
+            self._start_flush()
+            await self.flushed()
+        if is_superseded and not log.is_resumable and log.failure is None:
+            # It went on without Redis: another may tell otherwise what its readers have had.
+            self._on_done(log)
+            log.fail(response_expired(log.header.response_id))
 
     async def flushed(self) -> None:
         """Wait until all that was appended is stored, or was shown without."""
@@ -142,12 +159,12 @@ class LogWriter:
 
     def give_up(self, owned: OwnedLog) -> None:
         """Go on without Redis."""
-        self.owned.pop(owned.response_id, None)
+        self._disown(owned)
         self._torn[owned.response_id] = owned
         owned.log.is_resumable = False
         owned.log.publish(len(owned.log.entries))
         if owned.log.is_ended:
-            self._on_done(owned.response_id)
+            self._on_done(owned.log)
 
     def let_go(self) -> None:
         """Leave what is owned to other gateways, as Redis has it: from now on nothing is added,
@@ -360,11 +377,15 @@ class LogWriter:
     def _is_owned(self, owned: OwnedLog) -> bool:
         return self.owned.get(owned.response_id) is owned
 
+    def _disown(self, owned: OwnedLog) -> None:
+        if self._is_owned(owned):  # and not another, of the same response and a higher epoch
+            del self.owned[owned.response_id]
+
     def _finish_if_ended(self, owned: OwnedLog) -> None:
         if owned.log.is_ended:
             del self.owned[owned.response_id]
             self._part_in_redis(owned)
-            self._on_done(owned.response_id)
+            self._on_done(owned.log)
 
     def _lose(self, owned: OwnedLog) -> None:
         """Another gateway has fenced it."""
@@ -376,8 +397,8 @@ class LogWriter:
         self.give_up(owned)
 
     def _part_with(self, owned: OwnedLog) -> None:
-        self.owned.pop(owned.response_id, None)
-        self._on_done(owned.response_id)
+        self._disown(owned)
+        self._on_done(owned.log)
         owned.log.fail(ResponseMovedError(owned.response_id))
 
 

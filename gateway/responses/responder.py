@@ -194,6 +194,7 @@ class Responder:
             log.header.request,
             output_token_ids=log.token_ids,
             shown_text=log.text,
+            epoch=log.epoch,
             continues_prompt=log.header.continues_prompt,
         )
         turn = turn_of(log.header) if log.header.is_turn else None

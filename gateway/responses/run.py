@@ -27,6 +27,7 @@ from penstock.gateway.errors import (
     Failure,
     GenerationFailedError,
     RequestRefusedError,
+    SupersededError,
     failure_of,
 )
 from penstock.gateway.generation import Generation
@@ -103,6 +104,7 @@ class ResponseRun:
         self._is_over: asyncio.Future[None] | None = None  # while there is something to take
         self._is_cancelled = False
         self._is_abandoned = False
+        self._is_superseded = False
         self._has_been_read = False
 
     def start(self, *, after: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
@@ -124,6 +126,10 @@ class ResponseRun:
             self._stop_grace()
             if self._touch is not None:
                 self._touch.cancel()
+        is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_natural or await self.log.verify(is_superseded=self._is_superseded)):
+            self.failure = None
+            return  # another gateway runs it on, and knows of no such end
         await self._store(end)
         self.log.append(end)
 
@@ -147,6 +153,7 @@ class ResponseRun:
                 self._log("", ())  # an answer may name all of its tokens
             return self._end(reason)
         except Exception as error:  # whatever it was, the response ends with a terminal event
+            self._is_superseded = isinstance(error, SupersededError)
             self.failure = failure_of(error)
             code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
             return self._end(None, error=(code, self.failure.message))

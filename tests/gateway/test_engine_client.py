@@ -116,12 +116,30 @@ async def test_prompt_logprobs_merge_in_order() -> None:
     assert output.prompt_logprobs == tuple(entries)
 
 
+async def test_a_link_that_is_often_lost_is_no_death_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where this gateway stands still again and again: the engine buries it and lives."""
+    patiently(monkeypatch)
+    async with linked(tmp_path) as (client, engine):
+        engine.may_speak.clear()
+        stream = client.submit(request("r", max_tokens=10))
+        for name in ("r", *(f"r~{number}" for number in range(1, 8))):
+            await until(lambda name=name: name in engine.submitted)
+            engine.lose_gateways()
+        await until(lambda: "r~8" in engine.submitted)
+        engine.may_speak.set()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await drain(stream) == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
+        assert stream.num_deaths == 0
+
+
 async def test_abort_reaches_the_engine_once(tmp_path: Path) -> None:
     async with linked(tmp_path, step_s=0.01) as (client, engine):
         stream = client.submit(request("r"))
         await stream.next()
-        client.abort("r")
-        client.abort("r")
+        client.abort(stream)
+        client.abort(stream)
         await until(lambda: engine.aborted == {"r"})
 
 
@@ -129,14 +147,14 @@ async def test_a_branch_is_aborted_alone(tmp_path: Path) -> None:
     async with linked(tmp_path, step_s=0.01) as (client, engine):
         stream = client.submit(request("r", n=2))
         await stream.next()
-        client.abort_branch("r", 1)
+        client.abort_branch(stream, 1)
         await until(lambda: engine.aborted_branches == {("r", 1)})
         while any(output.index == 1 for output in await stream.next()):
             pass  # it was on its way
         outputs = [output for _ in range(5) for output in await stream.next()]
         assert {output.index for output in outputs} == {0}  # the other goes on, alone
-        client.abort("r")
-        client.abort_branch("r", 0)  # the request is over
+        client.abort(stream)
+        client.abort_branch(stream, 0)  # the request is over
         await until(lambda: engine.aborted == {"r"})
         assert engine.aborted_branches == {("r", 1)}
 

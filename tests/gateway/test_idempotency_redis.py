@@ -109,7 +109,7 @@ async def test_it_outlives_its_gateway(serve: Serve, model_path: Path, tmp_path:
                     await first.app.state.log_store.hand_over()
                     followed += "".join([piece async for piece in pieces])
             again = (await post(served.http, COMPLETIONS, **body)).text
-            [carried_on] = served.engine.submitted.values()
+            [_, carried_on] = served.engine.submitted.values()
             assert carried_on.sampling_params == request.sampling_params
             assert carried_on.output_token_ids == tuple(served.engine.script[:1])
     assert again == followed

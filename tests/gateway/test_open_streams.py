@@ -70,11 +70,11 @@ async def test_the_one_on_trial_is_to_blame_and_the_rest_go_on() -> None:
 
 def test_a_trial_ends_with_its_request_or_with_time() -> None:
     desk = Desk()
-    desk.open("a", "b", "c", "d")
+    a, _, c, _ = desk.open("a", "b", "c", "d")
     desk.die()
     assert desk.die() == ["a~2"]
-    assert desk.told(lambda: desk.streams.abort("a")) == ["b~2"]
-    desk.streams.abort("c")  # it waits: the engine need not know
+    assert desk.told(lambda: desk.streams.abort(a)) == ["b~2"]
+    desk.streams.abort(c)  # it waits: the engine need not know
     assert not any(isinstance(each, Abort) and "c~2" in each.request_ids for each in desk.posted)
     desk.now_s += 9
     assert desk.told(desk.streams.tick) == []

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.gateway.responses.events import Event, num_closing_events, response_object
 from penstock.gateway.responses.follower import Follower
-from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
+from penstock.gateway.responses.log import InMemory, ResponseLog, ResponseMovedError
 from penstock.gateway.responses.record import DeltaEntry, EndEntry, ResponseHeader
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -267,7 +267,7 @@ async def test_a_reader_follows_a_response_to_its_next_owner(num_before: int) ->
 
 
 async def test_what_is_not_confirmed_is_not_seen() -> None:
-    class Slow:
+    class Slow(InMemory):
         def appended(self, log: ResponseLog) -> None:
             pass
 

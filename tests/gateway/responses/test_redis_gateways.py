@@ -197,6 +197,33 @@ async def test_an_owner_that_lost_its_lease_looks_before_it_says_anything(
     await until(lambda: here.lost)
 
 
+async def test_it_takes_over_what_it_had_lost_unawares(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    """Another had fenced it and died, before this gateway looked: the run of before is over, and
+    has no say in what the new one tells."""
+    here = await gateways.make(redis_server.url)
+    log = await begin(here, 2)
+    response_id = log.header.response_id
+    key = log_key(response_id)
+    assert key is not None
+    notes = [("SADD", "penstock:owned:x", f"2 {response_id}"), ("SADD", "penstock:gateways", "x")]
+    await round_trip(here.link.client, [add_fence(key, 2, "x"), *notes])
+    await until(lambda: here.carried_on)
+    taken = here.carried_on[response_id]
+    assert here.lost == [response_id]
+    assert (log.epoch, taken.epoch) == (1, 3)
+    add_delta(log, "of the run before")
+    add_delta(taken, "of the new one")
+    await seen(taken, 3)
+    assert log.num_published == 2
+    assert await here.store.find(TENANT, response_id) is taken
+    with pytest.raises(ResponseMovedError):
+        await read_to_end(log)
+    add_end(taken)
+    assert (await read_to_end(taken))[2:] == taken.entries[2:]
+
+
 async def test_handing_over_is_quick(
     redis_server: RedisServer, gateways: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
