@@ -39,6 +39,7 @@ _BLOCK_MS = 500  # shorter than any time-out of a connection
 _POLL_S = 0.02
 _RETRY_S = 0.1
 _PATIENCE_S = 10.0  # with a Redis that is away, before those who read are told
+_LONGEST_TRY_S = 2.0  # what was longer was this process, standing still
 _PAGE_ENTRIES = 512
 
 
@@ -70,7 +71,7 @@ class StreamFollower:
         self._on_control = on_control
         self._followed: dict[bytes, _Followed] = {}
         self._is_blocked = False
-        self._away_since_s: dict[str, float] = {}  # by node
+        self._away_s = defaultdict[str, float](float)  # by node, of tries in a row
 
     def find(self, response_id: str) -> ResponseLog | None:
         """A log that is followed here already."""
@@ -121,20 +122,21 @@ class StreamFollower:
         read: Callable[[dict[bytes, bytes]], Awaitable[list[tuple[bytes, list[StreamEntry]]]]],
     ) -> None:
         """Take in what lies behind some positions, once."""
+        begun_s = time.monotonic()
         try:
             found = await read(positions)
         except RedisAwayError as error:
             _LOG.debug("cannot follow streams in Redis: %s", error)
-            now_s = time.monotonic()
-            if now_s - self._away_since_s.setdefault(node, now_s) > _PATIENCE_S:
+            await asyncio.sleep(_RETRY_S)
+            self._away_s[node] += min(time.monotonic() - begun_s, _LONGEST_TRY_S)
+            if self._away_s[node] > _PATIENCE_S:
                 for key in positions:
                     self._fail(key, store_unavailable())
-            await asyncio.sleep(_RETRY_S)
         except Exception:  # a bug of ours; those who read must not wait for ever
             _LOG.exception("following streams failed")
             await asyncio.sleep(_RETRY_S)
         else:
-            self._away_since_s.pop(node, None)
+            self._away_s[node] = 0.0
             for key, entries in found:
                 self._take(key, positions[key], entries)
 
