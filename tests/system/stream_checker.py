@@ -49,10 +49,12 @@ class CheckedStream:
         transport: `sse` or `websocket`.
         leaves_after: so many events on one connection the client leaves by itself, and resumes;
             0: never.
+        silence_s: a connection that brings nothing for so long is left for another; None: never.
         give_up_s: of silence, connections that fail included.
         events: all, in order.
         times_s: when each came, on `time.monotonic()`.
         num_connections: that brought events, or were to.
+        losses: why connections were lost that had begun: an exception each.
     """
 
     body: dict[str, Any]
@@ -60,10 +62,12 @@ class CheckedStream:
     resumes_at: str
     transport: str
     leaves_after: int = 0
+    silence_s: float | None = None
     give_up_s: float = 90.0
     events: list[Event] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     num_connections: int = 0
+    losses: list[Exception] = field(default_factory=list)
 
     @property
     def response_id(self) -> str | None:
@@ -114,6 +118,8 @@ class CheckedStream:
                         if len(self.events) - known == self.leaves_after and not self.is_ended:
                             break
             except (NotThereError, *_LOST) as error:
+                if self.events:
+                    self.losses.append(error)
                 if time.monotonic() - heard_s > self.give_up_s:
                     raise TimeoutError(f"nothing for {self.give_up_s:g} s") from error
                 await asyncio.sleep(_AGAIN_S)
@@ -138,7 +144,9 @@ class CheckedStream:
         assert whole == self.text, f"{self.response_id}: the deltas are not the text"
 
     async def _sse(self, server: str) -> AsyncGenerator[Event, None]:
-        path, timeout = "/v1/responses", httpx.Timeout(self.give_up_s, connect=_CONNECT_S)
+        connect_s = self.silence_s or _CONNECT_S
+        path = "/v1/responses"
+        timeout = httpx.Timeout(self.silence_s or self.give_up_s, connect=connect_s)
         async with httpx.AsyncClient(base_url=server, timeout=timeout) as client:
             if self.response_id is None:
                 request = client.stream("POST", path, json={**self.body, "stream": True})
@@ -158,7 +166,8 @@ class CheckedStream:
 
     async def _socket(self, server: str) -> AsyncGenerator[Event, None]:
         address = server.replace("http", "ws", 1) + "/v1/responses"
-        options: dict[str, Any] = {"open_timeout": _CONNECT_S, "close_timeout": 0.5}
+        open_s, recv_s = self.silence_s or _CONNECT_S, self.silence_s or self.give_up_s
+        options: dict[str, Any] = {"open_timeout": open_s, "close_timeout": 0.5}
         async with websockets.connect(address, **options) as socket:
             if self.response_id is None:
                 message = {"type": "response.create", **self.body}
@@ -168,7 +177,7 @@ class CheckedStream:
                 message["response_id"] = response_id
             await socket.send(json.dumps(message))
             while not self.is_ended:
-                event = json.loads(await asyncio.wait_for(socket.recv(), self.give_up_s))
+                event = json.loads(await asyncio.wait_for(socket.recv(), recv_s))
                 if event["type"] == "penstock.recovered":
                     if not event["recovered"]:
                         raise _refused(503, event["error"])

@@ -1,0 +1,273 @@
+"""SIGSTOP of every process of a server with two workers, under streams that never cease.
+
+Clients read one stream after the other, over SSE and over WebSockets, while processes are frozen
+in turn. Some leave a connection that falls silent and resume on another, which only the worker that
+lives accepts; the others stay and read on where they are when their worker wakes up. So do streams
+that cannot be resumed. Each stream is checked by `stream_checker` while it is read, and at its end
+against what nobody disturbed: greedy, fp32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.redis_server import RedisServer
+
+from .processes import END_S, Served, serve, suspended
+from .stream_checker import CheckedStream, replay
+
+pytestmark = pytest.mark.redis
+
+_FREEZES_S = (1.0, 3.2, 5.0, 9.0, 20.0)
+_NUM_STREAMS = 32  # per transport
+_NUM_PLAIN = 2  # of each kind that cannot be resumed
+_NUM_HIT = 8  # streams at least that a worker runs when it is frozen
+_NUM_CASES = 8
+_NUM_TOKENS = 250
+_SILENCE_S = 2.5  # of a connection, then every other client leaves it
+_CALM_S = 120.0  # a stream that is still read then is lost
+
+
+@dataclass
+class Load:
+    """Clients that read until they are told to stop.
+
+    Attributes:
+        ended: responses that came to their end.
+        num_plain: other streams that did.
+        leaves: whether every other client leaves a connection that falls silent.
+    """
+
+    served: Served
+    leaves: bool = True
+    expected: dict[str, Any] = field(default_factory=dict)
+    ended: list[CheckedStream] = field(default_factory=list)
+    num_plain: int = 0
+    _is_over: bool = False
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def learn(self) -> None:
+        """What comes of each case when nothing happens."""
+        cases = range(_NUM_CASES)
+        streams = await asyncio.gather(*(self._stream(case, "sse").read() for case in cases))
+        self.expected = {f"response {case}": streams[case].outcome for case in cases}
+        plain = list(itertools.product(_PLAIN, cases))
+        texts = await asyncio.gather(*(self._plain_text(kind, case) for kind, case in plain))
+        for (kind, case), text in zip(plain, texts, strict=True):
+            assert text
+            self.expected[f"{kind} {case}"] = text
+
+    def start(self) -> None:
+        for number in range(_NUM_STREAMS):
+            for transport in ("sse", "websocket"):
+                self._tasks.append(asyncio.create_task(self._read(number, transport)))
+        for kind, number in itertools.product(_PLAIN, range(_NUM_PLAIN)):
+            self._tasks.append(asyncio.create_task(self._read_plain(kind, number)))
+
+    async def stop(self) -> None:
+        """Raises: AssertionError: a stream was lost, or is not what it was to be."""
+        self._is_over = True
+        async with asyncio.timeout(_CALM_S):
+            await asyncio.gather(*self._tasks)
+
+    def check(self) -> None:
+        """Raises: as `stop`, so far."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read(self, number: int, transport: str) -> None:
+        silence_s = _SILENCE_S if self.leaves and number % 2 else None
+        for case in itertools.count(number):
+            if self._is_over:
+                return
+            stream = await self._stream(case % _NUM_CASES, transport, silence_s).read()
+            assert stream.outcome == self.expected[f"response {case % _NUM_CASES}"]
+            self.ended.append(stream)
+
+    def _stream(self, case: int, transport: str, silence_s: float | None = None) -> CheckedStream:
+        return CheckedStream(
+            body={**_SETTINGS, "input": _prompt(case), "max_output_tokens": _NUM_TOKENS},
+            begins_at=self.served.base_url,
+            resumes_at=self.served.base_url,
+            transport=transport,
+            silence_s=silence_s,
+        )
+
+    async def _read_plain(self, kind: str, number: int) -> None:
+        for case in itertools.count(number):
+            if self._is_over:
+                return
+            text = await self._plain_text(kind, case % _NUM_CASES)
+            if text is not None:
+                assert text == self.expected[f"{kind} {case % _NUM_CASES}"]
+                self.num_plain += 1
+
+    async def _plain_text(self, kind: str, case: int) -> str | None:
+        """Of one stream on one connection, to its proper end; None where it was refused."""
+        path, body, end = _PLAIN[kind]
+        prompt = {
+            "chat": {"messages": [{"role": "user", "content": _prompt(case)}]},
+            "completion": {"prompt": _prompt(case)},
+            "unstored": {"input": _prompt(case), "store": False},
+        }[kind]
+        request = {**_SETTINGS, **body, **prompt, "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=self.served.base_url, timeout=_CALM_S) as client,
+            client.stream("POST", path, json=request) as response,
+        ):
+            if response.status_code != 200:
+                assert response.status_code == 503, await response.aread()
+                assert "retry-after" in response.headers
+                await asyncio.sleep(0.2)
+                return None
+            found = [line async for line in response.aiter_lines()]
+        lines = [line.removeprefix("data: ") for line in found if line.startswith("data: ")]
+        assert end in lines[-1], f"{kind} ends with {lines[-3:]}"
+        events = [json.loads(line) for line in lines if line != "[DONE]"]
+        if kind == "unstored":
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        return "".join(map(_text_of, events))
+
+
+_SETTINGS = {"model": "demo", "ignore_eos": True, "temperature": 0}
+_PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat": ("/v1/chat/completions", {"max_tokens": _NUM_TOKENS}, "[DONE]"),
+    "completion": ("/v1/completions", {"max_tokens": _NUM_TOKENS}, "[DONE]"),
+    "unstored": ("/v1/responses", {"max_output_tokens": _NUM_TOKENS}, '"response.incomplete"'),
+}
+
+
+def _prompt(case: int) -> str:
+    return f"My name is Zorin{case}. Tell me a story about a fox."
+
+
+def _text_of(event: dict[str, Any]) -> str:
+    assert "error" not in event, event
+    if "choices" in event:
+        choices = event["choices"]
+        text = choices[0].get("text", choices[0].get("delta", {}).get("content")) if choices else ""
+        return text or ""
+    return event["delta"] if event["type"] == "response.output_text.delta" else ""
+
+
+@dataclass(frozen=True)
+class Stack:
+    served: Served
+    redis: RedisServer
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """By their numbers."""
+        family = [child for child in self.served.family if child.name() == "penstock-gateway"]
+        return sorted(family, key=lambda child: child.create_time())
+
+    async def num_running(self, worker: int) -> int:
+        """Responses that a worker computes."""
+        async with httpx.AsyncClient(base_url=self.served.base_url, timeout=END_S) as client:
+            text = (await client.get("/metrics")).text
+        pattern = rf'^penstock:response_logs_live{{[^}}]*worker="{worker}"[^}}]*}} ([0-9.]+)$'
+        found = re.search(pattern, text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
+    async def has_much_to_do(self, worker: int) -> None:
+        """Wait until it runs many responses: a freeze hits them."""
+        async with asyncio.timeout(END_S):
+            while await self.num_running(worker) < _NUM_HIT:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    path = tmp_path_factory.mktemp("freezes")
+    # A log that Redis is slow to take is given up; disk and machine are not to be the reason.
+    with RedisServer(path / "redis", options={"appendfsync": "no"}) as redis:
+        flags = ("--dtype", "float32", "--api-workers", "2", "--redis-url", redis.url)
+        flags += ("--redis-patience-ms", "2000", "--stream-interval-ms", "50")
+        flags += ("--disconnect-grace-s", "600")  # who is slow to return has not left
+        with serve(*flags, log=path / "log") as served:
+            yield Stack(served, redis)
+
+
+@pytest.fixture
+async def load(stack: Stack, request: pytest.FixtureRequest) -> AsyncIterator[Load]:
+    load = Load(stack.served, **getattr(request, "param", {}))
+    await load.learn()
+    load.start()
+    try:
+        yield load
+    finally:
+        await load.close()
+
+
+async def test_each_worker_frozen_in_turn(stack: Stack, load: Load) -> None:
+    num_taken_over = 0
+    for freeze_s, worker in itertools.product(_FREEZES_S, range(2)):
+        await stack.has_much_to_do(worker)
+        with suspended(stack.workers[worker]):
+            await asyncio.sleep(freeze_s)
+        load.check()
+        num_before, num_taken_over = num_taken_over, _num_taken_over(stack)
+        print(
+            f"\nworker {worker} frozen for {freeze_s} s: {num_taken_over - num_before} taken over"
+        )
+    await load.stop()
+    assert _num_taken_over(stack) >= _NUM_HIT
+    resumed = [stream for stream in load.ended if stream.num_connections > 1]
+    stayed = [stream for stream in load.ended if stream.silence_s is None]
+    print(f"{len(load.ended)} responses, {len(resumed)} resumed, {load.num_plain} other streams")
+    print(f"the longest pause of who stayed: {max(each.longest_pause_s for each in stayed):.1f} s")
+    assert {stream.transport for stream in resumed} == {"sse", "websocket"}
+    assert [error for stream in stayed for error in stream.losses] == []
+    for stream in resumed[:: len(resumed) // 20 + 1]:  # as it was read, so it is stored
+        assert stream.response_id is not None
+        assert await replay(stack.served.base_url, stream.response_id) == stream.events
+
+
+@pytest.mark.parametrize(
+    ("who", "load"),
+    # What Redis did not confirm cannot be resumed: there, who stays loses nothing.
+    [("engine", {}), ("supervisor", {}), ("redis", {"leaves": False})],
+    indirect=["load"],
+)
+async def test_what_they_all_depend_on_frozen(stack: Stack, load: Load, who: str) -> None:
+    for freeze_s in (1.0, 9.0):
+        for worker in range(2):
+            await stack.has_much_to_do(worker)
+        with _frozen(stack, who):
+            await asyncio.sleep(freeze_s)
+        load.check()
+    await load.stop()
+    assert load.ended
+
+
+@contextlib.contextmanager
+def _frozen(stack: Stack, who: str) -> Iterator[None]:
+    if who == "redis":
+        with stack.redis.paused():
+            yield
+        return
+    family = {"engine": stack.served.child("penstock-engine")}
+    family["supervisor"] = psutil.Process(stack.served.process.pid)
+    with suspended(family[who]):
+        yield
+
+
+def _num_taken_over(stack: Stack) -> int:
+    return stack.served.log.read_text().count("has taken resp_")
