@@ -285,7 +285,7 @@ class RedisLogStore:
     async def _tell_cancelled(self, response_id: str) -> None:
         try:
             await self._ownership.cancel(response_id)
-        except (RedisError, OSError) as error:
+        except RedisAwayError as error:
             _LOG.warning("the owner of %s is not told to stop it: %s", response_id, error)
 
     def _farewell(self, owned: OwnedLog) -> Sequence[Command]:
