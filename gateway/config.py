@@ -39,8 +39,10 @@ class GatewayConfig:
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
         max_prompt_bytes: of a prompt's text where the context and the tokenizer set no limit
             before it is tokenised; None: `limits.default_prompt_bytes`.
-        max_connections: of this process, WebSockets included; those beyond are answered 503.
-        header_timeout_s: from a connection's first byte, or its begin, to the end of the header.
+        max_connections: of this process, TLS handshakes and WebSockets included; those beyond are
+            answered 503.
+        header_timeout_s: from a connection's begin to the end of its TLS handshake, and from there,
+            or from a later request's first byte, to the end of the header.
         body_timeout_s: from there to the end of the body.
         ping_interval_s: silence on an event stream after which a comment is sent; a WebSocket is
             pinged as often.

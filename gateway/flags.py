@@ -128,9 +128,9 @@ FLAGS: tuple[Flag, ...] = (
          "truncate_prompt_tokens); default: 16 bytes per token of the context, at least 1MiB",
          parse_bytes),
     Flag("max-connections", _GATEWAY.max_connections, "connections of a gateway process, "
-         "WebSockets included; those beyond are answered 503", count),
-    Flag("header-timeout-s", _GATEWAY.header_timeout_s, "seconds in which a request's header must "
-         "be here", seconds),
+         "TLS handshakes and WebSockets included; those beyond are answered 503", count),
+    Flag("header-timeout-s", _GATEWAY.header_timeout_s, "seconds in which a TLS handshake must be "
+         "done, and a request's header must then be here", interval),
     Flag("body-timeout-s", _GATEWAY.body_timeout_s, "seconds in which its body must then be here",
          seconds),
     Flag("ping-interval-s", _GATEWAY.ping_interval_s, "seconds of silence after which an event "

@@ -1,5 +1,6 @@
-"""uvicorn's HTTP protocol with an end to its patience: slow headers and bodies, large headers,
-readers that do not keep up, and connections beyond the limit.
+"""uvicorn's HTTP protocol with an end to its patience: slow headers and bodies, large headers and
+trailers, requests sent ahead of their answers, readers that do not keep up, connections beyond the
+limit, and upgrades that are no WebSocket handshake.
 
 uvicorn 0.54 knows one timer, for a kept-alive connection without a request. Here a connection
 that is due to complete a header or a body has a time for it, and is then answered 408 (closed
@@ -7,24 +8,41 @@ without a word where it sent nothing). What has no time left, or no place, is re
 of OpenAI's errors; a header can be refused only through the application, so that WebSocket
 handshakes get the same answer: the failure goes with the scope, and `RefuseConnections`, around
 the application, sends it.
+
+What is overridden of uvicorn beside asyncio's and httptools' callbacks: `_start_asgi_task`,
+`_should_upgrade`, `handle_websocket_upgrade`, `on_response_complete`, and `flow`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, ClassVar, cast
 
+import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from penstock.gateway.direct import offer_direct
 from penstock.gateway.errors import Failure, refusal
 from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
 
+MAX_REFUSED_CONNECTIONS = 64  # beyond the limit, open at once, to be answered 503
+_LOG = logging.getLogger(__name__)
 _STATE_KEY = "penstock.refused"
+_MAX_PIPELINE = 8  # requests that wait for the answers before theirs; then nothing is read
+_PIECE_BYTES = 2048  # parsed at a time: a read of 256 KiB can hold 14,000 requests
+_WEBSOCKET_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
+_CHUNK_FRAMING_BYTES = 16  # of every chunk that are free: its size and line ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +52,7 @@ class HttpLimits:
     max_connections: int
     header_timeout_s: float
     body_timeout_s: float
+    max_refused_connections: int = MAX_REFUSED_CONNECTIONS
     max_header_bytes: int = 64 << 10
     max_stall_s: float = MAX_STALL_S
 
@@ -56,19 +75,32 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._due = _Due.HEADER
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._num_framing_bytes = 0  # of a body: chunk extensions and trailers
+        self._unparsed = b""  # while the pipeline is full
+        self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the latest parsed
         self._stall = StallTimer(self.loop)
 
     # -- the connection ---------------------------------------------------------------------
 
+    def refuse_connection(self) -> None:
+        """It is beyond the limit: its first request is answered 503."""
+        self._refuse_by_application(_too_many_connections())
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            self._refuse_by_application(_too_many_connections())
+        self.flow = _PipelineFlow(transport, self.pipeline)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stall.stop()
+        # Those that wait are never run, and would hold this connection as it holds them; the one
+        # that runs is to hear that its client is gone.
+        self.pipeline.clear()
+        self._unparsed = b""
+        if self._running is not None:
+            self.cycle = self._running
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -84,25 +116,106 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._due is _Due.NOTHING and (self.cycle is None or self.cycle.response_complete):
-            self._due, self._num_header_bytes = _Due.HEADER, 0
-        if self._due is _Due.HEADER:
-            self._num_header_bytes += len(data)
-        super().data_received(data)
-        if self._due is _Due.HEADER and self._num_header_bytes > self.limits.max_header_bytes:
-            self._refuse(_header_too_large(self.limits.max_header_bytes))
-        self._start_timer()
+        self._unset_keepalive_if_required()
+        if len(data) <= _PIECE_BYTES and not self.pipeline:  # the usual case
+            self._parse_piece(data)
+            self._start_timer()
+        else:
+            self._parse(self._unparsed + data)
 
     def handle_websocket_upgrade(self) -> None:
         self._settle(_Due.NOTHING)  # from here on WebSocket pings tell whether it lives
+        if self._is_answering():
+            failure: Failure | None = refusal(
+                400, code="invalid_upgrade", message="an upgrade needs a connection of its own"
+            )
+        else:
+            failure = handshake_failure(self.parser.get_method(), self.headers)
+        if failure is not None:
+            self._refuse(failure)
+            return
         super().handle_websocket_upgrade()
         # They hold each other, and nobody will say that this one is lost.
         self.parser = None  # type: ignore[assignment]
 
     # -- the parser -------------------------------------------------------------------------
 
+    def _parse(self, data: bytes) -> None:
+        """Piece by piece, until the pipeline is full: the rest then waits, and no more is read."""
+        self._unparsed = b""
+        view = memoryview(data)
+        while view and self.parser is not None and not self.transport.is_closing():
+            if len(self.pipeline) >= _MAX_PIPELINE:
+                self._unparsed = bytes(view)
+                self.flow.pause_reading()
+                break
+            size = _PIECE_BYTES
+            if self._due is _Due.BODY and len(view) > size:
+                size = max(size, self._num_body_bytes_due())
+            self._parse_piece(view[:size])
+            view = view[size:]
+        self._start_timer()
+
+    def _parse_piece(self, piece: memoryview | bytes) -> None:
+        if self._due is _Due.NOTHING and not self._is_answering():
+            self._due, self._num_header_bytes = _Due.HEADER, 0
+        if self._due is _Due.HEADER:
+            self._num_header_bytes += len(piece)
+        elif self._due is _Due.BODY:
+            self._num_framing_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._on_upgrade(bytes(piece[upgrade.args[0] :]))
+            return
+        except httptools.HttpParserError:
+            self.send_400_response("the request is not valid HTTP")
+            return
+        limits = self.limits
+        self._num_framing_bytes = max(0, self._num_framing_bytes)
+        if self._due is _Due.HEADER and self._num_header_bytes > limits.max_header_bytes:
+            self._refuse(_header_too_large(limits.max_header_bytes))
+        elif self._due is _Due.BODY and self._num_framing_bytes > limits.max_header_bytes:
+            self._refuse(_framing_too_large(limits.max_header_bytes))
+
+    def _num_body_bytes_due(self) -> int:
+        """0 or less if the header does not say: the body is chunked."""
+        length = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        return int(length) - self._num_body_bytes
+
+    def _on_upgrade(self, rest: bytes) -> None:
+        """The parser reads no body after a header that asks for an upgrade, whatever it upgrades
+        to. One that is not to a WebSocket we ignore (RFC 9110 §7.8)."""
+        method = self.parser.get_method()
+        if self._should_upgrade():
+            self.handle_websocket_upgrade()
+        elif method == b"CONNECT":
+            self._refuse(refusal(405, code="method_not_allowed", message="this is no proxy"))
+        else:
+            version = self.parser.get_http_version().encode()
+            head = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
+            head += (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
+            self._settle(_Due.NOTHING)
+            self._parse_piece(b"".join([*head, b"\r\n", rest]))
+
+    def _should_upgrade(self) -> bool:
+        """HTTP/1.0 knows no upgrade (RFC 9110 §7.8)."""
+        return super()._should_upgrade() and self.parser.get_http_version() == "1.1"
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._due is not _Due.HEADER:
+            self._due, self._num_header_bytes = _Due.HEADER, 1  # of it at least
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._due is _Due.HEADER:  # else it is a trailer, which is for nobody here
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._settle(_Due.BODY)
+        self._num_framing_bytes = self._num_body_bytes = 0
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            return  # it is parsed again
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > self.limits.max_header_bytes:
             self._refuse_by_application(_header_too_large(self.limits.max_header_bytes))
@@ -110,23 +223,42 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         offer_direct(cast("Scope", self.scope), _Chunks(self.transport, self.flow))
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self._num_framing_bytes -= _CHUNK_FRAMING_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._num_framing_bytes -= len(body)
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._settle(_Due.NOTHING)
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._unparsed:
+            self._parse(self._unparsed)
         self._start_timer()  # of a request that had to wait for this response
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
 
     # -- time -------------------------------------------------------------------------------
 
     def _start_timer(self) -> None:
         """Have one running while something is due, unless we do not read for a while ourselves."""
-        has_to_wait = bool(self.pipeline) or self.transport.is_closing()
-        if self._due is _Due.NOTHING or self._timer is not None or has_to_wait:
+        if self._due is _Due.NOTHING or self._timer is not None or self.transport.is_closing():
             return
         limits = self.limits
         is_header = self._due is _Due.HEADER
+        if self.pipeline or (is_header and self._is_answering()):
+            return
         timeout_s = limits.header_timeout_s if is_header else limits.body_timeout_s
         self._timer = self.loop.call_later(timeout_s, self._on_timeout)
 
@@ -159,11 +291,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, failure: Failure) -> None:
         """Answer, unless this request has its answer or another is getting one, and close."""
         if self._may_answer() and not self.transport.is_closing():
-            response = failure.response()
-            fields = [*self.server_state.default_headers, *response.raw_headers]
-            lines = [b"%s: %s\r\n" % field for field in fields]
-            head = [STATUS_LINE[failure.status], *lines, b"connection: close\r\n\r\n"]
-            self.transport.write(b"".join([*head, bytes(response.body)]))
+            self.transport.write(last_answer(failure, self.server_state.default_headers))
         self._settle(_Due.NOTHING)
         self.transport.close()
 
@@ -175,6 +303,29 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse_by_application(self, failure: Failure) -> None:
         self.app_state = {**self.app_state, _STATE_KEY: failure}
+
+
+def last_answer(failure: Failure, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """What is written to a connection that is then closed. There is no access line of it: no
+    request has come as far as the application."""
+    _LOG.info("refused a connection: %d %s, %s", failure.status, failure.code, failure.message)
+    response = failure.response()
+    lines = [b"%s: %s\r\n" % field for field in (*headers, *response.raw_headers)]
+    head = [STATUS_LINE[failure.status], *lines, b"connection: close\r\n\r\n"]
+    return b"".join([*head, bytes(response.body)])
+
+
+class _PipelineFlow(FlowControl):
+    """Reads no more while the pipeline is full, although uvicorn does whenever the application
+    waits for a body or for its client to leave."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if len(self._pipeline) < _MAX_PIPELINE:
+            super().resume_reading()
 
 
 class _Chunks:
@@ -215,10 +366,38 @@ def limited_protocol(limits: HttpLimits) -> type[LimitedHttpProtocol]:
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"limits": limits})
 
 
+def handshake_failure(method: bytes, headers: list[tuple[bytes, bytes]]) -> Failure | None:
+    """Why this is no handshake for a WebSocket (RFC 6455 §4.2.1), if so."""
+    values: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        values.setdefault(name, []).append(value)
+    has_body = b"transfer-encoding" in values or any(
+        value.strip(b"0") for value in values.get(b"content-length", ())
+    )
+    if method != b"GET" or has_body:
+        return refusal(
+            400, code="invalid_upgrade", message="a WebSocket begins with a GET without a body"
+        )
+    if values.get(b"sec-websocket-version") != [b"13"]:
+        failure = refusal(426, code="invalid_upgrade", message="Sec-WebSocket-Version must be 13")
+        return replace(failure, headers={"Sec-WebSocket-Version": "13", "Upgrade": "websocket"})
+    keys = values.get(b"sec-websocket-key", [])
+    if len(keys) != 1 or not _WEBSOCKET_KEY.fullmatch(keys[0]):
+        return refusal(
+            400, code="invalid_upgrade", message="Sec-WebSocket-Key must be 16 bytes in base64"
+        )
+    return None
+
+
 def _too_many_connections() -> Failure:
     return refusal(
         503, code="too_many_connections", message="the server has as many connections as it takes"
     )
+
+
+def _framing_too_large(max_bytes: int) -> Failure:
+    message = f"trailers and chunk extensions are larger than {max_bytes} bytes"
+    return refusal(431, code="header_too_large", message=message)
 
 
 def _header_too_large(max_bytes: int) -> Failure:

@@ -20,6 +20,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -34,7 +35,13 @@ from penstock.engine.process import Status, run_child
 from penstock.gateway.access_log import tag_log_lines
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.http_protocol import HttpLimits, RefuseConnections, limited_protocol
+from penstock.gateway.http_protocol import (
+    MAX_REFUSED_CONNECTIONS,
+    HttpLimits,
+    RefuseConnections,
+    limited_protocol,
+)
+from penstock.gateway.http_server import HttpServer
 from penstock.gateway.model import load_model
 from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
@@ -45,7 +52,7 @@ _HAND_OVER_S = 2.0
 _PONG_S = 20.0  # a reader that is behind has its pings behind all the rest
 _FLUSH_S = 2  # for connections to close once their streams have ended
 _GC_OBJECTS = 50_000  # made, and not freed, between two collections
-_SPARE_FILES = 64  # for what is no connection
+_SPARE_FILES = 128  # for what is no connection: Redis, the engine, the log, …
 
 
 def serve(settings: Mapping[str, Any], status: Status) -> None:
@@ -59,7 +66,7 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     config = GatewayConfig.from_settings(settings)
     log = configure_logging(config.log_level, config.log_format)
     tag_log_lines()
-    _make_room_for(config.max_connections)
+    config = replace(config, max_connections=_make_room_for(config.max_connections))
     app = create_app(config, load_model(config, checks_template=True), log=log)
     server = _Server(_uvicorn_config(config, app), app, log=log, grace_s=config.shutdown_grace_s)
     _calm_collector()
@@ -98,6 +105,8 @@ def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
     except (OSError, ssl.SSLError) as error:
         files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
         raise ConfigError(f"cannot use the certificate and key of {files}: {error}") from error
+    if result.ssl is not None:
+        result.ssl.options |= ssl.OP_NO_RENEGOTIATION  # OpenSSL's default only since 3.0
     return result
 
 
@@ -126,15 +135,29 @@ def _calm_collector() -> None:
     gc.set_threshold(_GC_OBJECTS, 20, 100)
 
 
-def _make_room_for(max_connections: int) -> None:
-    """Raise the limit of open files as far as we may; a connection is one."""
+def _make_room_for(max_connections: int) -> int:
+    """Raise the limit of open files as far as we may; a connection is one.
+
+    Returns:
+        How many connections there can be, with some files to spare: fewer than asked for if need
+        be, as without a file Redis could not be reached, nor anybody be told that there is none.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < max_connections + _SPARE_FILES:
-        _LOG.warning("only %d files may be open: fewer than --max-connections need", hard)
+    num_spare = _SPARE_FILES + MAX_REFUSED_CONNECTIONS
+    if hard == resource.RLIM_INFINITY or hard >= max_connections + num_spare:
+        return max_connections
+    room = max(1, hard - num_spare)
+    _LOG.warning(
+        "only %d files may be open, %d of them connections: fewer than --max-connections (%d)",
+        hard,
+        room,
+        max_connections,
+    )
+    return room
 
 
-class _Server(uvicorn.Server):
+class _Server(HttpServer):
     """Ends streams with a terminal event before uvicorn, which would just cut them, shuts down."""
 
     def __init__(
@@ -146,8 +169,7 @@ class _Server(uvicorn.Server):
         self._grace_s = grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()  # uvicorn would do so only after the streams
+        self.stop_accepting()  # uvicorn would do so only after the streams
         await self.app.state.engine.drain(self._grace_s, hand_over=self._hand_over)
         # uvicorn closes WebSockets at once: let the last events out. That takes turns of this loop,
         # of which a single sleep would leave none if we stood still for as long.

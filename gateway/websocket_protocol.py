@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from starlette.types import Scope
 from starlette.websockets import WebSocketDisconnect
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidMessage
 from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from penstock.gateway.direct import offer_direct
+from penstock.gateway.errors import refusal
+from penstock.gateway.http_protocol import last_answer
 from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
 
 if TYPE_CHECKING:
@@ -68,8 +71,22 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True  # by an answer; uvicorn would log it as an error
 
     def data_received(self, data: bytes) -> None:
-        if not self._has_failed:
-            super().data_received(data)
+        if self._has_failed:
+            return
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self._refuse_handshake(self.conn.handshake_exc)
+
+    def _refuse_handshake(self, error: Exception) -> None:
+        """websockets could not read the request: it has tighter limits than HTTP. uvicorn would
+        say nothing, and wait."""
+        self._has_failed = self.handshake_complete = self.close_sent = True
+        if isinstance(error, InvalidMessage):
+            failure = refusal(400, code="invalid_upgrade", message=str(error))
+        else:
+            failure = refusal(431, code="header_too_large", message=str(error))
+        self.transport.write(last_answer(failure, self.default_headers))
+        self.transport.close()
 
     def handle_ping(self) -> None:
         if not self._has_failed:

@@ -27,6 +27,7 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.http_protocol import HttpLimits, limited_protocol
+from penstock.gateway.http_server import HttpServer
 from penstock.gateway.responses import redis_log_store
 from penstock.gateway.responses.redis_log_store import RedisLogSettings
 from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
@@ -167,7 +168,7 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
 @contextlib.asynccontextmanager
 async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
     """A gateway's port, while it serves."""
-    server = uvicorn.Server(
+    server = HttpServer(
         uvicorn.Config(
             app,
             http=limited_protocol(_LIMITS),

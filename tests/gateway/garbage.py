@@ -29,16 +29,16 @@ async def freed_without_collector(*kinds: type) -> AsyncIterator[None]:
     """Objects of these types that come up in the block are gone soon after it, though nobody
     collects garbage."""
     gc.collect()
-    before = _num_alive(kinds)
+    before = num_alive(*kinds)
     gc.disable()
     try:
         yield
         async with asyncio.timeout(_PATIENCE_S):
-            while _num_alive(kinds) > before:  # noqa: ASYNC110
+            while num_alive(*kinds) > before:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:
         gc.enable()
 
 
-def _num_alive(kinds: tuple[type, ...]) -> int:
+def num_alive(*kinds: type) -> int:
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())

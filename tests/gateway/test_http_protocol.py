@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -13,9 +14,10 @@ import uvicorn
 import websockets
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.gateway.http_protocol import (
     HttpLimits,
@@ -23,8 +25,12 @@ from penstock.gateway.http_protocol import (
     RefuseConnections,
     limited_protocol,
 )
+from penstock.gateway.http_server import HttpServer
+from penstock.gateway.sse import wait_disconnect
+from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
 
-from .garbage import freed_without_collector
+from .conftest import until
+from .garbage import freed_without_collector, num_alive
 
 _PATIENT_S = 60.0
 _SHORT_S = 0.3
@@ -36,6 +42,33 @@ async def echo(request: Request) -> Response:
         return PlainTextResponse(await request.body())
     except ClientDisconnect:
         return Response(status_code=499)
+
+
+async def tell_headers(request: Request) -> Response:
+    await request.body()
+    return JSONResponse([[name.decode(), value.decode()] for name, value in request.headers.raw])
+
+
+class Gate:
+    """An endpoint that answers when it is opened, and knows who left before."""
+
+    def __init__(self) -> None:
+        self.num_waiting = self.num_left = 0
+        self._opened = asyncio.Event()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def wait(self, request: Request) -> Response:
+        self.num_waiting += 1
+        opened = asyncio.create_task(self._opened.wait())
+        left = asyncio.create_task(wait_disconnect(request.receive))
+        await request.body()
+        await asyncio.wait({opened, left}, return_when=asyncio.FIRST_COMPLETED)
+        self.num_left += left.done()
+        opened.cancel()
+        left.cancel()
+        return PlainTextResponse("opened")
 
 
 async def answer_early(_: Request) -> Response:
@@ -55,6 +88,7 @@ async def served(
     max_connections: int = 100,
     header_timeout_s: float = _PATIENT_S,
     body_timeout_s: float = _PATIENT_S,
+    gate: Gate | None = None,
 ) -> AsyncIterator[int]:
     """The port of a server."""
     limits = HttpLimits(
@@ -66,6 +100,8 @@ async def served(
     app = Starlette(
         routes=[
             Route("/", echo, methods=["GET", "POST"]),
+            Route("/headers", tell_headers, methods=["POST"]),
+            Route("/wait", (gate or Gate()).wait, methods=["GET"]),
             Route("/early", answer_early, methods=["POST"]),
             WebSocketRoute("/ws", echo_socket),
         ]
@@ -73,12 +109,12 @@ async def served(
     config = uvicorn.Config(
         RefuseConnections(app),
         http=limited_protocol(limits),
-        ws="websockets-sansio",
+        ws=PatientWebSocketProtocol,
         log_config=None,
         timeout_keep_alive=int(_PATIENT_S),
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server._serve(sockets=[listener]))
         try:
@@ -225,6 +261,171 @@ async def test_a_large_header_is_answered_431(pieces: int) -> None:
             for start in range(0, len(header), size):
                 await client.send(header[start : start + size])
         assert await client.error() == (431, "header_too_large")
+
+
+_CHUNKED = b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_trailers_are_dropped() -> None:
+    async with served() as port, connected(port) as client:
+        trailers = b"Host: evil\r\nX-Request-Id: evil\r\n"
+        chunked = _CHUNKED % b"/headers" + b"1\r\na\r\n0\r\n" + trailers + b"\r\n"
+        await client.send(chunked + chunked)
+        for _ in range(2):
+            status, _, body = await client.response()
+            assert status == 200
+            assert json.loads(body) == [["host", "x"], ["transfer-encoding", "chunked"]]
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        pytest.param(b"0\r\n", b"X: %b\r\n" % (b"a" * 100), id="many trailers"),
+        pytest.param(b"0\r\nX: ", b"a" * 100, id="a trailer without end"),
+        pytest.param(b"1;x=", b"a" * 100, id="an extension without end"),
+        pytest.param(b"", b"1;%b\r\na\r\n" % (b"x" * 100), id="many extensions"),
+    ],
+)
+async def test_trailers_and_chunk_extensions_have_a_limit(start: bytes, piece: bytes) -> None:
+    async with served() as port, connected(port) as client:
+        # In one read of the server's, so that its close does not reset the connection.
+        await client.send(_CHUNKED % b"/" + start + piece * 100)
+        assert await client.error() == (431, "header_too_large")
+
+
+async def test_a_body_of_small_chunks_with_a_few_trailers_is_served() -> None:
+    async with served() as port, connected(port) as client:
+        num = 20_000
+        end = b"0\r\nX-Checksum: 1\r\n\r\n"
+        await client.send(_CHUNKED % b"/" + b"1\r\na\r\n" * num + end)
+        status, _, body = await client.response()
+        assert (status, len(body)) == (200, num)
+
+
+_WAIT = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_requests_sent_ahead_are_not_read_while_many_wait() -> None:
+    gate, num = Gate(), 5000
+    async with served(gate=gate) as port, connected(port) as client:
+        before = num_alive(RequestResponseCycle)
+        client.writer.write(_WAIT + _GET * num)
+        await until(lambda: gate.num_waiting == 1)
+        await until(lambda: len(_with_pipeline()) == 1)
+        (connection,) = _with_pipeline()
+        await until(lambda: not connection.transport.is_reading())
+        await asyncio.sleep(0.2)  # were it read on, it would be so now
+        assert not connection.transport.is_reading()
+        assert num_alive(RequestResponseCycle) - before < 200
+        gate.open()
+        assert (await client.response())[2] == b"opened"
+        for _ in range(num):
+            assert (await client.response())[0] == 200
+
+
+async def test_a_connection_that_is_lost_leaves_none_of_the_requests_sent_ahead() -> None:
+    gate = Gate()
+    kinds = (LimitedHttpProtocol, RequestResponseCycle)
+    async with served(gate=gate) as port, freed_without_collector(*kinds):
+        for num in (3, 20_000):  # in the second, nothing is read any more
+            async with connected(port) as client:
+                client.writer.write(_WAIT + _GET * num)
+                await until(lambda: gate.num_waiting > 0)
+                client.writer.transport.abort()
+            gate.open()
+
+
+async def test_the_request_that_runs_hears_that_its_client_left_those_behind_it() -> None:
+    gate = Gate()
+    async with served(gate=gate) as port:
+        async with connected(port) as client:
+            await client.send(_WAIT + _GET * 3)
+            await until(lambda: gate.num_waiting == 1)
+        await until(lambda: gate.num_left == 1)
+
+
+async def test_a_header_that_is_sent_behind_a_request_has_its_limit_too() -> None:
+    gate = Gate()
+    async with served(gate=gate) as port, connected(port) as client:
+        await client.send(_WAIT)
+        await until(lambda: gate.num_waiting == 1)
+        with contextlib.suppress(ConnectionError):
+            await client.send(b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000)
+        await client.rest()
+        await until(lambda: gate.num_left == 1)
+
+
+def _with_pipeline() -> list[LimitedHttpProtocol]:
+    """The connections on which a request waits for the answer to another."""
+    every = [each for each in gc.get_objects() if isinstance(each, LimitedHttpProtocol)]
+    return [each for each in every if each.pipeline]
+
+
+_UPGRADE = b"Host: x\r\nConnection: keep-alive, Upgrade\r\n"
+_WEBSOCKET = _UPGRADE + b"Upgrade: websocket\r\n"
+_VERSION = b"Sec-WebSocket-Version: 13\r\n"
+_KEY = b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+_HANDSHAKE = _WEBSOCKET + _VERSION + _KEY
+_H2C = _UPGRADE + b"Upgrade: h2c\r\n"
+_LENGTH = b"Content-Length: 3\r\n"
+_CODING = b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "fields", "body", "status", "code"),
+    [
+        # no handshake for a WebSocket
+        ("GET /ws 1.1", _HANDSHAKE + _LENGTH, b"abc", 400, "invalid_upgrade"),
+        ("GET /ws 1.1", _HANDSHAKE + _LENGTH, b"", 400, "invalid_upgrade"),
+        ("GET /ws 1.1", _HANDSHAKE + _CODING, b"3\r\nabc\r\n0\r\n\r\n", 400, "invalid_upgrade"),
+        ("GET /ws 1.1", _HANDSHAKE + _CODING, b"", 400, "invalid_upgrade"),
+        ("GET /ws 1.1", _HANDSHAKE + _LENGTH + b"Expect: 100-continue\r\n", b"", 400,
+         "invalid_upgrade"),
+        ("POST /ws 1.1", _HANDSHAKE + _LENGTH, b"abc", 400, "invalid_upgrade"),
+        ("POST /ws 1.1", _HANDSHAKE, b"", 400, "invalid_upgrade"),
+        ("GET /ws 1.1", _WEBSOCKET + _VERSION, b"", 400, "invalid_upgrade"),
+        ("GET /ws 1.1", _WEBSOCKET + _VERSION + b"Sec-WebSocket-Key: a\r\n", b"", 400,
+         "invalid_upgrade"),
+        ("GET /ws 1.1", _HANDSHAKE + _KEY, b"", 400, "invalid_upgrade"),
+        ("GET /ws 1.1", _WEBSOCKET + _KEY, b"", 426, "invalid_upgrade"),
+        ("GET /ws 1.1", _WEBSOCKET + _KEY + b"Sec-WebSocket-Version: 8\r\n", b"", 426,
+         "invalid_upgrade"),
+        ("GET /ws 1.1", _HANDSHAKE + b"X: y\r\n" * 200, b"", 431, "header_too_large"),
+        ("GET /ws 1.1", _UPGRADE + b"Upgrade: h2c\r\nUpgrade: websocket\r\n" + _VERSION + _KEY,
+         b"", 426, None),
+        ("CONNECT x:80 1.1", b"Host: x\r\n", b"", 405, "method_not_allowed"),
+        # handshakes
+        ("GET /ws 1.1", _HANDSHAKE, b"", 101, None),
+        ("GET /ws 1.1", _HANDSHAKE + b"Content-Length: 0\r\n", b"", 101, None),
+        ("GET /ws 1.1", _HANDSHAKE + b"Expect: 100-continue\r\n", b"", 101, None),
+        # upgrades that are ignored
+        ("POST / 1.0", _HANDSHAKE + _LENGTH, b"abc", 200, None),
+        ("GET / 1.1", _H2C, b"", 200, None),
+        ("POST / 1.1", _H2C + _LENGTH, b"abc", 200, None),
+        ("POST / 1.1", _H2C + _CODING, b"3\r\nabc\r\n0\r\n\r\n", 200, None),
+        ("POST / 1.1", _UPGRADE + _LENGTH, b"abc", 200, None),
+        ("POST / 1.1", b"Host: x\r\nUpgrade: websocket\r\n" + _LENGTH, b"abc", 200, None),
+    ],
+)  # fmt: skip
+async def test_every_upgrade_is_answered_at_once(
+    start: str, fields: bytes, body: bytes, status: int, code: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO", logger="penstock")
+    method, path, version = start.split()
+    request = f"{method} {path} HTTP/{version}\r\n".encode() + fields + b"\r\n" + body
+    async with served() as port, connected(port, request) as client:
+        if code is not None:
+            assert await client.error() == (status, code)
+            assert f"refused a connection: {status} {code}" in caplog.text
+        elif status == 200:
+            for _ in range(2 if version == "1.1" else 1):  # it stays usable
+                answered, _, echoed = await client.response()
+                assert (answered, echoed) == (200, b"abc" if body else b"")
+                await client.send(request)
+        else:
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
 
 
 async def test_what_is_no_http_is_answered_400() -> None:

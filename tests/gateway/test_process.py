@@ -42,12 +42,18 @@ def test_no_torch_in_the_gateway() -> None:
 
 @contextlib.contextmanager
 def launched(
-    model: str, address: str, **flags: Any
+    model: str,
+    address: str,
+    *,
+    log: Path | None = None,
+    max_files: int | None = None,
+    **flags: Any,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """The process, its port, and the status pipe's reading end."""
+    """The process, its port, and the status pipe's reading end. Its log goes to a file if named."""
     config_read, config_write = os.pipe()
     status_read, status_write = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         settings: dict[str, Any] = {
             "host": "127.0.0.1",
             "port": 0,
@@ -60,8 +66,13 @@ def launched(
             "num_blocks": None,
             **flags,
         }
+        command = [sys.executable, "-m", "penstock.gateway.process"]
+        if max_files is not None:
+            command = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
+        stderr = None if log is None else stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.gateway.process"],
+            command,
+            stderr=stderr,
             pass_fds=[config_read, status_write, listener.fileno()],
             env={
                 **os.environ,

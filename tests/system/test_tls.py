@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import ssl
-import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 import websockets
 
+from ..certificate import make_certificate
 from .processes import END_S, serve
 from .test_lifecycle import fail
 
@@ -20,16 +20,7 @@ _PASSWORD = "of the key"
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """PEM files of a certificate and of its encrypted key."""
-    folder = tmp_path_factory.mktemp("tls")
-    files = folder / "certificate.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -days 2"
-    command += " -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1,DNS:localhost"
-    subprocess.run(
-        [*command.split(), "-passout", f"pass:{_PASSWORD}", "-out", files[0], "-keyout", files[1]],
-        check=True,
-        capture_output=True,
-    )
-    return files
+    return make_certificate(tmp_path_factory.mktemp("tls"), password=_PASSWORD)
 
 
 async def test_https_and_wss(certificate: tuple[Path, Path], tmp_path: Path) -> None:
