@@ -38,6 +38,7 @@ from penstock.gateway.responses.redis_stream import (
 
 _LOG = logging.getLogger(__name__)
 _NUM_TICKS = 5  # of the time that Redis has for an answer
+_LOOK_S = 0.01  # whether a log has been verified
 _RETRY_S = 0.005
 
 
@@ -134,9 +135,10 @@ class LogWriter:
         owned = self.owned.get(log.header.response_id)
         if owned is not None and owned.log is log:
             owned.is_suspect = True
-            self._dirty[owned.response_id] = owned
-            self._start_flush()
-            await self.flushed()
+            self._flush_soon(owned)
+            # Not until all is stored: while other responses run, there may always be more.
+            while owned.is_suspect and self._is_owned(owned) and owned.node in self._flushers:
+                await asyncio.wait({self._flushers[owned.node]}, timeout=_LOOK_S)
         if is_superseded and not log.is_resumable and log.failure is None:
             # It went on without Redis: another may tell otherwise what its readers have had.
             self._on_done(log)
