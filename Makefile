@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	-e "$(1)" >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 
+has_compiler = $(BIN)/python -c \
+	"from penstock.kernels.cpu.build import find_compiler; find_compiler()" 2>/dev/null
+
 .PHONY: install serve test check format bench bench-peers gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed
@@ -70,6 +73,11 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing penstock into $(VENV) (a few minutes the first time) ..."
 	@$(call pip_install,.[bench])
+	@$(has_compiler) || { \
+	  echo "installing a C compiler, since there is none (the ziglang package, 440 MB) ..."; \
+	  ($(call pip_install,.[compiler])) >/dev/null || \
+	  echo "warning: it could not be installed (see $(VENV)/install.log):" \
+	    "without a C compiler a CPU is half as fast"; }
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

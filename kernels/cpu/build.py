@@ -8,9 +8,12 @@ own bytes, so that no process ever loads half a file: loading one would kill the
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from penstock.kernels.cpu.isa import Isa
 CACHE_VARIABLE = "PENSTOCK_CACHE_DIR"
 _SOURCES = Path(__file__).parent
 _COMPILED = ("kernels.c", "pool.c")
+_SYSTEM_COMPILERS = ["cc", "gcc", "clang"]
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
 _TIMEOUT_S = 120.0
 
@@ -33,38 +37,61 @@ def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
     Raises:
         BuildError: saying why, in one line.
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     flags = (*_FLAGS, *isa.flags, *(f"-D{define}" for define in defines))
-    path = _cache_dir() / f"kernels-{_digest_of_inputs(compiler, flags)[:24]}.so"
+    cache = _cache_dir()
+    path = cache / f"kernels-{_digest_of_inputs(compiler, flags, cache)[:24]}.so"
     if not _is_intact(path):
         _compile(compiler, flags, path)
     return path
 
 
-def _find_compiler() -> str:
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+def find_compiler() -> tuple[str, ...]:
+    """The command that compiles C: `$CC`, else the system's compiler, else the `ziglang` package.
+
+    Raises:
+        BuildError: there is none.
+    """
+    try:
+        chosen = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise BuildError(f"CC={os.environ['CC']}: {error}") from error
+    names = chosen[:1] or _SYSTEM_COMPILERS
     for name in names:
         found = shutil.which(name)
         if found:
-            return found
+            return (found, *chosen[1:])
+    if not chosen and importlib.util.find_spec("ziglang"):
+        # Unlike others it compiles for this very CPU unless told otherwise: what `Isa` names is
+        # what may be used.
+        return (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
     raise BuildError(f"no C compiler ({', '.join(names)}) on the PATH")
 
 
-def _digest_of_inputs(compiler: str, flags: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(repr((compiler, _run([compiler, "--version"]), flags)).encode())
+def _digest_of_inputs(compiler: tuple[str, ...], flags: tuple[str, ...], cache: Path) -> str:
+    version = _run(compiler, ["--version"], cache)
+    digest = hashlib.sha256(repr((compiler, version, flags)).encode())
     for source in sorted(_SOURCES.glob("*.[ch]")):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
 
 
 def _cache_dir() -> Path:
+    """Where libraries are kept; made if it is not there."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+        folder = (
+            Path(chosen)
+            if chosen
+            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+        )
     except RuntimeError as error:  # a container's user, whom the system does not know
         raise BuildError(f"no place for a cache ({error}): set {CACHE_VARIABLE}") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written: {error}") from error
+    return folder
 
 
 def _is_intact(path: Path) -> bool:
@@ -82,13 +109,12 @@ def _digest_of_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             fresh = Path(folder) / path.name
             sources = [str(_SOURCES / name) for name in _COMPILED]
-            _run([compiler, *flags, "-o", str(fresh), *sources, "-lm"])
+            _run(compiler, [*flags, "-o", str(fresh), *sources, "-lm"], path.parent)
             seal = _seal(fresh)
             seal.write_text(_digest_of_file(fresh))
             fresh.replace(path)
@@ -97,14 +123,22 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
         raise BuildError(f"{path.parent} cannot be written: {error}") from error
 
 
-def _run(command: list[str]) -> str:
+def _run(compiler: tuple[str, ...], arguments: list[str], cache: Path) -> str:
+    # Zig keeps the C library it has prepared for this system; by default below the user's home,
+    # which may not be writable.
+    environment = {"ZIG_GLOBAL_CACHE_DIR": str(cache / "zig"), **os.environ}
     try:
         done = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            [*compiler, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
         )
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [str(error)]
-        raise BuildError(f"{command[0]} failed: {lines[0]}") from error
+        raise BuildError(f"{shlex.join(compiler)} failed: {lines[0]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} failed: {error}") from error
+        raise BuildError(f"{shlex.join(compiler)} failed: {error}") from error
     return done.stdout

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import torch
 from tests.kernels.cpu import operations
 
 from penstock.kernels.cpu import build
-from penstock.kernels.cpu.build import CACHE_VARIABLE, BuildError, build_library
+from penstock.kernels.cpu.build import CACHE_VARIABLE, BuildError, build_library, find_compiler
 from penstock.kernels.cpu.isa import ISA_VARIABLE, Isa, select_isa
 from penstock.kernels.cpu.library import load_library
 
@@ -32,7 +34,11 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that notes when it compiles: a line each in this file."""
     notes, compiler = tmp_path / "notes", tmp_path / "noting-cc"
     notes.touch()
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo x >> {notes}\nexec cc "$@"\n')
+    command = shlex.join(find_compiler())
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || echo x >> {notes}\n'
+        f'unset CC\nexec {command} "$@"\n'  # Zig asks the one that CC names about the system
+    )
     compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("CC", str(compiler))
     return notes
@@ -48,6 +54,38 @@ def test_it_is_compiled_once(compilations):
     assert num_compilations(compilations) == 1
     other = build_library(Isa("portable", ()), DEFINES)
     assert other != first or select_isa().flags == ()
+
+
+def test_a_compiler_may_be_of_several_words(compilations, monkeypatch):
+    (compiler,) = find_compiler()
+    monkeypatch.setenv("CC", f"env 'NOTE=of several words' {compiler}")
+    assert find_compiler() == (shutil.which("env"), "NOTE=of several words", compiler)
+    assert load_library(torch.float32) is not None
+    assert num_compilations(compilations) == 1
+
+
+def test_without_a_system_compiler_it_is_the_python_packages(compilations, monkeypatch, tmp_path):
+    """A stand-in for the package, which hands on to the compiler that this machine has."""
+    package, arguments = tmp_path / "packages" / "ziglang", tmp_path / "arguments"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import os, sys, pathlib\n"
+        f"pathlib.Path({str(arguments)!r}).write_text(repr(sys.argv[1:3]))\n"
+        "os.environ.pop('PYTHONPATH')\n"
+        f"os.environ['PATH'] = {os.environ['PATH']!r}\n"
+        f"os.execv({os.environ['CC']!r}, ['cc', *sys.argv[3:]])\n"
+    )
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "ziglang", raising=False)
+    assert find_compiler()[:4] == (sys.executable, "-m", "ziglang", "cc")
+    assert load_library(torch.float32) is not None
+    assert num_compilations(compilations) == 1
+    # It would compile for this very CPU, which the name of a library in the cache does not say.
+    assert arguments.read_text() == repr(["cc", "-mcpu=baseline"])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "unsealed", "bad seal"])
@@ -85,11 +123,14 @@ def test_processes_that_start_together_get_a_whole_file_each(cache):
         ({"PATH": ""}, "no C compiler"),
         ({"CC": "no-such-compiler"}, "no C compiler (no-such-compiler)"),
         ({"CC": "false"}, "failed"),
+        ({"CC": "cc 'of words"}, "CC=cc 'of words"),
         ({CACHE_VARIABLE: "/proc/nowhere"}, "cannot be written"),
         ({ISA_VARIABLE: "vax"}, "this CPU can run"),
     ],
 )
 def test_without_kernels_there_is_one_line_in_the_log(monkeypatch, caplog, variables, reason):
+    if "PATH" in variables:
+        monkeypatch.setitem(sys.modules, "ziglang", None)  # not to be found either
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.WARNING):
