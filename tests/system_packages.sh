@@ -1,12 +1,14 @@
 #!/bin/sh
-# Install what tests need beyond Python (a Redis server, a browser, Node, nginx), where we may: as root
-# on a machine with apt. Elsewhere their tests skip, and pytest's summary says so in one line.
+# Install what tests need beyond Python packages (a Redis server, a browser, nginx, curl, the runtime
+# of the address sanitizer), where we may: as root on a machine with apt. Elsewhere their tests skip,
+# and pytest's summary says so in one line.
 set -eu
 missing=""
 command -v redis-server >/dev/null || missing="$missing redis-server"
 command -v chromium >/dev/null || missing="$missing chromium"
 command -v nginx >/dev/null || missing="$missing nginx-light"
-command -v npm >/dev/null || missing="$missing nodejs npm"
+command -v curl >/dev/null || missing="$missing curl"
+PATH="$PATH:/sbin" ldconfig -p | grep -q libasan || missing="$missing libasan8"
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "installing$missing ..."

@@ -114,6 +114,7 @@ def test_langchain(real_server: Served, langchain: Path) -> None:
     assert "block" in told
 
 
+@pytest.mark.curl
 def test_curl(real_server: Served) -> None:
     """What comes after the break begins where the first part ended."""
     told = output([str(EXAMPLES / "curl.sh")], real_server)

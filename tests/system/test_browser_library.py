@@ -54,7 +54,6 @@ async def test_the_library_in_node(demo_server: Served) -> None:
     ):
         process = await asyncio.create_subprocess_exec(
             node,
-            "--experimental-websocket",
             "--test-reporter=tap",
             "--test",
             str(SUITE),

@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 import httpx
+import pytest
 import websockets
 
 from .processes import END_S, ENDLESS_TOKENS, PENSTOCK, Served, idle, metrics
@@ -14,6 +15,7 @@ from .processes import END_S, ENDLESS_TOKENS, PENSTOCK, Served, idle, metrics
 _QUESTION = [{"role": "user", "content": "What is paged attention?"}]
 
 
+@pytest.mark.curl
 def test_curl_gets_an_event_stream(demo_server: Served) -> None:
     body = {"model": "demo", "messages": _QUESTION, "stream": True, "temperature": 0}
     result = subprocess.run(

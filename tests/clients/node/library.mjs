@@ -1,8 +1,6 @@
 /**
  * The browser library in Node, against the server at the address in PENSTOCK_URL and, through a
  * proxy that cuts connections when told to, at PENSTOCK_CUT_URL.
- *
- * `node --experimental-websocket` gives Node 20 the WebSocket that later ones have anyway.
  */
 
 import assert from "node:assert/strict";
