@@ -7,9 +7,9 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import redis
 
 from penstock.gateway.conversations.store import StoreUnavailableError
+from penstock.gateway.redis_errors import RedisAwayError
 from penstock.gateway.responses import log as response_log
 from penstock.gateway.responses import redis_log_reader, redis_ownership
 from penstock.gateway.responses.log import ResponseLog, ResponseMovedError
@@ -77,12 +77,12 @@ async def test_who_stood_still_does_not_take_redis_for_gone(
     follower = there.store._follower
     block = follower._block
 
-    async def sleep_first() -> object:
+    async def sleep_first(positions: dict[bytes, bytes]) -> object:
         nonlocal now_s, has_slept
         if has_slept:
-            return await block()
+            return await block(positions)
         now_s, has_slept = now_s + 100, True
-        raise redis.TimeoutError
+        raise RedisAwayError
 
     monkeypatch.setattr(follower, "_block", sleep_first)
     await until(lambda: has_slept)
