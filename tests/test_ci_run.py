@@ -30,8 +30,7 @@ def test_it():
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     (tmp_path / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     for name in ("engine/test_a", "engine/test_b", "system/test_c"):
@@ -52,7 +51,7 @@ def ci_run(project: Path, **num_failures: int) -> tuple[int, list[str]]:
         (path,) = project.glob(f"tests/*/{module}.num_failures")
         path.write_text(str(number))
     done = subprocess.run(
-        [project / ".ci" / "run"], cwd="/", capture_output=True, text=True, check=False
+        ["bash", project / ".ci" / "run"], cwd="/", capture_output=True, text=True, check=False
     )
     return done.returncode, done.stdout.splitlines()
 
