@@ -32,6 +32,7 @@ from penstock.gateway.errors import RequestRefusedError
 MAX_WAITING = 16  # requests for the one process
 # Where CPU time is not the limit: the process waits for a core, or for its start.
 _MAX_WALL_S = 30.0
+_EXIT_S = 5.0
 
 
 class TemplateProcess:
@@ -92,6 +93,9 @@ class TemplateProcess:
             async with asyncio.timeout(_MAX_WALL_S):
                 return await _exchange(process, frame)
         except (EOFError, TimeoutError) as error:
+            if isinstance(error, EOFError):  # it is dying: of what, its exit code is to say
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), _EXIT_S)
             await _end(process)
             raise InvalidRequestError(
                 f"chat_template {_end_of(process.returncode)}", param="chat_template"
