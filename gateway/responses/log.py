@@ -39,6 +39,10 @@ class Storage(Protocol):
         """
         ...
 
+    async def is_read_elsewhere(self, log: ResponseLog) -> bool:
+        """Whether another gateway follows it for somebody."""
+        ...
+
 
 class InMemory:
     """Storage that is this process: what is appended is seen, and nobody else owns it."""
@@ -48,6 +52,9 @@ class InMemory:
 
     async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
         pass
+
+    async def is_read_elsewhere(self, log: ResponseLog) -> bool:  # noqa: ARG002  (there is none)
+        return False
 
 
 IN_MEMORY = InMemory()
@@ -143,6 +150,10 @@ class ResponseLog:
         """Whether this owner has it still; see `Storage.verify`."""
         await self._storage.verify(self, is_superseded=is_superseded)
         return self.failure is None
+
+    async def is_read_elsewhere(self) -> bool:
+        """Whether somebody reads it who is not among `readers`."""
+        return await self._storage.is_read_elsewhere(self)
 
     def notify(self, kind: str, **values: Any) -> None:
         """Tell those who listen now, in its place among the entries."""

@@ -163,6 +163,9 @@ class MemoryLogStore:
     async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
         """Nobody else has this memory."""
 
+    async def is_read_elsewhere(self, log: ResponseLog) -> bool:  # noqa: ARG002  (there is none)
+        return False
+
     def _keep(self, log: ResponseLog) -> None:
         header = log.header
         ended = _EndedLog(header.tenant, self._clock(), encode_log(header, log.entries))

@@ -14,7 +14,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
@@ -30,6 +30,7 @@ from penstock.gateway.responses.redis_stream import (
     StreamEntry,
     ask,
     log_key,
+    read_key,
     round_trip,
     store_unavailable,
 )
@@ -41,6 +42,7 @@ _RETRY_S = 0.1
 _PATIENCE_S = 10.0  # with a Redis that is away, before those who read are told
 _LONGEST_TRY_S = 2.0  # what was longer was this process, standing still
 _PAGE_ENTRIES = 512
+_MARK_EVERY_S, _MARK_S = 5.0, 15  # that somebody reads a log
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class StreamFollower:
         self._on_control = on_control
         self._followed: dict[bytes, _Followed] = {}
         self._is_blocked = False
+        self._mark_due_s = 0.0
         self._away_s = defaultdict[str, float](float)  # by node, of tries in a row
 
     def find(self, response_id: str) -> ResponseLog | None:
@@ -86,6 +89,7 @@ class StreamFollower:
         """
         key = (log_key(stored.log.header.response_id) or "").encode()
         self._followed[key] = _Followed(weakref.ref(stored.log), stored.position)
+        await self._mark_read([stored.log])
         if self._is_blocked and not self._is_cluster:
             # What waits in Redis does not know of it; an entry of its own makes it return.
             wake: Command = ("XADD", self._control_key, "MAXLEN", "~", 1000, "*", b"wake", b"")
@@ -141,11 +145,16 @@ class StreamFollower:
                 self._take(key, positions[key], entries)
 
     async def check(self) -> None:
-        """Fail the followed logs that Redis has no more (they expired, or were lost).
+        """Fail the followed logs that Redis has no more (they expired, or were lost), and tell the
+        owners of the others that somebody reads them.
 
         Raises:
             RedisAwayError: Redis cannot serve now.
         """
+        if time.monotonic() >= self._mark_due_s:
+            self._mark_due_s = time.monotonic() + _MARK_EVERY_S
+            logs = [followed.log() for followed in self._followed.values()]
+            await self._mark_read([log for log in logs if log is not None and log.readers])
         keys = list(self._live())
         if not keys:
             return
@@ -154,6 +163,10 @@ class StreamFollower:
         ):
             if exists == 0:
                 self._fail(key)
+
+    async def _mark_read(self, logs: Sequence[ResponseLog]) -> None:
+        keys = [read_key(log.header.response_id) for log in logs]
+        await round_trip(self._redis, [("SET", key, b"1", "EX", _MARK_S) for key in keys])
 
     async def _block(self, positions: dict[bytes, bytes]) -> list[tuple[bytes, list[StreamEntry]]]:
         self._is_blocked = True

@@ -27,11 +27,13 @@ from penstock.gateway.responses.redis_stream import (
     Command,
     add_broken,
     add_entry,
+    ask,
     is_begun_by,
     is_refused_id,
     lean_round_trip,
     parse_id,
     read_first,
+    read_key,
     read_last,
     round_trip,
 )
@@ -143,6 +145,12 @@ class LogWriter:
             # It went on without Redis: another may tell otherwise what its readers have had.
             self._on_done(log)
             log.fail(response_expired(log.header.response_id))
+
+    async def is_read_elsewhere(self, log: ResponseLog) -> bool:
+        try:
+            return bool(await ask(self._redis, "EXISTS", read_key(log.header.response_id)))
+        except RedisAwayError:
+            return True  # for all we know
 
     async def flushed(self) -> None:
         """Wait until all that was appended is stored, or was shown without."""

@@ -75,6 +75,12 @@ def cancel_key(response_id: str) -> str:
     return f"penstock:cancel:{{{tree_of(response_id)}}}:{response_id}"
 
 
+def read_key(response_id: str) -> str:
+    """Set again and again by gateways that follow it for somebody: its owner must not take it for
+    unread."""
+    return f"penstock:read:{{{tree_of(response_id)}}}:{response_id}"
+
+
 def add_header(key: str, header: ResponseHeader) -> Command:
     entry_id = f"1-{header.num_opening_events - 1}"
     return "XADD", key, entry_id, HEADER, encode_header(header)

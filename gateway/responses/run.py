@@ -99,6 +99,7 @@ class ResponseRun:
         self._grace: asyncio.TimerHandle | None = None
         self._touch: asyncio.TimerHandle | None = None
         self._touching: asyncio.Future[None] | None = None  # the event loop holds it weakly
+        self._looking: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_over: asyncio.Future[None] | None = None  # while there is something to take
@@ -124,6 +125,8 @@ class ResponseRun:
         finally:
             self.log.on_readers = self.log.on_cancel = self.log.on_lost = None
             self._stop_grace()
+            if self._looking is not None:
+                self._looking.cancel()
             if self._touch is not None:
                 self._touch.cancel()
         is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -298,12 +301,26 @@ class ResponseRun:
             self._abandon()  # nobody can come back to it
         elif self._grace is None:
             loop = asyncio.get_running_loop()
-            self._grace = loop.call_later(self._settings.grace_s, self._abandon)
+            self._grace = loop.call_later(self._settings.grace_s, self._look_elsewhere)
 
     def _stop_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
+
+    def _look_elsewhere(self) -> None:
+        self._looking = asyncio.ensure_future(self._abandon_unless_read())
+
+    async def _abandon_unless_read(self) -> None:
+        grace = self._grace
+        is_read = await self.log.is_read_elsewhere()
+        if self._grace is not grace or self.log.is_ended:
+            return  # somebody read it here meanwhile, or it is over
+        self._grace = None
+        if is_read:
+            self._watch_readers()
+        else:
+            self._abandon()
 
     def _abandon(self) -> None:
         self._is_abandoned = True

@@ -115,8 +115,8 @@ def make(
     model_path: Path,
     shared_server: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[], Gateway]]:
-    """Starts gateways."""
+) -> Iterator[Callable[..., Gateway]]:
+    """Starts gateways; takes settings."""
     settings = partial(
         RedisLogSettings,
         ack_timeout_s=PATIENCE_S,
@@ -131,7 +131,9 @@ def make(
         redis_url=shared_server.patient_url,
     )
     with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(Gateway(config))
+        yield lambda **settings: stack.enter_context(
+            Gateway(dataclasses.replace(config, **settings))
+        )
         engine.device.set_free()
 
 
@@ -309,6 +311,30 @@ async def test_another_takes_over_what_it_ran(
     engine.device.set_free()
     await check(reader, reading, second)
     assert not first.store._live
+    engine.wait_for_idle_blocks()
+
+
+async def test_a_response_that_is_read_at_another_gateway_goes_on(
+    engine: Engine, make: Callable[..., Gateway]
+) -> None:
+    """Its reader left the gateway that runs it, as a client does that hears nothing, and came to
+    another before anybody had to take it over."""
+    grace_s = 0.3
+    first, second = (make(disconnect_grace_s=grace_s) for _ in range(2))
+    engine.device.hold(but=20)
+    begun = _events(first.port, "POST", "/v1/responses", json=BODY)
+    response_id = (await anext(begun))["response"]["id"]
+    path = f"/v1/responses/{response_id}"
+    elsewhere = _events(second.port, "GET", path, params={"stream": "true"})
+    events = [await anext(elsewhere)]
+    await begun.aclose()  # type: ignore[attr-defined]
+    await asyncio.sleep(5 * grace_s)
+    assert first.runs(response_id)
+    engine.device.set_free()
+    async with asyncio.timeout(PATIENCE_S):
+        events += [event async for event in elsewhere]
+    assert events[-1]["type"] == "response.incomplete", events[-1]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     engine.wait_for_idle_blocks()
 
 
