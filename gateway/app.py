@@ -39,9 +39,9 @@ from penstock.gateway.page import ChatPage
 from penstock.gateway.request_ids import REQUEST_ID_HEADER
 from penstock.gateway.responses.responder import Responder, ResponderSettings
 from penstock.gateway.responses.run import RunSettings
-from penstock.gateway.stall_timer import StallTimer
 from penstock.gateway.stores import Stores, make_stores
 from penstock.gateway.template_process import TemplateProcess
+from penstock.gateway.timers import StallTimer
 from penstock.gateway.websocket import ResponsesSocket
 from penstock.gateway.worker_metrics import Workers
 

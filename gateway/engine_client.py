@@ -99,7 +99,7 @@ class EngineClient:
     @property
     def since_step_s(self) -> float:
         """Seconds since the engine's last step ended, or its work began; 0 while it has none. It
-        grows while a step is stuck, as heartbeats go on."""
+        grows while a step is stuck, whether or not heartbeats go on."""
         return 0.0 if self._last_step_s is None else time.monotonic() - self._last_step_s
 
     def start(self) -> None:
@@ -164,6 +164,8 @@ class EngineClient:
             EngineDeadError: no engine answers.
         """
         self.info_for_running()
+        if self._last_step_s is None:
+            self._last_step_s = time.monotonic()
         return self._streams.open(request, epoch=epoch)
 
     def abort(self, stream: EngineStream) -> None:
@@ -306,3 +308,5 @@ class EngineClient:
             return
         self.stats = step.stats or self.stats
         self._streams.take(step.outputs)
+        # Heartbeats correct it: other gateways may have work there.
+        self._last_step_s = time.monotonic() if self._streams else None

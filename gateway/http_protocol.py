@@ -34,7 +34,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from penstock.gateway.direct import offer_direct
 from penstock.gateway.errors import Failure, refusal
-from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
+from penstock.gateway.timers import MAX_STALL_S, StallTimer, after_reading
 
 MAX_REFUSED_CONNECTIONS = 64  # beyond the limit, open at once, to be answered 503
 _LOG = logging.getLogger(__name__)
@@ -271,7 +271,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._due = due
 
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = after_reading(self.loop, super().timeout_keep_alive_handler)
+
     def _on_timeout(self) -> None:
+        self._timer = after_reading(self.loop, self._give_up)
+
+    def _give_up(self) -> None:
         self._timer = None
         if self.transport.is_closing():
             return

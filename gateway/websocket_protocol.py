@@ -24,7 +24,7 @@ from websockets.server import ServerProtocol
 from penstock.gateway.direct import offer_direct
 from penstock.gateway.errors import refusal
 from penstock.gateway.http_protocol import last_answer
-from penstock.gateway.stall_timer import MAX_STALL_S, StallTimer
+from penstock.gateway.timers import MAX_STALL_S, StallTimer, after_reading
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
@@ -91,6 +91,9 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         if not self._has_failed:
             super().handle_ping()
+
+    def keepalive_timeout(self) -> None:
+        self.pong_timer = after_reading(self.loop, super().keepalive_timeout)
 
     def handle_parser_exception(self) -> None:
         """Tell both sides of the close code that is due, and wait for the client to go."""

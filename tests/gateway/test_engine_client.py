@@ -70,6 +70,18 @@ async def test_streams_side_by_side(tmp_path: Path) -> None:
             assert await drain(stream) == ([1, 2, 3] * num)[:num]
 
 
+async def test_the_time_since_the_last_step_needs_no_heartbeat(tmp_path: Path) -> None:
+    """A step may get stuck before the engine has said that it has work."""
+    async with linked(tmp_path) as (client, _):
+        assert client.since_step_s == 0
+        stream = client.submit(request("r"))
+        assert client.since_step_s > 0
+        await stream.next()
+        first = client.since_step_s
+        assert 0 < first < client.since_step_s
+        client.abort(stream)
+
+
 async def test_a_slow_reader_gets_one_merged_output() -> None:
     stream = EngineStream(request("r"))
     for token_id in range(500):
