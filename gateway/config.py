@@ -44,6 +44,8 @@ class GatewayConfig:
         header_timeout_s: from a connection's begin to the end of its TLS handshake, and from there,
             or from a later request's first byte, to the end of the header.
         body_timeout_s: from there to the end of the body.
+        keep_alive_s: of a connection without a request; longer than clients and proxies keep
+            theirs, or they send a request on one that is being closed.
         ping_interval_s: silence on an event stream after which a comment is sent; a WebSocket is
             pinged as often.
         stream_interval_ms: the least time between two delta events of a response, whose text in
@@ -94,6 +96,7 @@ class GatewayConfig:
     max_connections: int = 10_000
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    keep_alive_s: float = 75.0
     ping_interval_s: float = 15.0
     stream_interval_ms: float = 0.0
 

@@ -133,6 +133,8 @@ FLAGS: tuple[Flag, ...] = (
          "done, and a request's header must then be here", interval),
     Flag("body-timeout-s", _GATEWAY.body_timeout_s, "seconds in which its body must then be here",
          seconds),
+    Flag("keep-alive-s", _GATEWAY.keep_alive_s, "seconds a connection without a request is kept; "
+         "more than clients and proxies keep theirs", interval),
     Flag("ping-interval-s", _GATEWAY.ping_interval_s, "seconds of silence after which an event "
          "stream carries a comment; a WebSocket is pinged as often", interval),
     Flag("stream-interval-ms", _GATEWAY.stream_interval_ms, "least time between two events of a "

@@ -52,6 +52,7 @@ class HttpLimits:
     max_connections: int
     header_timeout_s: float
     body_timeout_s: float
+    keep_alive_s: float = 75.0
     max_refused_connections: int = MAX_REFUSED_CONNECTIONS
     max_header_bytes: int = 64 << 10
     max_stall_s: float = MAX_STALL_S
@@ -72,6 +73,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = self.limits.keep_alive_s  # type: ignore[assignment]
         self._due = _Due.HEADER
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0

@@ -80,6 +80,7 @@ def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
         max_connections=config.max_connections,
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,
+        keep_alive_s=config.keep_alive_s,
     )
     result = uvicorn.Config(
         RefuseConnections(_start_with_engine(app)),

@@ -125,7 +125,7 @@ class Slope:
 def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
     """What is wrong, the streams first; nothing: the verdict is clean."""
     return [
-        *_stream_findings(evidence.journal),
+        *_stream_findings(evidence.journal, began_s=evidence.before.at_s),
         *_problem_findings(evidence.journal),
         *_memory_findings(evidence.samples, bounds),
         *_idle_findings(evidence, bounds),
@@ -199,14 +199,15 @@ def _growth_bytes(sizes: Sequence[int]) -> float:
     return statistics.median(sizes[-num:]) - statistics.median(sizes[:num])
 
 
-def _stream_findings(journal: Journal) -> Iterator[Finding]:
+def _stream_findings(journal: Journal, *, began_s: float) -> Iterator[Finding]:
     bad: defaultdict[tuple[str, Fault], list[str]] = defaultdict(list)
     for outcome in journal.outcomes:
         if fate_of(outcome, journal.outages) is Fate.FAULTY:
             for fault in outcome.faults:
-                bad[outcome.actor, fault].append(outcome.detail)
+                when = f"{outcome.began_s - began_s:.0f} s to {outcome.ended_s - began_s:.0f} s"
+                bad[outcome.actor, fault].append(f"{when}: {outcome.detail}")
     for (actor, fault), details in bad.items():
-        yield Finding(what=f"{fault} ({actor})", count=len(details), detail=details[0])
+        yield Finding(what=f"{fault} ({actor})", count=len(details), detail="; ".join(details[:3]))
 
 
 def _problem_findings(journal: Journal) -> Iterator[Finding]:

@@ -177,7 +177,6 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
             ws_per_message_deflate=False,
             log_level="warning",
             access_log=False,
-            timeout_keep_alive=60,  # else a client that stood still meets a connection just closed
             timeout_graceful_shutdown=1,
         )
     )

@@ -82,6 +82,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
         "--body-timeout-s", "15", "--ssl-certfile", "cert", "--ssl-keyfile", "key",
         "--ssl-keyfile-password", "word", "--otlp-endpoint", "http://otlp", "--log-format", "json",
         "--session-storage", "optional", "--ping-interval-s", "16", "--redis-patience-ms", "17",
+        "--keep-alive-s", "18",
     ]  # fmt: skip
     settings = resolve_settings(vars(_parser().parse_args(given)), {})
     values = {**gateway_settings(settings), "worker_index": 2, "num_workers": 3}
@@ -110,6 +111,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
         otlp_endpoint="http://otlp",
         ping_interval_s=16,
         redis_patience_ms=17,
+        keep_alive_s=18,
         log_format="json",
         session_storage="optional",
         model=ModelConfig(model="demo"),

@@ -111,7 +111,6 @@ async def served(
         http=limited_protocol(limits),
         ws=PatientWebSocketProtocol,
         log_config=None,
-        timeout_keep_alive=int(_PATIENT_S),
         timeout_graceful_shutdown=1,
     )
     server = HttpServer(config)

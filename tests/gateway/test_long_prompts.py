@@ -12,6 +12,7 @@ import pytest
 
 from penstock.engine.text import Tokenizer
 from penstock.gateway import off_loop
+from penstock.gateway.endpoints import http
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.off_loop import LongWork
 from penstock.gateway.schemas import parsing
@@ -106,6 +107,24 @@ async def test_the_loop_turns_while_a_long_text_is_tokenised(
     assert (await served.http.get("/health")).status_code == 200
     was_answered.set()
     assert (await asking).status_code == 200
+
+
+async def test_the_loop_turns_while_a_large_body_is_parsed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_answered = threading.Event()
+
+    def patient(data: bytes) -> dict[str, Any]:
+        assert was_answered.wait(60)
+        return parsing.parse_json(data)
+
+    monkeypatch.setattr(http, "parse_json", patient)
+    body = {"prompt": LONG[: 1 << 20], "truncate_prompt_tokens": 5}
+    asking = [asyncio.create_task(served.http.post(COMPLETIONS, json=body)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    assert (await served.http.get("/health")).status_code == 200
+    was_answered.set()
+    assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
 
 
 async def test_long_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def _serve(listener: socket.socket) -> None:
         max_connections=100,
         header_timeout_s=_TIMEOUT_S,
         body_timeout_s=_TIMEOUT_S,
+        keep_alive_s=_TIMEOUT_S,
         max_stall_s=_TIMEOUT_S,
     )
     routes = [Route("/", _echo, methods=["GET", "POST"]), Route("/large", _large)]
@@ -69,7 +70,6 @@ def _serve(listener: socket.socket) -> None:
         http=limited_protocol(limits),
         ws=_Patient,
         loop="uvloop",
-        timeout_keep_alive=1,
         ws_ping_interval=_TIMEOUT_S,
         ws_ping_timeout=_TIMEOUT_S,
         log_level="warning",
