@@ -84,9 +84,10 @@ def test_nothing_wrong_is_clean() -> None:
 
 def test_every_fault_of_a_stream_is_found_and_counted() -> None:
     bad = [outcome(Fault.GAP), outcome(Fault.GAP, Fault.LOST_TOKENS), outcome()]
+    said = "10 s to 12 s: what it said"
     assert findings(evidence(outcomes=bad), Bounds()) == [
-        Finding(what="gap (read to the end)", count=2, detail="what it said"),
-        Finding(what="lost_tokens (read to the end)", count=1, detail="what it said"),
+        Finding(what="gap (read to the end)", count=2, detail=f"{said}; {said}"),
+        Finding(what="lost_tokens (read to the end)", count=1, detail=said),
     ]
 
 
