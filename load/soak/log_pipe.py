@@ -7,7 +7,6 @@ import fcntl
 import os
 import select
 import tempfile
-import termios
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,10 +58,8 @@ class LogPipe:
 
     @property
     def is_full(self) -> bool:
-        """Whether no line fits any more, or hardly one."""
-        waiting = bytearray(4)
-        fcntl.ioctl(self._read_end, termios.FIONREAD, waiting)
-        return int.from_bytes(waiting, "little") > _CAPACITY_BYTES // 2
+        """Whether a writer would wait: its one page is taken, in part at least."""
+        return not select.select([], [self.write_end], [], 0)[1]
 
     def _copy(self) -> None:
         with self.path.open("ab", buffering=0) as file:
