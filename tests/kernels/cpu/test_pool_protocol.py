@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kernels.cpu.build import find_compiler
+
 from .pool_model import Job, Order, Pool, ProtocolError, Search
 
 _DRIVER = Path(__file__).with_name("pool_driver.c")
 _POOL = Path(__file__).parents[3] / "kernels/cpu"
-_COMPILER = shlex.split(os.environ.get("CC", "cc"))
 _HANG_S = "60"  # without a single run of microseconds, in ticks of the driver
 _END_OF_RUN = "    if (!job.num_items) atomic_store(&pool.is_running, 0);\n"
 
@@ -88,14 +86,11 @@ def test_the_search_finds_what_was_at_fault(
 @pytest.fixture
 def compiled(tmp_path: Path) -> Callable[[str], Driver]:
     """Makes the driver around that text of `pool.c`, to be called with its arguments."""
-    if shutil.which(_COMPILER[0]) is None:
-        pytest.skip("no C compiler")
-
     def build(pool: str) -> Driver:
         (tmp_path / "pool.c").write_text(pool)
         program = str(tmp_path / "driver")
         flags = ["-std=gnu11", "-O2", "-pthread", f"-I{tmp_path}", f"-I{_POOL}", "-o", program]
-        subprocess.run([*_COMPILER, *flags, str(_DRIVER)], check=True)
+        subprocess.run([*find_compiler(), *flags, str(_DRIVER)], check=True)
 
         def run(*arguments: str) -> subprocess.CompletedProcess[str]:
             command = [program, *arguments]
