@@ -222,13 +222,27 @@ def _pooled(address: RedisAddress, options: dict[str, Any]) -> Redis:
     kind = options.get("connection_class", SSLConnection if address.is_tls else Connection)
     options["connection_class"] = _telling_of_closing(kind)
     options.setdefault("max_connections", _MAX_CONNECTIONS)
-    pool: ConnectionPool = BlockingConnectionPool(timeout=_POOL_WAIT_S, **options)
+    pool: ConnectionPool = _Pool(timeout=_POOL_WAIT_S, **options)
     return Redis.from_pool(pool)
+
+
+class _Pool(BlockingConnectionPool):
+    """Opens nothing more once it is closed. redis-py sends a command that was under way then once
+    more, on a connection which nobody closes."""
+
+    async def aclose(self) -> None:
+        self.connection_class.is_over = True  # type: ignore[attr-defined]  # a class of its own
+        await super().aclose()
 
 
 def _telling_of_closing(base: type[AbstractConnection]) -> type[AbstractConnection]:
     """`base`, for uvloop: there, writing to a connection that has just closed is a RuntimeError,
-    and redis-py takes that for a bug, not for an absence."""
+    and redis-py takes that for a bug, not for an absence. And for `_Pool`."""
+
+    async def connect(self: AbstractConnection, **options: Any) -> None:
+        if self.is_over:  # type: ignore[attr-defined]
+            raise exceptions.ConnectionError("the client is closed")
+        await base.connect_check_health(self, **options)
 
     async def send(self: AbstractConnection, *args: Any, **options: Any) -> None:
         try:
@@ -236,7 +250,8 @@ def _telling_of_closing(base: type[AbstractConnection]) -> type[AbstractConnecti
         except RuntimeError as error:
             raise exceptions.ConnectionError(str(error)) from error
 
-    return type(base.__name__, (base,), {"send_packed_command": send})
+    methods = {"send_packed_command": send, "connect_check_health": connect}
+    return type(base.__name__, (base,), {**methods, "is_over": False})
 
 
 def _text(value: object) -> str:

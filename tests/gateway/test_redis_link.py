@@ -256,3 +256,18 @@ async def test_a_crowd_is_refused_together_when_redis_is_silent(tmp_path: Path) 
                 while reply != 1:
                     with contextlib.suppress(StoreUnavailableError):  # as long as it is slow
                         reply = await link.run(script, [], [])
+
+
+async def test_a_closed_client_opens_nothing_more(shared_server: RedisServer) -> None:
+    """A command that is under way then would be sent again, on a connection that nobody closes."""
+    link = RedisLink(RedisAddress.parse(shared_server.url))
+    await link.client.ping()
+    with shared_server.paused():
+        asking = asyncio.create_task(link.client.get("x"))
+        await asyncio.sleep(0.1)
+        await link.aclose()
+        await asyncio.sleep(0.1)
+    with pytest.raises(exceptions.ConnectionError):
+        await asking
+    with pytest.raises(exceptions.ConnectionError):
+        await link.client.ping()

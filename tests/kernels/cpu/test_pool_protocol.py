@@ -86,6 +86,7 @@ def test_the_search_finds_what_was_at_fault(
 @pytest.fixture
 def compiled(tmp_path: Path) -> Callable[[str], Driver]:
     """Makes the driver around that text of `pool.c`, to be called with its arguments."""
+
     def build(pool: str) -> Driver:
         (tmp_path / "pool.c").write_text(pool)
         program = str(tmp_path / "driver")
