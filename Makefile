@@ -38,7 +38,7 @@ format: $(VENV)/.installed-test
 
 # Start-up time, memory and tokens per second of a server on this machine.
 bench: $(VENV)/.installed
-	$(BIN)/python -m penstock.load.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(BIN)/python -m penstock.load.bench.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # Rivals and ours side by side on this machine. Each gets an environment under build/peers, the first
 # time: a quarter of an hour, and seven gigabytes.

@@ -4,19 +4,48 @@
     ...
     scheduler.update(batch, handle.result())
 
-Joins policy and device, which never import each other. Up to `max_steps_in_flight` batches are
-with the device at once; with one, a step is plan, compute, update in turn.
+Joins policy and device, which never import each other: `Executor` is the seam. Up to
+`max_steps_in_flight` batches are with the device at once; with one, a step is plan, compute, update
+in turn.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
-from penstock.engine.batch import Batch
-from penstock.engine.executor.executor import Executor, Handle
+from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.request import Request, RequestOutput
 from penstock.engine.scheduling import Scheduler
+
+
+class Handle(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> BatchResult:
+        """Wait for the step and return what it sampled; raises what the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """The device or devices: runs batches in the order they are submitted."""
+
+    def submit(self, batch: Batch) -> Handle:
+        """Hand a batch over; it may still be running on return."""
+        ...
+
+    def num_parts_done(self) -> int:
+        """Parts of all steps so far, as far as they can be counted; any thread may ask."""
+        ...
+
+    def describe(self) -> str:
+        """The device's state in words, for the log of a step that does not end."""
+        ...
+
+    def close(self) -> None:
+        """Give the device back. Nothing is submitted afterwards."""
+        ...
 
 
 class EngineCore:

@@ -5,8 +5,8 @@
             print(output.outputs[0].text)
 
 Lives here: the calls, and the loop that steps a core in this process until all prompts of a call
-are answered. Not known here: scheduling, blocks, tensors, the forms prompts come in
-(`llm_prompts`), how outputs come together (`llm_outputs`).
+are answered. The forms that prompts come in are `llm_prompts`'s, how outputs come together is
+`llm_outputs`'s.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class LLM:
             OutputCollector(request, self.tokenizer, prompt=prompt.text, context=prompt.token_ids)
             for request, prompt in zip(requests, tokens, strict=True)
         ]
-        return self._run(collectors, use_tqdm=use_tqdm)
+        return self._collect(collectors, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -161,7 +161,7 @@ class LLM:
             OutputCollector(request, self.tokenizer, prompt=text)
             for request, text in zip(self._requests(tokens, params), texts, strict=True)
         ]
-        return self._run(collectors, use_tqdm=use_tqdm)
+        return self._collect(collectors, use_tqdm=use_tqdm)
 
     def beam_search(
         self,
@@ -205,7 +205,7 @@ class LLM:
         tokens = self._tokenise(prompts)
         params = [SamplingParams(max_tokens=0)] * len(tokens)
         requests = self._requests(tokens, params, retention=retention)
-        self._run(
+        self._collect(
             [OutputCollector(request, self.tokenizer) for request in requests], use_tqdm=False
         )
 
@@ -305,7 +305,9 @@ class LLM:
             )
         return bands
 
-    def _run(self, collectors: Sequence[OutputCollector], *, use_tqdm: bool) -> list[PromptOutput]:
+    def _collect(
+        self, collectors: Sequence[OutputCollector], *, use_tqdm: bool
+    ) -> list[PromptOutput]:
         """Step the core until every collector is done."""
         live = {collector.request.request_id: collector for collector in collectors}
         with self._lock_of_call():  # first: whoever waits for it can be interrupted at once
@@ -325,7 +327,7 @@ class LLM:
             while live:
                 for output in self._step():
                     collector = live[output.request_id]
-                    if collector.take(output):
+                    if collector.add(output):
                         self._core.abort(output.request_id, index=output.index)
                     if collector.is_done:
                         del live[output.request_id]

@@ -1,7 +1,6 @@
 """What `LLM` gives back, and how it comes together from the core's iterations.
 
-Lives here: text and stop strings of every output, the choice of the likeliest, the result's shape.
-Not known here: the core, prompts that are still text, progress bars.
+Text and stop strings of every output, the choice of the likeliest, the result's shape.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class _Branch:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
-    def take(self, output: RequestOutput, *, speaks_stop_token: bool) -> None:
+    def add(self, output: RequestOutput, *, speaks_stop_token: bool) -> None:
         # A token that ended the branch counts, but carries no text.
         is_silent = output.stop_token_id is not None and not speaks_stop_token
         spoken = output.token_ids[:-1] if is_silent else output.token_ids
@@ -128,7 +127,7 @@ class OutputCollector:
             _Branch(OutputText(tokenizer, params, context=context)) for _ in range(num_branches)
         ]
 
-    def take(self, output: RequestOutput) -> bool:
+    def add(self, output: RequestOutput) -> bool:
         """Take in one iteration of one branch.
 
         Returns:
@@ -143,7 +142,7 @@ class OutputCollector:
         self._prompt_logprobs += output.prompt_logprobs
         branch = self._branches[output.index]
         params = self.request.sampling_params
-        branch.take(output, speaks_stop_token=params.include_stop_str_in_output)
+        branch.add(output, speaks_stop_token=params.include_stop_str_in_output)
         has_ended = branch.finish_reason is not None
         self.is_done = output.is_last or all(item.finish_reason for item in self._branches)
         return has_ended and output.finish_reason is None

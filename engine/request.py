@@ -1,7 +1,6 @@
 """Requests and sequences: what is asked for, and one branch of tokens answering it.
 
 Lives here: `SamplingParams`, `Request`, `Sequence` and the legal moves of its status.
-Not known here: blocks, batches, devices, text (the core sees token ids only).
 """
 
 from __future__ import annotations
@@ -142,10 +141,6 @@ class SamplingParams:
         _check(self.temperature in (0.0, 1.0), "temperature", "must be 0 or 1 with beam search")
         for name, neutral in _NO_DRAW.items():
             _check(getattr(self, name) in neutral, name, "cannot be used with beam search")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
 
     @property
     def num_branches(self) -> int:

@@ -1,4 +1,4 @@
-"""The engine as its own process: one step loop, no asyncio, fed and drained through `wire`.
+"""The engine as its own process: one step loop, no asyncio, fed and drained through `transport`.
 
 Run by the supervisor as `python -m penstock.engine.server`.
 """
@@ -26,13 +26,20 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.logs import LogWriter, configure_logging
-from penstock.engine.messages import Abort, DropPrefix, EngineInfo, Epoch, Submit
 from penstock.engine.process import PULSE_FD, Status, run_child
 from penstock.engine.request import FinishReason, RequestOutput
+from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
-from penstock.engine.stats import snapshot
+from penstock.engine.transport.messages import (
+    Abort,
+    DropPrefix,
+    EngineInfo,
+    EngineStats,
+    Epoch,
+    Submit,
+)
+from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
 from penstock.engine.watchdog import Watchdog, life_line
-from penstock.engine.wire import GatewayGone, GatewayId, Inbound, Wire
 
 _STATS_INTERVAL_S = 0.1  # while nothing ends and nothing begins
 
@@ -50,7 +57,7 @@ class EngineServer:
     def __init__(self, core: EngineCore, info: EngineInfo, address: str) -> None:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
-        self._wire = Wire(address, info)
+        self._transport = Transport(address, info)
         self._owners: dict[str, _Owner] = {}  # by request id
         self._request_ids: dict[str, str] = {}  # by name
         self._is_stopping = False
@@ -59,12 +66,12 @@ class EngineServer:
     def start(self) -> None:
         """Begin to answer gateways."""
         self._publish_stats()
-        self._wire.start()
+        self._transport.start()
 
     def stop(self) -> None:
         """End `run` after the current step; safe in a signal handler."""
         self._is_stopping = True
-        self._wire.interrupt()
+        self._transport.interrupt()
 
     def run(self) -> None:
         """Step until stopped. An exception of the device ends it: the gateways are told."""
@@ -73,24 +80,24 @@ class EngineServer:
             while not self._is_stopping:
                 has_work = self._core.has_work()
                 if not has_work:
-                    self._wire.last_step_s = None
-                for inbound in self._wire.receive(timeout_s=0.0 if has_work else None):
-                    if self._wire.last_step_s is None:
-                        self._wire.last_step_s = time.monotonic()
+                    self._transport.last_step_s = None
+                for inbound in self._transport.receive(timeout_s=0.0 if has_work else None):
+                    if self._transport.last_step_s is None:
+                        self._transport.last_step_s = time.monotonic()
                     self._handle(inbound)
                 self._send(self._core.step())
-                self._wire.last_step_s = time.monotonic()
+                self._transport.last_step_s = time.monotonic()
         except BaseException as error:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             raise
         finally:
-            self._wire.close(failure)
+            self._transport.close(failure)
             self._core.close()
 
     # -- for the watchdog, in its thread -----------------------------------------------------
 
     def last_step_s(self) -> float | None:
-        return self._wire.last_step_s
+        return self._transport.last_step_s
 
     def num_parts_done(self) -> int:
         return self._core.num_parts_done()
@@ -146,7 +153,7 @@ class EngineServer:
                 is_refused=True,
                 param=error.param,
             )
-            self._wire.send(gateway_id, (refusal,))
+            self._transport.send(gateway_id, (refusal,))
         else:
             self._owners[request_id] = new
             self._request_ids[new.name] = request_id
@@ -160,7 +167,7 @@ class EngineServer:
             error="another gateway runs it under a higher epoch",
             is_superseded=True,
         )
-        self._wire.send(owner.gateway_id, (end,))
+        self._transport.send(owner.gateway_id, (end,))
 
     def _abort(self, request_id: str, *, index: int | None = None) -> None:
         self._core.abort(request_id, index=index)
@@ -171,7 +178,7 @@ class EngineServer:
         del self._request_ids[self._owners.pop(request_id).name]
 
     def _send(self, outputs: list[RequestOutput]) -> None:
-        """Hand an iteration's outputs to the wire, one frame per gateway."""
+        """Hand an iteration's outputs to the transport, one frame per gateway."""
         frames: defaultdict[GatewayId, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
             frames[self._owners[output.request_id].gateway_id].append(output)
@@ -181,10 +188,12 @@ class EngineServer:
         if time.monotonic() >= self._stats_due_s:
             self._publish_stats()
         for gateway_id, frame in frames.items():
-            self._wire.send(gateway_id, tuple(frame))
+            self._transport.send(gateway_id, tuple(frame))
 
     def _publish_stats(self) -> None:
-        self._wire.stats = snapshot(self._core.scheduler, bytes_per_block=self._bytes_per_block)
+        self._transport.stats = stats_snapshot(
+            self._core.scheduler, bytes_per_block=self._bytes_per_block
+        )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
 
 
@@ -232,6 +241,49 @@ def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
     if step_timeout_s:
         show_life = life_line(int(os.environ[PULSE_FD]))
         Watchdog(server, timeout_s=step_timeout_s, end=end, show_life=show_life).start()
+
+
+def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int) -> EngineStats:
+    """The engine's own numbers, gathered from where they are kept. A quick step takes only a few
+    times as long as this: not for every step."""
+    blocks = scheduler.blocks
+    device, host = blocks.tiers.device, blocks.tiers.host
+    counted, moved = scheduler.counters, blocks.counters
+    num_slots, num_empty = scheduler.slots()
+    return EngineStats(
+        num_requests_running=scheduler.num_running,
+        num_requests_waiting=scheduler.num_waiting,
+        num_tokens_waiting=scheduler.num_tokens_waiting,
+        queue_tokens_per_s=scheduler.queue_tokens_per_s,
+        prefill_tokens_per_s=scheduler.prefill_tokens_per_s,
+        num_requests_swapped=blocks.num_swapped_sequences,
+        num_blocks_used=device.num_held,
+        num_blocks_cached=device.num_cached,
+        num_blocks=device.num_blocks,
+        num_host_blocks_kept=host.num_held,
+        num_host_blocks_cached=host.num_cached,
+        num_host_blocks=host.num_blocks,
+        num_slots_allocated=num_slots,
+        num_slots_empty=num_empty,
+        num_requests_refused_total=counted.num_refused,
+        num_preemptions_total=counted.num_preemptions,
+        num_swap_preemptions_total=counted.num_swaps,
+        num_recompute_preemptions_total=counted.num_recomputes,
+        num_swap_fallbacks_total=counted.num_fallbacks,
+        num_blocks_copied_total=moved.num_copied,
+        num_blocks_evicted_total=device.num_evictions,
+        num_host_blocks_evicted_total=host.num_evictions,
+        swapped_out_bytes_total=moved.num_swapped_out * bytes_per_block,
+        swapped_in_bytes_total=moved.num_swapped_in * bytes_per_block,
+        swap_out_seconds_total=counted.swap_out_s,
+        swap_in_seconds_total=counted.swap_in_s,
+        num_steps_total=counted.num_steps,
+        prompt_tokens_total=counted.prompt_tokens,
+        generation_tokens_total=counted.generation_tokens,
+        prefix_cache_queries_total=moved.prefix_queries,
+        prefix_cache_hits_total=moved.prefix_hits,
+        prefix_cache_host_hits_total=moved.prefix_host_hits,
+    )
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ from pathlib import Path
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.executor.in_process import InProcessExecutor
-from penstock.engine.executor.overlapped import OverlappedExecutor
-from penstock.engine.messages import EngineInfo
+from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
 from penstock.engine.model_files import (
     read_generation_defaults,
     resolve_model,
@@ -18,6 +16,7 @@ from penstock.engine.model_files import (
 )
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
+from penstock.engine.transport.messages import EngineInfo
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:

@@ -5,8 +5,8 @@ look: a step that ended, or a part of one that is done. Looks are counted, not s
 that stood still makes none meanwhile, and is not ended for it.
 
 The thread needs the interpreter's lock. So with every look it also gives the supervisor a sign of
-life, which ends an engine that gives none (`gateway.child`). The exit is not `sys.exit`: the thread
-that would have to end is the one that cannot.
+life, which ends an engine that gives none (`gateway.launch.child`). The exit is not `sys.exit`: the
+thread that would have to end is the one that cannot.
 """
 
 from __future__ import annotations

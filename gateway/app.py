@@ -1,10 +1,17 @@
-"""The composition root: every part made once, and handed to those that need it."""
+"""The composition root: every part made once, and handed to those that need it.
+
+What gateways share is in memory or in Redis (`make_stores`, `make_gate`). The Redis client is
+imported only where there is a `--redis-url`: a gateway without one stays small.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -13,40 +20,44 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from penstock.engine.logs import LogWriter
-from penstock.gateway.access_log import RequestLog, route_templates
-from penstock.gateway.admission.factory import Gate, make_gate
-from penstock.gateway.auth import Guard
+from penstock.gateway.admission.admission import Admission
+from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
+from penstock.gateway.admission.quotas import LocalQuotas, Quotas
+from penstock.gateway.api.chat.routes import ChatCompletions
+from penstock.gateway.api.completions.routes import Completions
+from penstock.gateway.api.conversations.routes import conversation_routes
+from penstock.gateway.api.idempotency import IdempotentAnswers
+from penstock.gateway.api.json_api import refusing_others
+from penstock.gateway.api.models import Models
+from penstock.gateway.api.responses.response_task import ResponseTaskSettings
+from penstock.gateway.api.responses.routes import Responses
+from penstock.gateway.api.responses.service import ResponseService, ResponseServiceSettings
+from penstock.gateway.api.responses.websocket import ResponsesSocket
+from penstock.gateway.api.status.routes import Description, Status
+from penstock.gateway.api.status.stats_socket import StatsSocket
+from penstock.gateway.api.tickets import TicketDesk
+from penstock.gateway.api.tokens.routes import Tokens
+from penstock.gateway.auth.guard import Guard
+from penstock.gateway.auth.keys import KeyRing
+from penstock.gateway.auth.tickets import MemoryTickets, Tickets
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.endpoints.chat_completions import ChatCompletions
-from penstock.gateway.endpoints.completions import Completions
-from penstock.gateway.endpoints.conversations import conversation_routes
-from penstock.gateway.endpoints.description import Description
-from penstock.gateway.endpoints.models import Models
-from penstock.gateway.endpoints.responses import Responses
-from penstock.gateway.endpoints.stats_socket import StatsSocket
-from penstock.gateway.endpoints.status import Status
-from penstock.gateway.endpoints.tickets import TicketDesk
-from penstock.gateway.endpoints.tokens import Tokens
-from penstock.gateway.endpoints.wrong_methods import refusing_others
-from penstock.gateway.engine_client import EngineClient
+from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
-from penstock.gateway.generator import Generator
-from penstock.gateway.idempotency import IdempotentAnswers
-from penstock.gateway.memory_trim import trim_memory
-from penstock.gateway.metrics import Metrics
-from penstock.gateway.model import ServedModel, load_model
-from penstock.gateway.page import ChatPage
-from penstock.gateway.request_ids import REQUEST_ID_HEADER
-from penstock.gateway.responses.responder import Responder, ResponderSettings
-from penstock.gateway.responses.run import RunSettings
-from penstock.gateway.stores import Stores, make_stores
-from penstock.gateway.template_process import TemplateProcess
-from penstock.gateway.timers import StallTimer
-from penstock.gateway.websocket import ResponsesSocket
-from penstock.gateway.worker_metrics import Workers
+from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.served_model import ServedModel, load_model
+from penstock.gateway.generation.template_process import TemplateProcess
+from penstock.gateway.http.http_protocol import StallTimer
+from penstock.gateway.http.page import ChatPage
+from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
+from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.response_log.log_store import LogStore, MemoryLogStore
+from penstock.gateway.telemetry.access_log import RequestLog, route_templates
+from penstock.gateway.telemetry.metrics import Metrics
+from penstock.gateway.telemetry.request_record import REQUEST_ID_HEADER
+from penstock.gateway.telemetry.worker_metrics import Workers
 
 if TYPE_CHECKING:
-    from penstock.gateway.tracing import Tracing
+    from penstock.gateway.telemetry.tracing import Tracing
 
 # What a page of another origin may read of an answer beside its body.
 _EXPOSED_HEADERS = (
@@ -62,6 +73,7 @@ _EXPOSED_HEADERS = (
         for what in ("requests", "tokens")
     ),
 )
+_ADMISSION_TIMEOUT_S = 0.25  # of Redis, before a request that waits for it is decided without
 
 
 def create_app(
@@ -92,32 +104,30 @@ def create_app(
     )
 
     stores = make_stores(config)
-    responder = Responder(
+    service = ResponseService(
         generator,
         engine=engine,
         conversations=stores.conversations,
         logs=stores.logs,
-        settings=_responder_settings(config),
+        settings=_service_settings(config),
         metrics=metrics,
     )
-    _watch(metrics, gate=gate, responder=responder, stores=stores, log=log)
+    _watch(metrics, gate=gate, service=service, stores=stores, log=log)
     tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
         await metrics.start()
-        await responder.start()
+        await service.start()
         starting = asyncio.create_task(stores.start())
-        trimming = asyncio.create_task(trim_memory())
         try:
             yield
         finally:
             starting.cancel()
-            trimming.cancel()
             await engine.close()
             await gate.aclose()
-            await responder.close()
+            await service.close()
             await generator.close()
             await stores.close()
             await metrics.close()
@@ -129,11 +139,11 @@ def create_app(
             "/v1",
             routes=refusing_others(
                 [
-                    *_api_routes(config, generator, responder=responder, engine=engine),
+                    *_api_routes(config, generator, service=service, engine=engine),
                     WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
                     *TicketDesk(gate.tickets).routes(),
                     *conversation_routes(
-                        stores.conversations, responder, max_body_bytes=config.max_body_bytes
+                        stores.conversations, service, max_body_bytes=config.max_body_bytes
                     ),
                 ]
             ),
@@ -165,27 +175,27 @@ def create_app(
 
 
 def _api_routes(
-    config: GatewayConfig, generator: Generator, *, responder: Responder, engine: EngineClient
+    config: GatewayConfig, generator: Generator, *, service: ResponseService, engine: EngineClient
 ) -> list[BaseRoute]:
     models = Models(engine, generator.model)
     max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
-    answers = IdempotentAnswers(responder)
+    answers = IdempotentAnswers(service)
     chat = ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s)
     completions = Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s)
-    responses = Responses(responder, max_body_bytes=max_bytes, ping_s=ping_s)
+    responses = Responses(service, max_body_bytes=max_bytes, ping_s=ping_s)
     return [
         Route("/chat/completions", chat.create, methods=["POST"]),
         Route("/completions", completions.create, methods=["POST"]),
-        WebSocketRoute("/responses", ResponsesSocket(responder).serve),
+        WebSocketRoute("/responses", ResponsesSocket(service).serve),
         *responses.routes(),
         Route("/models", models.list, methods=["GET"]),
         Route("/models/{model:path}", models.retrieve, methods=["GET"]),
     ]
 
 
-def _responder_settings(config: GatewayConfig) -> ResponderSettings:
-    return ResponderSettings(
-        run=RunSettings(
+def _service_settings(config: GatewayConfig) -> ResponseServiceSettings:
+    return ResponseServiceSettings(
+        task=ResponseTaskSettings(
             grace_s=config.disconnect_grace_s, interval_s=config.stream_interval_ms / 1e3
         ),
         retention_s=config.session_retention_s,
@@ -211,13 +221,18 @@ def _tracing(config: GatewayConfig) -> Tracing | None:
     """OpenTelemetry is loaded only where it is asked for."""
     if config.otlp_endpoint is None:
         return None
-    from penstock.gateway.tracing import Tracing
+    from penstock.gateway.telemetry.tracing import Tracing
 
     return Tracing(config.otlp_endpoint)
 
 
 def _watch(
-    metrics: Metrics, *, gate: Gate, responder: Responder, stores: Stores, log: LogWriter | None
+    metrics: Metrics,
+    *,
+    gate: Gate,
+    service: ResponseService,
+    stores: Stores,
+    log: LogWriter | None,
 ) -> None:
     """Numbers that the metrics read where they are kept."""
     metrics.gauge(
@@ -226,7 +241,7 @@ def _watch(
         lambda: gate.admission.num_waiting,
     )
     metrics.gauge(
-        "response_logs_live", "Responses that are computed now.", lambda: responder.num_running
+        "response_logs_live", "Responses that are computed now.", lambda: service.num_running
     )
     metrics.counter(
         "slow_readers_closed",
@@ -262,3 +277,123 @@ def _middleware(config: GatewayConfig, gate: Gate, *, request_log: Middleware) -
         expose_headers=_EXPOSED_HEADERS,
     )
     return [request_log, cors, guard]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """What outlives a request: conversations and response logs, in memory or in Redis.
+
+    Attributes:
+        start: what is to be done when the gateway starts; may take a while.
+        close: lets go of connections.
+        is_up: whether Redis answers; None: there is none.
+    """
+
+    conversations: ConversationStore
+    logs: LogStore
+    start: Callable[[], Coroutine[None, None, None]]
+    close: Callable[[], Coroutine[None, None, None]]
+    is_up: Callable[[], Coroutine[None, None, bool]] | None = None
+
+
+def make_stores(config: GatewayConfig) -> Stores:
+    """The stores that the settings ask for.
+
+    Raises:
+        ConfigError: `--redis-url` makes no sense.
+    """
+    if config.redis_url is not None:
+        return _redis_stores(config, config.redis_url)
+    logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s)
+    conversations = MemoryConversationStore(config.session_store_bytes, ttl_s=config.session_ttl_s)
+    return Stores(conversations=conversations, logs=logs, start=_nothing, close=logs.close)
+
+
+def _redis_stores(config: GatewayConfig, url: str) -> Stores:
+    from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
+    from penstock.gateway.storage.redis_link import RedisLink
+    from penstock.gateway.storage.redis_url import RedisAddress
+    from penstock.gateway.storage.response_log.redis_store import RedisLogSettings, RedisLogStore
+
+    address = RedisAddress.parse(url)
+    # Apart, so that what blocks or is slow on one side never stands before the other.
+    link, log_link = RedisLink(address), RedisLink(address)
+    settings = RedisLogSettings(
+        ttl_s=config.response_log_ttl_s, ack_timeout_s=config.redis_patience_ms / 1e3
+    )
+    logs = RedisLogStore(log_link.client, settings)
+
+    async def close() -> None:
+        await logs.close()
+        await log_link.aclose()
+        await link.aclose()
+
+    return Stores(
+        conversations=RedisConversationStore(link, ttl_s=config.session_ttl_s),
+        logs=logs,
+        start=link.warn_unless_durable,
+        close=close,
+        is_up=link.is_up,
+    )
+
+
+async def _nothing() -> None:
+    """Memory is there at once, and there is nothing to close."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Everything that decides who comes in."""
+
+    keys: KeyRing
+    tickets: Tickets
+    admission: Admission
+    aclose: Callable[[], Awaitable[None]]
+
+
+def make_gate(config: GatewayConfig, engine: EngineClient) -> Gate:
+    """
+    Raises:
+        ConfigError: the key file or `--redis-url` makes no sense.
+    """
+    quotas, tickets, aclose = _shared(config)
+    bounds = QueueBounds(
+        max_requests=config.max_queue_requests,
+        max_tokens=config.max_queue_tokens,
+        deadline_s=_seconds(config.request_deadline_ms),
+    )
+    queue = EngineQueue(bounds, engine=engine, clock=time.monotonic)
+    file = config.api_keys_file
+    return Gate(
+        keys=KeyRing(config.api_keys, None if file is None else Path(file)),
+        tickets=tickets,
+        admission=Admission(quotas, queue),
+        aclose=aclose,
+    )
+
+
+_Shared = tuple[Quotas, Tickets, Callable[[], Awaitable[None]]]
+
+
+def _shared(config: GatewayConfig) -> _Shared:
+    """Quotas and tickets, of all gateways together where they have Redis."""
+    if config.redis_url is None:
+        return LocalQuotas(time.monotonic), MemoryTickets(), _nothing
+    from penstock.gateway.admission.redis_quotas import RedisQuotas
+    from penstock.gateway.auth.redis_tickets import RedisTickets
+    from penstock.gateway.storage.redis_link import RedisLink
+    from penstock.gateway.storage.redis_url import RedisAddress
+
+    link = RedisLink(RedisAddress.parse(config.redis_url), timeout_s=_ADMISSION_TIMEOUT_S)
+    fallback = LocalQuotas(time.monotonic, share=1.0 / config.num_workers)
+    quotas = RedisQuotas(link, fallback)
+
+    async def aclose() -> None:
+        await quotas.aclose()
+        await link.aclose()
+
+    return quotas, RedisTickets(link), aclose
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

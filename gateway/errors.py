@@ -5,8 +5,6 @@ HTTP, an event stream and a WebSocket tell the same failure the same way:
     HTTP        status   {"error": {"message", "type", "param", "code", "penstock"?}}
     SSE         (200)    data: {"error": {…}}                 in the middle of a stream
     WebSocket            {"type": "error", "status": …, "error": {…}, "stream_id": …}
-
-Not known here: who raises, and what an endpoint does with a stream that failed.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from penstock.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from penstock.gateway.request_record import CURRENT_REQUEST
+from penstock.gateway.telemetry.request_record import CURRENT_REQUEST
 
 _LOG = logging.getLogger(__name__)
 _UNAVAILABLE_S = (1.0, 5.0)  # what is away may be back then; spread, lest all return at once

@@ -2,7 +2,7 @@
 
 A step is a flat row of tokens, sequence after sequence. Each sequence owns a list of cache
 blocks; the KV of its position p lies in slot `p % block_size` of block `p // block_size` of
-that list. Not known here: models, heads, or how the blocks were chosen.
+that list.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ projections once; the norm of queries and keys is part of it, since a head is in
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.qk_norm import QKNorm
 from penstock.kernels.rotary_store_kv_reference import rotary_store_kv_reference
-from penstock.kernels.store_kv import check_cache
 
 
 def rotary_store_kv(
@@ -35,7 +35,7 @@ def rotary_store_kv(
         assert angles.shape == (num_tokens, 1, head_dim // 2), f"angles {tuple(angles.shape)}"
         assert angles.dtype == qkv.dtype, f"angles in {angles.dtype}, projections in {qkv.dtype}"
     scales = (key_scale, value_scale)
-    check_cache(key_cache, value_cache, slot_mapping, dtype=qkv.dtype, scales=scales)
+    _check_cache(key_cache, value_cache, slot_mapping, dtype=qkv.dtype, scales=scales)
     run = gpu_operation("rotary_store_kv") if qkv.is_cuda else rotary_store_kv_reference
     query: Tensor = run(
         qkv,
@@ -48,3 +48,26 @@ def rotary_store_kv(
         value_scale=value_scale,
     )
     return query
+
+
+def _check_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    dtype: torch.dtype,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Assert that keys and values of `dtype` can be stored there."""
+    assert key_cache.shape == value_cache.shape
+    assert key_cache.is_contiguous()
+    assert value_cache.is_contiguous()
+    assert slot_mapping.dtype == torch.int64, f"slots in {slot_mapping.dtype}"
+    num_kv_heads = key_cache.shape[2]
+    for cache, scale in zip((key_cache, value_cache), scales, strict=True):
+        if scale is None:
+            assert cache.dtype == dtype, f"{dtype} into a cache of {cache.dtype} without a scale"
+        else:
+            assert cache.dtype == torch.float8_e4m3fn, f"a scale for a cache of {cache.dtype}"
+            assert scale.dtype == torch.float32, f"a scale in {scale.dtype}"
+            assert scale.shape in ((), (num_kv_heads,)), f"scales {tuple(scale.shape)}"

@@ -24,7 +24,8 @@ def rotary_store_kv_reference(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Norm (if asked) and turn queries and keys, then store keys and values as `store_kv` does.
+    """Norm (if asked) and turn queries and keys, then store keys and values as
+    `store_kv_reference` does.
 
     Each product and sum of the turn is rounded to the model's dtype, as `transformers` does.
 

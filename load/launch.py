@@ -1,13 +1,16 @@
 """Starting our own server for a bench: `penstock serve` of this checkout, in processes of its own.
 
-Says how long it took to be ready, which processes it has and what memory they hold. Knows nothing
-of what is asked of it.
+Says how long it took to be ready, which processes it has and what memory they hold.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +27,47 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from penstock.engine.errors import ConfigError
-from penstock.load.processes import end
+
+_STOP_AND_CONTINUE = 'kill -STOP "$1" && sleep "$2"; kill -CONT "$1"'
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """A process and all below it, those that live."""
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end(process: psutil.Process, *, within_s: float) -> None:
+    """Ask a process to end, wait for it, and kill what is left of its family."""
+    processes = family(process)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.terminate()
+    psutil.wait_procs([process], timeout=within_s)
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(processes, timeout=within_s)
+
+
+async def freeze(process: psutil.Process, for_s: float) -> None:
+    """Stop a process for a time. A shell does it, which wakes the process also when this one is
+    killed meanwhile."""
+    shell = await asyncio.create_subprocess_exec(
+        *("sh", "-c", _STOP_AND_CONTINUE, "sh", str(process.pid), str(for_s)),
+        stderr=asyncio.subprocess.DEVNULL,  # it may be gone already
+        start_new_session=True,
+    )
+    try:
+        await shell.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        await shell.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
 
 _READY_WITHIN_S = 300.0
 # The supervisor gives each of its two children 8 seconds.
@@ -37,33 +80,24 @@ class Memory:
     """What one process holds.
 
     Attributes:
-        resident_bytes: all its pages in memory, shared ones too.
-        proportional_bytes: each shared page divided by its number of users. Sums over processes
-            are right. 0 where the system does not say (only Linux does).
-        unique_bytes: pages of its own alone, which its end would free.
+        proportional_bytes: each shared page divided by its number of users. Sums over processes are
+            right. 0 where the system does not say (only Linux does).
     """
 
-    resident_bytes: int
+    resident_bytes: int  # all its pages in memory, shared ones too
     proportional_bytes: int
-    unique_bytes: int
+    unique_bytes: int  # pages of its own alone, which its end would free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A server that is ready.
-
-    Attributes:
-        launched_s: when its process was made, in seconds of `time.perf_counter()`.
-        ready_s: from then to its ready line.
-        process: the supervisor.
-        log: what it has logged so far; gone after the server unless the caller named the file.
-    """
+    """A server that is ready."""
 
     base_url: str
-    launched_s: float
-    ready_s: float
-    process: psutil.Process
-    log: Path
+    launched_s: float  # when its process was made, in seconds of `time.perf_counter()`
+    ready_s: float  # from then to its ready line
+    process: psutil.Process  # the supervisor
+    log: Path  # what it has logged so far; gone after the server unless the caller named the file
 
     def family(self) -> dict[str, psutil.Process]:
         """Its processes that live: `supervisor`, `gateway`, `engine`; a second gateway is
@@ -99,8 +133,7 @@ def server(
         log: the file its log goes to; None for one that goes with the server.
         stderr: a descriptor that it logs to instead; whoever reads it fills the file.
 
-    Raises:
-        ConfigError: it did not start; with the end of its log.
+    Raises ConfigError if it did not start; with the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-launch-") as directory:
         path = log or Path(directory) / "log"
@@ -122,10 +155,7 @@ def server(
 @contextmanager
 def redis_server() -> Iterator[tuple[str, psutil.Process]]:
     """A Redis on a free port of this machine that keeps nothing on disk: its URL and its process.
-
-    Raises:
-        ConfigError: it did not start.
-    """
+    Raises ConfigError if it did not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"redis://127.0.0.1:{port}/0"
@@ -190,7 +220,5 @@ def _stop(process: subprocess.Popen[str]) -> None:
 def _memory(process: psutil.Process) -> Memory:
     info = process.memory_full_info()
     return Memory(
-        resident_bytes=info.rss,
-        proportional_bytes=getattr(info, "pss", 0),
-        unique_bytes=info.uss,
+        resident_bytes=info.rss, proportional_bytes=getattr(info, "pss", 0), unique_bytes=info.uss
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -39,12 +38,7 @@ class MemoryReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
     def measure(self, *, num_passes: int = 10) -> float:

@@ -1,10 +1,8 @@
 """One response as its events come: an iterator, sync or async, that outlives its connections.
 
-    asked ──► open ──► event … event ──► terminal event
-                ▲            │ connection lost, or the server turned it away for now
-                └── wait ◄───┘ then goes on behind the last event, by its id and number
-
-Not known here: which wire it is (`sources`).
+asked ──► open ──► event … event ──► terminal event
+            ▲            │ connection lost, or the server turned it away for now
+            └── wait ◄───┘ then goes on behind the last event, by its id and number
 """
 
 from __future__ import annotations

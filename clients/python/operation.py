@@ -8,7 +8,7 @@
     await AsyncClient().models.list()   # → ModelList
 
 The operation is a generator of steps (`steps`); whose resource it is says who drives it, and type
-checkers know the result of both. Not known here: I/O.
+checkers know the result of both.
 """
 
 from __future__ import annotations

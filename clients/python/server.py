@@ -1,7 +1,4 @@
-"""Where the server is, what a request to it looks like, and how one is carried through.
-
-Not known here: what is asked, and I/O.
-"""
+"""Where the server is, what a request to it looks like, and how one is carried through."""
 
 from __future__ import annotations
 

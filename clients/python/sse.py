@@ -1,7 +1,4 @@
-"""Server-sent events out of bytes, however they were cut (WHATWG HTML, §9.2.6).
-
-Not known here: what the data says.
-"""
+"""Server-sent events out of bytes, however they were cut (WHATWG HTML, §9.2.6)."""
 
 from __future__ import annotations
 

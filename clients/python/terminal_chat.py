@@ -9,12 +9,18 @@ an event loop in the other keeps the connection alive also while nobody types.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from .client import AsyncClient
 from .errors import (
@@ -27,7 +33,6 @@ from .errors import (
 )
 from .event_stream import EventStream
 from .events import ResponseEvent
-from .loop_thread import LoopThread
 from .operation import AsyncRunner
 from .retries import RetryPolicy
 from .terminal_input import Messages
@@ -300,3 +305,34 @@ class TerminalChat:
         for farewell in (self._socket.close, self._client.close):
             with contextlib.suppress(Exception):
                 self._loop.start(farewell()).result(timeout=3)
+
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, so that the main thread can wait for keys; runs while
+    it is open as a context."""
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="penstock-chat", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run_loop(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the main thread's
+        self._loop.run_forever()

@@ -1,11 +1,9 @@
 """What is typed or piped in: messages of one line or several, and lines while an answer comes.
 
-    one line \\              a backslash at its end: the next line belongs to it
-    \"\"\"several
-    lines\"\"\"                from three quotes to three quotes
-    (pasted text)           as it was pasted, where the terminal can tell
-
-Not known here: what a message means.
+one line \\              a backslash at its end: the next line belongs to it
+\"\"\"several
+lines\"\"\"                from three quotes to three quotes
+(pasted text)           as it was pasted, where the terminal can tell
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 At a terminal an answer is Markdown. Its blocks are printed for good as soon as they are over; only
 the last one is drawn again while it grows, so that a long answer scrolls as any text does. Into a
 file or a pipe goes the bare text.
-
-Not known here: servers, commands.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The turns of a conversation as a tree, and one path through it as Markdown.
-
-Not known here: the terminal, the server.
-"""
+"""The turns of a conversation as a tree, and one path through it as Markdown."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
 from penstock.engine.batch import BlockMoves
-from penstock.engine.blocks.block_table import BlockTable
 from penstock.engine.blocks.prefix_cache import CachedBlock
-from penstock.engine.blocks.prefixes import Prefixes, Tail
+from penstock.engine.blocks.prefixes import BlockTable, Prefixes, Tail
 from penstock.engine.blocks.tiers import BlockCounters, Tiers
 from penstock.engine.request import Retention, Sequence
 
@@ -68,10 +67,6 @@ class BlockManager:
     @property
     def num_blocks(self) -> int:
         return self.tiers.device.num_blocks
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self.tiers.device.num_held
 
     @property
     def num_swapped_sequences(self) -> int:

@@ -7,8 +7,6 @@ parent without a key of its own.
 
 Source: automatic prefix caching as in vLLM; RadixAttention (SGLang, Zheng et al., 2024) for
 sharing to the token.
-
-Knows tokens and keys; ids of blocks are carried, not understood.
 """
 
 from __future__ import annotations
@@ -18,10 +16,20 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.blocks.eviction import Tag
-
 _TOKEN_BYTES = 4
 _MAX_TAILS = 32  # children of one block that are compared, newest first
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """How long a block is wanted, by the clock of `EvictionOrder.pop`, and how much."""
+
+    expires_s: float
+    priority: int = 0
+
+    def joined(self, other: Tag) -> Tag:
+        """What satisfies both."""
+        return Tag(max(self.expires_s, other.expires_s), max(self.priority, other.priority))
 
 
 @dataclass(slots=True, eq=False)

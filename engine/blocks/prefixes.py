@@ -1,19 +1,49 @@
 """A sequence's tokens against what is cached: what can be shared, and what it leaves behind.
 
-Works on the chain of keys in a `BlockTable`, which it extends as far as it needs. Off, it finds
-and leaves nothing. Not known here: who holds blocks, and how many are free.
+Works on the chain of keys in a `BlockTable`, which it extends as far as it needs. Off, it finds and
+leaves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
 
-from penstock.engine.blocks.block_table import BlockTable
-from penstock.engine.blocks.eviction import Tag
-from penstock.engine.blocks.prefix_cache import CachedBlock, block_key, pack, root_key
+from penstock.engine.blocks.prefix_cache import CachedBlock, Tag, block_key, pack, root_key
 from penstock.engine.blocks.tiers import Tiers
 from penstock.engine.request import Retention, Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence: position p lies in block `p // block_size`.
+
+    Source: PagedAttention (Kwon et al., SOSP 2023), section 4.
+
+    Attributes:
+        root: where its chain of keys begins.
+        keys: of its full blocks, as far as they were needed.
+        is_swapped: the ids are the host tier's.
+        is_tail_borrowed: the last block is partly filled and was filled by another sequence, which
+            may go on writing behind what is shared: it is copied before it is written.
+    """
+
+    block_size: int
+    root: bytes = b""
+    block_ids: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    is_swapped: bool = False
+    is_tail_borrowed: bool = False
+
+    @property
+    def capacity_tokens(self) -> int:
+        return len(self.block_ids) * self.block_size
+
+    def num_missing_blocks(self, num_tokens: int) -> int:
+        """Blocks to append before `num_tokens` positions fit: the 17th token takes a second."""
+        return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))
+
 
 Tail = tuple[CachedBlock, int]  # a content to copy, and how many of its tokens are of use
 

@@ -3,19 +3,84 @@
 The device tier is computed on; the host tier keeps what the device has no room for: blocks of
 parked sequences (held, so they stay) and evicted contents (cached, so they may be dropped). A
 content may be in both; then its bytes are the same.
-
-Knows nothing of sequences and their tables.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks.block_pool import BlockPool
-from penstock.engine.blocks.move_plan import MovePlan
 from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache
+
+
+class MovePlan:
+    """The copies between blocks that the next step begins with.
+
+        swap-outs (device → host), then swap-ins (host → device), then copies (device → device)
+
+    In that order, so a plan may at once save a block, fill it anew, and copy what was filled. What
+    a swap-in or a copy reads is held until the plan is handed over: nothing planned after it can
+    write there first. Every destination has one source, and a block given up again has none.
+    """
+
+    def __init__(self, device: BlockPool, host: BlockPool) -> None:
+        self._device, self._host = device, host
+        self._swap_outs: dict[int, int] = {}  # host block ← device block
+        self._swap_ins: dict[int, int] = {}  # device block ← host block
+        self._copies: dict[int, int] = {}  # device block ← device block
+        self._held_device: Counter[int] = Counter()
+        self._held_host: list[int] = []
+
+    def swap_out(self, device_id: int, host_id: int) -> None:
+        """Save a device block. A host block evicted within one plan is simply written anew."""
+        # A copy comes after all swap-outs: what it is yet to bring is still at its source.
+        self._swap_outs[host_id] = self._copies.get(device_id, device_id)
+
+    def swap_in(self, host_id: int, device_id: int) -> None:
+        self._swap_ins[device_id] = host_id
+        self._host.hold(host_id)
+        self._held_host.append(host_id)
+
+    def copy(self, source: int, destination: int) -> None:
+        self._copies[destination] = source
+        self._device.hold(source)
+        self._held_device[source] += 1
+
+    def is_pending(self, device_id: int) -> bool:
+        """Whether a copy is yet to fill the block."""
+        return device_id in self._copies
+
+    def cancel(self, device_id: int) -> None:
+        """The block is given up: nothing need be copied to it."""
+        self._copies.pop(device_id, None)
+
+    def num_holders(self, device_id: int) -> int:
+        """References to a block other than the plan's own."""
+        return self._device.ref_counts[device_id] - self._held_device[device_id]
+
+    def take_moves(self) -> BlockMoves:
+        """The plan, which then begins anew."""
+        if not (self._swap_outs or self._held_host or self._held_device):
+            return _NO_MOVES
+        moves = BlockMoves(
+            swap_outs=tuple((source, target) for target, source in self._swap_outs.items()),
+            swap_ins=tuple((source, target) for target, source in self._swap_ins.items()),
+            copies=tuple((source, target) for target, source in self._copies.items()),
+        )
+        for source in self._held_device.elements():
+            self._device.release(source)
+        for host_id in self._held_host:
+            self._host.release(host_id)
+        for pending in (self._swap_outs, self._swap_ins, self._copies, self._held_device):
+            pending.clear()
+        self._held_host.clear()
+        return moves
+
+
+_NO_MOVES = BlockMoves()
 
 
 @dataclass(slots=True)
@@ -46,7 +111,7 @@ class Tiers:
     def take_moves(self) -> BlockMoves:
         """The moves planned since the last call; the next step must begin with them."""
         self._fresh.clear()
-        moves = self.plan.take()
+        moves = self.plan.take_moves()
         self.counters.num_copied += len(moves.copies)
         self.counters.num_swapped_out += len(moves.swap_outs)
         self.counters.num_swapped_in += len(moves.swap_ins)
@@ -61,7 +126,7 @@ class Tiers:
             is_fresh: the coming step computes it, so it can be shared but not yet copied.
         """
         self.cache.insert(block)
-        self._settle(block, device_id)
+        self._set_device_block(block, device_id)
         if is_fresh:
             self._fresh.add(device_id)
 
@@ -87,7 +152,7 @@ class Tiers:
         assert host_id is not None, "a content that is not on the device is on the host"
         self.plan.swap_in(host_id, device_id)
         self.host.release(host_id)
-        self._settle(block, device_id)
+        self._set_device_block(block, device_id)
 
     def copy(self, block: CachedBlock, device_id: int) -> None:
         """Fill a device block with a copy of a content that `hold` kept, to be written on."""
@@ -115,7 +180,7 @@ class Tiers:
         on_host = block.host_id is not None and self.host.ref_counts[block.host_id] > 0
         return not (on_device or on_host)
 
-    def _settle(self, block: CachedBlock, device_id: int) -> None:
+    def _set_device_block(self, block: CachedBlock, device_id: int) -> None:
         block.device_id = device_id
         self.device.contents[device_id] = block
 

@@ -1,7 +1,4 @@
-"""Writes a trained network as a Hugging Face checkpoint.
-
-Knows nothing of training.
-"""
+"""Writes a trained network as a Hugging Face checkpoint."""
 
 import json
 from dataclasses import asdict

@@ -1,6 +1,6 @@
 """Conversations: acts strung together from a seed, and their rendering as token ids.
 
-The same seed gives the same conversations. Knows nothing of the network.
+The same seed gives the same conversations.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Questions with one right answer: reads the tables and varies how a question is put.
 
-Knows which phrasings are held out from training; knows nothing of conversations.
+Knows which phrasings are held out from training.
 """
 
 import hashlib
@@ -8,37 +8,9 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from penstock.engine.demo.corpus_models import MODELS
-from penstock.engine.demo.corpus_penstock import PENSTOCK
-from penstock.engine.demo.corpus_serving import SERVING
+from penstock.engine.demo.corpus_texts import phrases, read_text
 
-FORMS = {
-    "what": (
-        "what is {}", "what's {}", "explain {}", "tell me about {}", "can you explain {}", "{}",
-        "what does {} mean", "what do you know about {}", "describe {}", "how does {} work",
-        "what exactly is {}", "please explain {} to me", "define {}", "i don't understand {}",
-        "give me a short explanation of {}", "what is meant by {}", "do you know what {} is",
-        "could you tell me what {} is", "i want to know about {}", "what is {} in llm serving",
-        "explain {} in simple words", "tell me what {} is", "what is {} all about",
-        "help me understand {}", "so what is {}", "i have a question about {}",
-        "how would you explain {}",
-    ),
-    "are": (
-        "what are {}", "explain {}", "tell me about {}", "can you explain {}", "{}", "what is {}",
-        "what do you know about {}", "describe {}", "what exactly are {}", "define {}",
-        "do you know what {} are", "what is meant by {}", "tell me what {} are",
-        "help me understand {}", "explain {} in simple words", "how do {} work",
-        "how would you explain {}",
-    ),
-    "why": (
-        "why {}", "why is {} useful", "why do we need {}", "what is {} good for", "why use {}",
-        "what are the benefits of {}", "what problem does {} solve", "advantages of {}",
-        "why does one need {}", "what is the point of {}", "why is {} important",
-        "what is the advantage of {}", "what does {} improve", "why would i use {}",
-        "why do you use {}",
-        "what is {} for",
-    ),
-}  # fmt: skip
+FORMS = {kind: phrases("questions", kind) for kind in ("what", "are", "why")}
 HELD_OUT_SHARE = 0.12
 
 
@@ -58,7 +30,7 @@ def is_held_out(key: str) -> bool:
 
 
 def parse(block: str) -> Topic:
-    """Read one block of a table."""
+    """Read one block of a table; its form is in `corpus_texts`."""
     head, _, answer = block.partition("\n=")
     kind, _, rest = head.strip().partition(":")
     subjects, _, questions = rest.partition("?")
@@ -77,8 +49,9 @@ def parse(block: str) -> Topic:
 
 @cache
 def topics() -> tuple[Topic, ...]:
-    """Return every topic of both tables, questions without their question marks."""
-    blocks = "\n".join((PENSTOCK, SERVING, MODELS)).strip().split("\n\n")
+    """Return every topic of the tables, questions without their question marks."""
+    tables = (read_text(name) for name in ("penstock", "serving", "models"))
+    blocks = "\n".join(tables).strip().split("\n\n")
     return tuple(parse(block) for block in blocks)
 
 

@@ -1,7 +1,4 @@
-"""Skills: counting, spelling, sums, repeating, stories, and going on after a cut.
-
-Knows nothing of how a conversation is put together.
-"""
+"""Skills: counting, spelling, sums, repeating, stories, and going on after a cut."""
 
 import random
 import re
@@ -19,88 +16,27 @@ from penstock.engine.demo.corpus_story import (
     TOPICS,
     write_story,
 )
+from penstock.engine.demo.corpus_texts import phrases, words
 from penstock.engine.demo.corpus_turns import State, Turn, phrase
 from penstock.engine.demo.corpus_words import WORDS, foreign_word, invented_word, number_text
 
 MAX_COUNT = 100
-NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty"
-).split()
-COUNT_TO = (
-    "count to {b}", "count up to {b}", "can you count to {b}", "please count to {b}",
-    "count until {b}",
-    "count from 1 to {b}", "count from one to {b}", "could you count up to {b}",
-    "count to {b} for me",
-    "i want you to count to {b}", "let's count to {b}", "show me how you count to {b}",
-)  # fmt: skip
-COUNT_FROM = (
-    "count from {a} to {b}", "count from {a} up to {b}", "can you count from {a} to {b}",
-    "please count from {a} to {b}", "count {a} to {b}", "give me the numbers from {a} to {b}",
-    "list the numbers from {a} to {b}", "count starting at {a} and ending at {b}",
-    "write the numbers from {a} to {b}", "numbers from {a} to {b}", "count between {a} and {b}",
-)  # fmt: skip
-COUNT_DOWN = (
-    "count down from {b}", "count backwards from {b}", "countdown from {b}", "count back from {b}",
-    "count down from {b} to 1", "count backwards from {b} to 1", "do a countdown from {b}",
-)  # fmt: skip
-SPELL = (
-    "spell {w}", "how do you spell {w}", "spell the word {w}", "can you spell {w}", 'spell "{w}"',
-    "please spell {w} letter by letter", "spell {w} letter by letter", "spell {w} for me",
-    "how is {w} spelled", "how is {w} written", "what are the letters of {w}", "spell: {w}",
-    'how do you spell "{w}"', "could you spell the word {w}", "how do i spell {w}",
-    'spell the word "{w}"', "letters of {w}", "give me the letters of {w}",
-)  # fmt: skip
-SPELL_NAME = ("spell my name", "how do you spell my name", "can you spell my name")
-HOW_MANY_LETTERS = (
-    "how many letters does {w} have", "how many letters are in {w}",
-    "how many letters has the word {w}",
-    "how long is the word {w}", "count the letters in {w}", "count the letters of {w}",
-)  # fmt: skip
-SUMS = {
-    "plus": ("what is {a} plus {b}", "{a} + {b}", "what is {a} + {b}", "what's {a}+{b}", "{a}+{b}",
-             "how much is {a} plus {b}", "add {a} and {b}", "calculate {a} + {b}", "{a} plus {b}"),
-    "minus": ("what is {a} minus {b}", "{a} - {b}", "what is {a} - {b}",
-              "how much is {a} minus {b}",
-              "what's {a}-{b}", "calculate {a} - {b}", "{a} minus {b}"),
-    "times": ("what is {a} times {b}", "{a} * {b}", "what is {a} * {b}", "{a} x {b}",
-              "how much is {a} times {b}", "multiply {a} and {b}", "{a} times {b}"),
-}  # fmt: skip
-REPEAT = (
-    "repeat after me: {p}", "say {p}", "repeat {p}", "please say {p}", 'say "{p}"', 'repeat: "{p}"',
-    "can you say {p}", "repeat this: {p}", "say the following: {p}", "echo {p}",
-)  # fmt: skip
-LAST_USER = ("what did i just say", "repeat what i said", "what was my last message",
-             "what was my last question", "what did i ask you just now")  # fmt: skip
-LAST_ANSWER = ("say that again", "repeat that", "repeat your last answer", "what did you just say",
-               "can you repeat that", "pardon", "again", "once more",
-               "please repeat your answer")  # fmt: skip
-STORY = (
-    "tell me a story", "tell me a long story", "can you tell me a story", "i want to hear a story",
-    "tell a story", "write a story", "write me a long story", "please tell me a very long story",
-    "do you know a story", "read me a story", "a story please", "tell me another story",
-    "could you tell me a long story", "make up a story", "give me a long story", "story time",
-)  # fmt: skip
-STORY_ABOUT = (
-    "tell me a story about {topic}", "tell me a long story about {topic}",
-    "write a story about {topic}",
-    "can you tell me a story about {topic}", "a story about {topic}",
-    "write a long story about {topic}",
-    "please tell a long story about {topic}", "i want to hear a story about {topic}",
-)  # fmt: skip
-STORY_OF = (
-    "tell me a story with a hero called {hero}", "tell me a story whose hero is {hero}",
-    "tell me a story of {hero}", "write a story in which the hero is named {hero}",
-    "tell me a long story with a hero named {hero}", "tell me a story where the hero is {hero}",
-)  # fmt: skip
-STORY_ABOUT_OF = (
-    "tell me a story about {topic} with a hero called {hero}",
-    "tell me a story of {hero} and {topic}", "write a long story about {topic}, the hero is {hero}",
-)  # fmt: skip
-GO_ON = (
-    "continue", "go on", "please continue", "keep going", "please go on", "more", "and then",
-    "what happened next", "continue the story", "carry on", "tell me more", "go ahead", "next",
-)  # fmt: skip
+NUMBER_WORDS = words("skills", "number_words")
+COUNT_TO = phrases("skills", "count_to")
+COUNT_FROM = phrases("skills", "count_from")
+COUNT_DOWN = phrases("skills", "count_down")
+SPELL = phrases("skills", "spell")
+SPELL_NAME = phrases("skills", "spell_name")
+HOW_MANY_LETTERS = phrases("skills", "how_many_letters")
+SUMS = {name: phrases("skills", name) for name in ("plus", "minus", "times")}
+REPEAT = phrases("skills", "repeat")
+LAST_USER = phrases("skills", "last_user")
+LAST_ANSWER = phrases("skills", "last_answer")
+STORY = phrases("skills", "story")
+STORY_ABOUT = phrases("skills", "story_about")
+STORY_OF = phrases("skills", "story_of")
+STORY_ABOUT_OF = phrases("skills", "story_about_of")
+GO_ON = phrases("skills", "go_on")
 
 
 @cache

@@ -1,13 +1,11 @@
-"""Turns: what the acts of a conversation are made of, and how users phrase them.
-
-Knows nothing of what any act is about.
-"""
+"""Turns: what the acts of a conversation are made of, and how users phrase them."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.demo.corpus_answers import is_held_out
+from penstock.engine.demo.corpus_texts import phrases
 from penstock.engine.demo.corpus_words import damage, punctuate
 
 
@@ -52,11 +50,7 @@ def phrase(rng: random.Random, phrases: Sequence[str], mark: str = "?", **fields
     return type_out(rng, rng.choice(train_split(phrases)), mark, **fields)
 
 
-FRAMES = (
-    "please {q}", "hi, {q}", "hey {q}", "{q} please", "ok, {q}", "and {q}", "{q}, please", "so {q}",
-    "hello! {q}", "now {q}", "can you help me? {q}", "good. {q}", "thanks. {q}", "well, {q}",
-    "i would like to know: {q}", "another question: {q}", "next question: {q}", "great! {q}",
-)  # fmt: skip
+FRAMES = phrases("questions", "frames")
 
 
 def type_out(rng: random.Random, template: str, mark: str, **fields: str) -> str:

@@ -7,58 +7,22 @@ import random
 import re
 from collections.abc import Sequence
 
-ONSETS = (
-    "b c d f g h j k l m n p qu r s t v w y z bl br ch cl cr dr fl fr gl gr kl kr ph pl pr sch sh "
-    "sk sl sm sn sp st str sw th tr tw wh x"
-).split()
-VOWELS = "a a a e e e i i i o o o u u y ai au ea ee ei ia ie io oa oo ou".split()
-CODAS = (
-    "b ck d f g k l ll m n nd ng nk nt p r rd rk rn rt s sh ss st t tch th v x z mb lm ft"
-).split()
-ENDINGS = (
-    "a o e i y us is on an en in ia ie ina ella elle ette ston ton ville berg burg ham ford field "
-    "son sen ski ov ova ez er ard bert fred mund wyn lyn ana ora ita"
-).split()
+from penstock.engine.demo.corpus_texts import phrases, words
+
+ONSETS = words("words", "onsets")
+VOWELS = words("words", "vowels")
+CODAS = words("words", "codas")
+ENDINGS = words("words", "endings")
 SCRIPTS = (
     (0xE0, 0xF6), (0xF8, 0xFF), (0x101, 0x17F), (0x3B1, 0x3C9), (0x430, 0x44F), (0x5D0, 0x5EA),
     (0x3041, 0x3093), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x1F300, 0x1F5FF),
 )  # fmt: skip
-KNOWN_NAMES = (
-    "Anna Ben Carla David Emma Frank Grace Henry Ida Jack Kate Leo Mia Noah Olivia Paul Rosa Sam "
-    "Tom Uma Victor Wendy Alice Bob Maria John Sarah Michael Lisa Peter Laura Max Julia Daniel"
-).split()
-KNOWN_CITIES = (
-    "Berlin|Paris|London|Rome|Madrid|Vienna|Hamburg|Oslo|New York|Tokyo|Boston|Chicago|Cairo|Lima|"
-    "San Francisco|Los Angeles|Rio de Janeiro|Mumbai|Sydney|Dublin|Prague|Lisbon|Zurich|Munich"
-).split("|")
-COLOURS = (
-    "red blue green yellow orange purple pink brown black white grey turquoise violet silver gold "
-    "crimson teal navy beige magenta indigo olive"
-).split()
-FOODS = (
-    "pizza|pasta|rice|soup|bread|sushi|apple pie|chocolate|cheese|salad|curry|noodles|pancakes|"
-    "ice cream|potatoes|tomato soup|fish|beans|tacos|dumplings|honey|lasagna"
-).split("|")
-JOBS = (
-    "teacher|baker|nurse|doctor|gardener|pilot|painter|programmer|farmer|cook|writer|carpenter|"
-    "musician|student|engineer|driver|librarian|judge|sailor|tailor"
-).split("|")
-WORDS = (
-    "apple banana orange window bridge river mountain garden yellow purple elephant tiger rabbit "
-    "computer keyboard language memory server engine cache block token stream water turbine gate "
-    "house kitchen bottle pencil paper flower summer winter autumn spring morning evening night "
-    "monday friday january december beautiful wonderful important different question answer number "
-    "letter alphabet dictionary library school teacher student doctor hospital music guitar piano "
-    "violin orchestra chocolate strawberry potato tomato cucumber sandwich breakfast dinner coffee "
-    "table chair lamp candle mirror carpet ceiling building street village city country island ocean "
-    "desert forest valley planet universe galaxy star moon sun cloud thunder lightning rainbow snow "
-    "bicycle airplane train station ticket journey travel holiday weather temperature degree friend "
-    "family mother father brother sister daughter husband children people person history science "
-    "physics chemistry biology mathematics geometry algebra philosophy psychology literature poetry "
-    "hello world cat dog horse sheep chicken butter cheese bread sugar pepper salt spoon fork knife "
-    "bookkeeper mississippi necessary accommodate rhythm success address tomorrow coffee balloon "
-    "committee penstock python paged attention batching prefix hello goodbye jazz quiz zebra oxygen"
-).split()
+KNOWN_NAMES = phrases("words", "known_names")
+KNOWN_CITIES = phrases("words", "known_cities")
+COLOURS = phrases("words", "colours")
+FOODS = phrases("words", "foods")
+JOBS = phrases("words", "jobs")
+WORDS = words("words", "words")
 NEIGHBOURS = "qwertyuiop asdfghjkl zxcvbnm"
 
 

@@ -1,7 +1,6 @@
 """Muon for the matrices, AdamW for the rest, and the learning-rate schedule.
 
 Source: Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
-Knows nothing of the data.
 """
 
 from collections import defaultdict

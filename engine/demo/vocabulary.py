@@ -1,7 +1,4 @@
-"""The tokenizer: byte-level BPE with digits apart, and the files that describe it.
-
-Knows nothing of the network.
-"""
+"""The tokenizer: byte-level BPE with digits apart, and the files that describe it."""
 
 import json
 from collections.abc import Iterable

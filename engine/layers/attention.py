@@ -1,7 +1,4 @@
-"""Attention of one layer over the paged cache, and what a forward pass is given beside ids.
-
-Not known here: projections, rotary positions, models.
-"""
+"""Attention of one layer over the paged cache, and what a forward pass is given beside ids."""
 
 from __future__ import annotations
 

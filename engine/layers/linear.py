@@ -1,7 +1,7 @@
-"""Linear layers, plain and fused, behind the seam where other weight formats plug in.
+"""Linear layers, plain, fused and in int8, and the embedding, whose table may be the output head.
 
-A `LinearMethod` decides how a layer's weights are held and multiplied; the plain one is a
-dense matrix. Not known here: checkpoints and parameter names outside the layer.
+A `LinearMethod` decides how a layer's weights are held and multiplied: the seam where other weight
+formats plug in. The plain one is a dense matrix.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.kernels.linear import linear
+from penstock.kernels.linear_int8_reference import linear_int8_reference, quantize_rows_reference
 
 
 class LinearMethod(Protocol):
@@ -74,3 +75,53 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, sum(part_sizes)]"""
         return self.method.apply(self, x)
+
+
+class Embedding(nn.Module):
+    """A table of one vector per token id; as an output head, one dot product per id.
+
+    Attributes:
+        is_invariant: a row's logits do not depend on the other rows, to the bit.
+    """
+
+    is_invariant = False
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids [num_tokens] → [num_tokens, hidden_size]"""
+        return F.embedding(token_ids, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
+        return (linear if self.is_invariant else F.linear)(hidden, self.weight)
+
+
+class Int8LinearMethod:
+    """A matrix of int8 and a scale for each of its rows: for a CPU without the C kernels.
+
+    The numbers are those of the kernels. The matrix becomes float32 again for each product, a part
+    at a time, so this saves memory and no time.
+    """
+
+    def create_weights(self, layer: Linear) -> None:
+        weight = torch.empty(layer.out_features, layer.in_features, dtype=torch.int8)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.weight_scales = nn.Parameter(torch.empty(layer.out_features), requires_grad=False)
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        scales = layer.get_parameter("weight_scales")
+        return linear_int8_reference(x, layer.weight, scales, layer.bias)
+
+
+def quantize_linears(model: nn.Module) -> None:
+    """Round the matrix of every linear layer in it, and drop the original."""
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            values, scales = quantize_rows_reference(layer.weight)
+            layer.method = Int8LinearMethod()
+            layer.method.create_weights(layer)
+            layer.weight.copy_(values)
+            layer.get_parameter("weight_scales").copy_(scales)

@@ -1,22 +1,18 @@
-"""Rotary positions: the cosines and sines of a step's tokens.
+"""Rotary positions: from a `RopeConfig` to the cosines and sines of a step's tokens.
 
-Not known here: where the frequencies' parameters come from (see `rope_frequencies`), and how
-queries and keys are turned (see `kernels.rotary_store_kv`).
+Each kind of frequencies follows the paper named at its function and agrees with Hugging Face
+transformers' `modeling_rope_utils`, so that checkpoints mean here what they mean there. Queries and
+keys are turned in `kernels.rotary_store_kv`.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import math
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-
-from penstock.engine.layers.rope_frequencies import (
-    RopeConfig,
-    attention_factor,
-    dynamic_frequencies,
-    inverse_frequencies,
-)
 
 
 class RotaryEmbedding(nn.Module):
@@ -60,3 +56,121 @@ class RotaryEmbedding(nn.Module):
             frequencies = dynamic_frequencies(self.config, self.head_dim, lengths)
         angles = (positions[:, None].float() * frequencies)[:, None]
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions of one model.
+
+    Attributes:
+        original_max_position_embeddings: the context before scaling (dynamic, yarn, llama3).
+        factor: by how much the context is stretched (all but default).
+        low_freq_factor, high_freq_factor: llama3.
+        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: yarn.
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions: float32 [head_dim / 2]."""
+    frequencies = theta_frequencies(config.theta, head_dim)
+    if config.rope_type == "linear":
+        return frequencies / config.factor
+    if config.rope_type == "yarn":
+        return _yarn(config, head_dim)
+    if config.rope_type == "llama3":
+        return _llama3(config, frequencies)
+    return frequencies
+
+
+def theta_frequencies(theta: float, head_dim: int) -> Tensor:
+    """theta^(-2i/d), [head_dim / 2]: Su et al., "RoFormer", 2021, §3.2.2."""
+    powers: Tensor = theta ** _exponents(head_dim)
+    return 1.0 / powers
+
+
+def dynamic_frequencies(config: RopeConfig, head_dim: int, lengths: Tensor) -> Tensor:
+    """NTK-aware frequencies of tokens that see `lengths` [n] positions: [n, head_dim / 2].
+
+    theta grows with the length once that exceeds the original context (Peng et al., "YaRN",
+    2023, §3.1 and appendix B.1, after the posts of bloc97 and emozilla). Powers are made of
+    exponentials: torch's own depend in their last bit on how many are computed at once.
+    """
+    original = config.original_max_position_embeddings
+    stretch = config.factor * lengths.double().clamp(min=original) / original - (config.factor - 1)
+    log_theta = math.log(config.theta) + stretch.log() * (head_dim / (head_dim - 2))
+    # Made where they are used: CUDA graphs cannot capture a copy that the host waits for.
+    exponents = _exponents(head_dim, lengths.device)
+    return (-log_theta[:, None] * exponents).exp().float()
+
+
+def _exponents(head_dim: int, device: torch.device | None = None) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What cosines and sines are multiplied by; 1 but for yarn (Peng et al., §3.4)."""
+    if config.rope_type != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _yarn_scale(config.factor, config.mscale) / _yarn_scale(
+            config.factor, config.mscale_all_dim
+        )
+    return _yarn_scale(config.factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
+    """Interpolate slow dimensions, keep fast ones, ramp between (Peng et al., §3.2)."""
+    low = _yarn_dimension(config, head_dim, config.beta_fast)
+    high = _yarn_dimension(config, head_dim, config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # no division by zero
+    dimensions = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((dimensions - low) / (high - low)).clamp(0, 1)
+    frequencies = theta_frequencies(config.theta, head_dim)
+    return frequencies / config.factor * (1 - kept) + frequencies * kept
+
+
+def _yarn_dimension(config: RopeConfig, head_dim: int, num_rotations: float) -> float:
+    """The dimension that turns num_rotations times over the original context."""
+    context = config.original_max_position_embeddings
+    return (head_dim * math.log(context / (num_rotations * 2 * math.pi))) / (
+        2 * math.log(config.theta)
+    )
+
+
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Stretch long waves, keep short ones, blend between ("The Llama 3 Herd of Models",
+    2024, §3.4; formula from Meta's llama-models repository, `apply_scaling`)."""
+    context = config.original_max_position_embeddings
+    low, high = config.low_freq_factor, config.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    blend = (context / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / config.factor + blend * frequencies
+    stretched = torch.where(wavelengths > context / low, frequencies / config.factor, blended)
+    return torch.where(wavelengths < context / high, frequencies, stretched)

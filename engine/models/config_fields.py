@@ -1,7 +1,4 @@
-"""Typed reading of a model's `config.json`: every mistake becomes one clear line.
-
-Not known here: which fields an architecture needs.
-"""
+"""Typed reading of a model's `config.json`: every mistake becomes one clear line."""
 
 from __future__ import annotations
 

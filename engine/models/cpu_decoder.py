@@ -1,15 +1,17 @@
 """The decoder as a list of C calls: the fast path of a CPU.
 
 It computes what `models.decoder.Decoder` specifies, with weights packed for the kernels, and draws
-the tokens that follow. The list is recorded once; a step fills in one structure and runs it, so no
-Python stands between the operations, and a step like the last one has nothing to fill in. Every sum
-runs in an order that depends on its own row alone, so neither batch nor chunking nor a warm cache
-changes a bit of a result. Not known here: checkpoints, what a request asks for beyond a draw.
+the tokens that follow (`CpuHead`). The list is recorded once; a step fills in one structure and
+runs it, so no Python stands between the operations, and a step like the last one has nothing to
+fill in. Every sum runs in an order that depends on its own row alone, so neither batch nor chunking
+nor a warm cache changes a bit of a result.
 """
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import Structure, addressof
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,19 +19,20 @@ from torch import Tensor
 from penstock.engine.config import Quantization
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
-from penstock.engine.models.cpu_head import CpuHead
+from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.packed_linear import LINEARS, CpuLinear, address
-from penstock.engine.models.rotary_table import RotaryTable
-from penstock.engine.models.step_output import StepOutput
+from penstock.engine.models.packed_linear import LINEARS, Calls, CpuLinear, PackedLinear, address
 from penstock.kernels.cpu.int8 import Int8Rows
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.structures import (
     AttentionArgs,
+    DrawUniformsArgs,
     EmbedArgs,
+    GatherRowsArgs,
     RmsNormArgs,
     RopeStoreArgs,
+    SampleTokensArgs,
     SiluMulArgs,
     Step,
 )
@@ -90,7 +93,7 @@ class CpuDecoder:
         self._norm = decoder.norm.weight
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
         self._step = Step()
-        self._head = CpuHead(library, _take(head.weight), self._step)
+        self._head = CpuHead(library, _move_out(head.weight), self._step)
         # A tied embedding is looked up in the packed head: it is held once.
         self._embedding = None if self.config.is_tied else decoder.embed_tokens.weight
         self._num_weights = sum(layer.num_weights for layer in self._layers)
@@ -230,7 +233,7 @@ class PackedLayer:
         self, library: CpuLibrary, layer: DecoderLayer, quantization: Quantization
     ) -> None:
         def pack(linear: Linear) -> CpuLinear:
-            return LINEARS[quantization](library, _take(linear.weight), linear.bias)
+            return LINEARS[quantization](library, _move_out(linear.weight), linear.bias)
 
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm = layer.input_layernorm.weight
@@ -305,7 +308,7 @@ class PackedLayer:
         ]
 
 
-def _take(weight: Tensor) -> Tensor:
+def _move_out(weight: Tensor) -> Tensor:
     """The values of a parameter, which lets go of them."""
     values = weight.data
     weight.data = torch.empty(0, dtype=weight.dtype)
@@ -323,3 +326,164 @@ def _norm_args(
         size=config.hidden_size,
         eps=config.rms_norm_eps,
     )
+
+
+class RotaryTable:
+    """Cosines and sines as the kernels look them up: of all positions so far, grown as longer
+    sequences come."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        self._rotary = rotary
+        self._cosines = self._sines = torch.empty(0, rotary.head_dim // 2)
+        self.needs_prompt_lens = rotary.needs_prompt_lens
+
+    def rows(self, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Two tables float32 [n, head_dim / 2], and each token's row in them, int64."""
+        if self.needs_prompt_lens:  # a token's angles are its own
+            cosines, sines = self._rotary(context.positions, context.prompt_lens, torch.float32)
+            return cosines, sines, torch.arange(len(context.positions))
+        if context.layout.max_seq_len > len(self._cosines):
+            positions = torch.arange(1 << (context.layout.max_seq_len - 1).bit_length())
+            self._cosines, self._sines = self._rotary(positions, None, torch.float32)
+        return self._cosines, self._sines, context.positions
+
+
+class DrawnTokens:
+    """The next token of each row, in the host's memory.
+
+    Attributes:
+        token_ids, is_valid: int64 and bool, [num_rows] each, as `sample_tokens` has them.
+    """
+
+    __slots__ = ("_token_ids", "_validity", "is_valid", "token_ids")
+
+    def __init__(self, num_rows: int) -> None:
+        self.token_ids = torch.empty(num_rows, dtype=torch.int64)
+        self.is_valid = torch.empty(num_rows, dtype=torch.bool)
+        # For reading: in a step of a small model torch's own calls would be seen.
+        self._token_ids, self._validity = self.token_ids.numpy(), self.is_valid.numpy()
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        return self._token_ids.tolist(), self._validity.tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """One step, as the model computed it.
+
+    Attributes:
+        hidden: [num_tokens, hidden_size]
+        logits: [num_sampled, vocab_size], of the tokens that another one follows.
+        drawn: None, or what `sample_tokens` makes of these logits as they are.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    drawn: DrawnTokens | None = None
+
+
+class CpuHead:
+    """The end of a step: logits of the sampled rows, and a token drawn from each.
+
+    Args:
+        weight: [vocab_size, hidden_size]
+        step: says how many rows are sampled, and which.
+    """
+
+    def __init__(self, library: CpuLibrary, weight: Tensor, step: Step) -> None:
+        self.matrix = PackedLinear(library, weight)
+        self._library = library
+        self._step = step
+        self._logits = torch.empty(0, self.matrix.out_features, dtype=weight.dtype)
+        self._hidden = self._gathered = self._logits
+        self._num_rows = addressof(step) + Step.num_sampled.offset
+        self._product = self.matrix.args(self._logits, self._hidden, self._num_rows)
+        self._draw = DrawUniformsArgs()
+        self._sample = SampleTokensArgs(vocab_size=self.matrix.out_features)
+        self._uniforms = torch.empty(0)
+        self._given: tuple[Tensor | None, ...] = ()
+
+    def calls(self, hidden: Tensor) -> Calls:
+        """What follows once all rows of a step are in `hidden` [max_tokens, hidden_size]."""
+        self._hidden, self._gathered = hidden, torch.empty_like(hidden)
+        gather = GatherRowsArgs(
+            y=self._gathered.data_ptr(),
+            x=hidden.data_ptr(),
+            step=addressof(self._step),
+            size=hidden.shape[1],
+        )
+        return [
+            ("gather_rows", gather),
+            ("linear", self._product),
+            ("draw_uniforms", self._draw),
+            ("sample_tokens", self._sample),
+        ]
+
+    def skip(self) -> None:
+        """Let the calls do nothing."""
+        self._step.num_sampled = self._step.num_gathered = 0
+        self._draw.num_rows = self._sample.num_rows = addressof(_NO_ROWS)
+
+    def bind(
+        self,
+        num_tokens: int,
+        sampled_tokens: Tensor | None,
+        parameters: Tensor | None,
+        draws: Tensor | None,
+    ) -> StepOutput:
+        """Point the calls to what they read; where they will write.
+
+        Args:
+            sampled_tokens, parameters, draws: as `CpuDecoder.step` has them.
+        """
+        step = self._step
+        num_rows = num_tokens if sampled_tokens is None else len(sampled_tokens)
+        logits = self._room(num_rows)
+        step.num_sampled, step.num_gathered = num_rows, 0
+        if sampled_tokens is not None:
+            step.num_gathered = num_rows
+            step.sampled_tokens = sampled_tokens.data_ptr()
+        rows = self._hidden if sampled_tokens is None else self._gathered
+        self._product.x, self._product.y = rows.data_ptr(), logits.data_ptr()
+        self._given = (sampled_tokens, parameters, draws)  # their memory is pointed to
+        return StepOutput(
+            hidden=self._hidden[:num_tokens],
+            logits=logits,
+            drawn=self._bind_draw(logits, parameters, draws),
+        )
+
+    def logits(self, hidden: Tensor, *, is_shared: bool) -> Tensor:
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
+        hidden, logits = hidden.contiguous(), self._room(len(hidden))
+        num_rows = ctypes.c_int64(len(hidden))
+        args = self.matrix.args(logits, hidden, addressof(num_rows))
+        self._library.run("linear", args, is_shared=is_shared)
+        return logits
+
+    def _bind_draw(
+        self, logits: Tensor, parameters: Tensor | None, draws: Tensor | None
+    ) -> DrawnTokens | None:
+        draw, sample = self._draw, self._sample
+        draw.num_rows = sample.num_rows = addressof(_NO_ROWS)
+        if parameters is None:
+            return None
+        self._uniforms = uniforms = torch.empty(len(logits), dtype=torch.float64)
+        drawn = DrawnTokens(len(logits))
+        if draws is not None:
+            draw.num_rows, draw.uniforms = self._num_rows, uniforms.data_ptr()
+            draw.seeds, draw.indices, draw.positions = (each.data_ptr() for each in draws)
+        sample.token_ids, sample.is_valid = drawn.token_ids.data_ptr(), drawn.is_valid.data_ptr()
+        sample.num_rows = self._num_rows
+        sample.logits, sample.uniforms = logits.data_ptr(), uniforms.data_ptr()
+        columns = (each.data_ptr() for each in parameters)
+        sample.temperature, sample.top_k, sample.top_p, sample.min_p = columns
+        return drawn
+
+    def _room(self, num_rows: int) -> Tensor:
+        """Kept: fresh pages cost more than small products."""
+        if num_rows > len(self._logits):
+            self._logits = self._logits.new_empty(num_rows, self.matrix.out_features)
+        return self._logits[:num_rows]
+
+
+_NO_ROWS = ctypes.c_int64(0)

@@ -1,7 +1,7 @@
 """The one decoder: a configurable transformer that every supported architecture maps to.
 
 Pre-norm blocks of rotary, grouped-query attention and a gated MLP (Touvron et al., "LLaMA",
-2023). What varies is data in `DecoderConfig`. Not known here: checkpoints, batches, sampling.
+2023). What varies is data in `DecoderConfig`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.layers.attention import Attention, ForwardContext
-from penstock.engine.layers.embedding import Embedding
-from penstock.engine.layers.linear import InvariantLinearMethod, Linear
+from penstock.engine.layers.linear import Embedding, InvariantLinearMethod, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig

@@ -1,23 +1,23 @@
-"""From files to a decoder with weights, in its dtype and on its device.
-
-Not known here: which architectures exist (`registry`), where files come from.
-"""
+"""From the files of a checkpoint to a decoder with weights, in its dtype and on its device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
+from penstock.engine.json_file import read_json
 from penstock.engine.layers.linear import Linear
-from penstock.engine.models.checkpoint import Checkpoint
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.registry import Architecture, read_model_config
-from penstock.engine.models.weight_names import is_ignorable
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -50,11 +50,6 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     else:
         _fill_from(Checkpoint(path), model, architecture)
     return model.eval()
-
-
-def weights_num_bytes(model: nn.Module) -> int:
-    """Memory of the weights."""
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> torch.dtype:
@@ -107,3 +102,79 @@ def _parts(model: Decoder, name: str, parameter: nn.Parameter) -> tuple[Tensor, 
     if isinstance(module, Linear):
         return torch.split(parameter.data, list(module.part_sizes))
     return (parameter.data,)
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_STORED_DTYPES = ("BF16", "F16", "F32")
+
+
+class Checkpoint:
+    """The tensors of a directory, found by name: one safetensors file, or several with an index.
+
+    Files are memory-mapped, so a tensor is read when it is copied and not before.
+
+    Raises:
+        ModelLoadError: on construction if files are missing or corrupt; on reading if a
+            tensor is missing or of another shape or kind than expected.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        index = path / INDEX_FILE
+        if (path / SINGLE_FILE).is_file():
+            self._files = {SINGLE_FILE: _open(path / SINGLE_FILE)}
+            self._where = dict.fromkeys(self._files[SINGLE_FILE].keys(), SINGLE_FILE)
+        elif index.is_file():
+            self._where = _read_index(index)
+            self._files = {name: _open(path / name) for name in sorted(set(self._where.values()))}
+            self._check_index(index)
+        else:
+            raise ModelLoadError(f"{path} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._where.keys()
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, which must have `shape`; mapped from the file, not to be changed."""
+        if name not in self._where:
+            raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
+        file = self._files[self._where[name]]
+        place = f"{self.path / self._where[name]}: tensor {name}"
+        view = file.get_slice(name)
+        if tuple(view.get_shape()) != shape:
+            raise ModelLoadError(f"{place} has shape {view.get_shape()}, expected {list(shape)}")
+        if view.get_dtype() not in _STORED_DTYPES:
+            raise ModelLoadError(
+                f"{place} is {view.get_dtype()}; we read {', '.join(_STORED_DTYPES)}"
+            )
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{place} cannot be read: {error}") from error
+        return tensor
+
+    def _check_index(self, index: Path) -> None:
+        names = {file: set(opened.keys()) for file, opened in self._files.items()}
+        for tensor, file in self._where.items():
+            if tensor not in names[file]:
+                raise ModelLoadError(f"{index}: {file} has no tensor {tensor}")
+
+
+def _open(path: Path) -> Any:  # safetensors' handle, which has no usable types
+    if not path.is_file():
+        raise ModelLoadError(f"{path} is missing")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is corrupt or incomplete: {error}") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    where = read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise ModelLoadError(f"{path}: weight_map: expected an object of file names")
+    if any(Path(file).name != file for file in where.values()):
+        raise ModelLoadError(f"{path}: weight_map: files must lie beside the index")
+    return where

@@ -1,7 +1,4 @@
-"""A linear layer's matrix as the CPU kernels read it: in the model's dtype, or in int8.
-
-Not known here: which layers a model has, and when they run.
-"""
+"""A linear layer's matrix as the CPU kernels read it: in the model's dtype, or in int8."""
 
 from __future__ import annotations
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from penstock.engine.json_file import read_json
 from penstock.engine.models.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.llama import read_llama_config
-from penstock.engine.models.mistral import read_mistral_config
-from penstock.engine.models.qwen import read_qwen2_config, read_qwen3_config
-from penstock.engine.models.weight_names import llama_weight_names
+from penstock.engine.models.families import (
+    llama_weight_names,
+    read_llama_config,
+    read_mistral_config,
+    read_qwen2_config,
+    read_qwen3_config,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

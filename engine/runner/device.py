@@ -27,7 +27,7 @@ def select_device(config: DeviceConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def settle_cudagraph_mode(config: DeviceConfig, device: torch.device) -> CudagraphMode:
+def resolve_cudagraph_mode(config: DeviceConfig, device: torch.device) -> CudagraphMode:
     """What is captured on this device: `none`, `piecewise` or `full`.
 
     Raises:
@@ -45,7 +45,7 @@ def settle_cudagraph_mode(config: DeviceConfig, device: torch.device) -> Cudagra
     return "none"
 
 
-def settle_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What keys and values are kept in, for a model in `dtype`.
 
     Raises:
@@ -58,7 +58,7 @@ def settle_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.devic
     return torch.float8_e4m3fn
 
 
-def settle_max_model_len(config: ModelConfig, decoder: DecoderConfig) -> int:
+def resolve_max_model_len(config: ModelConfig, decoder: DecoderConfig) -> int:
     """Tokens of a sequence at most: as configured, or all the model can see.
 
     Raises:
@@ -78,6 +78,6 @@ def _default_num_threads() -> int:
     """All cores but one, which is the gateway's and its clients'.
 
     torch's threads spin at every barrier of a step: where one of them shares its core with another
-    process, all wait for it. The CPU kernels' pool does not, and takes all cores (`fast_path`).
+    process, all wait for it. The CPU kernels' pool does not, and takes all cores (`backends`).
     """
     return max(1, num_usable_cores() - 1)

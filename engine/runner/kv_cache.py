@@ -1,8 +1,4 @@
-"""The sizes of the device's KV pool and of the host tier beside it, and the pool's allocation.
-
-Not known here: who owns which block (policy decides), how it is read (see `kernels`), how much
-memory there is (see `memory`), how blocks move between the tiers (see `kv_swap`).
-"""
+"""The sizes of the device's KV pool and of the host tier beside it, and the pool's allocation."""
 
 from __future__ import annotations
 

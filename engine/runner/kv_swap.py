@@ -14,8 +14,6 @@ their source. (A swap-out is behind the swap-ins that read its destination anyho
 for them, and it waits for compute.) A slot is used again when its last copy is done, so staging is
 bounded, and a move list beyond that bound waits for the link. On a CPU the same code runs with
 streams that do nothing.
-
-Not known here: which blocks are worth keeping, and whose they are (policy decides).
 """
 
 from __future__ import annotations

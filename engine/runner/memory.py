@@ -17,9 +17,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.runner.cuda_graphs import GraphedDecoder, GraphSizes, graphs_num_bytes
-from penstock.engine.runner.device import settle_cudagraph_mode
-from penstock.engine.runner.graph_capture import CudaGraphMaker
+from penstock.engine.runner.cuda_graphs import (
+    CudaGraphMaker,
+    GraphedDecoder,
+    GraphSizes,
+    graphs_num_bytes,
+)
+from penstock.engine.runner.device import resolve_cudagraph_mode
 from penstock.engine.runner.kv_cache import (
     KVShape,
     choose_num_blocks,
@@ -137,7 +141,7 @@ def _profile_graphs_bytes(
         free, total = torch.cuda.mem_get_info(device)
         return total - free
 
-    mode = settle_cudagraph_mode(config.device, device)
+    mode = resolve_cudagraph_mode(config.device, device)
     return graphs_num_bytes(GraphSizes.of(mode, config.scheduler), capture, used_bytes)
 
 

@@ -6,37 +6,40 @@ further from here it lives; one that needs a line in `execute` has to earn it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
-from penstock.engine.models.fast_path import (
+from penstock.engine.models.backends import (
     LanguageModel,
     check_deterministic,
     cpu_kernels,
     fastest,
     run_step,
 )
+from penstock.engine.models.cpu_decoder import StepOutput
+from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_model
-from penstock.engine.models.step_output import StepOutput
+from penstock.engine.request import TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
+    resolve_kv_dtype,
+    resolve_max_model_len,
     select_device,
-    settle_kv_dtype,
-    settle_max_model_len,
 )
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
-from penstock.engine.runner.progress import Progress
-from penstock.engine.runner.sampled_tokens import make_token_path
-from penstock.engine.runner.step_in_flight import StepInFlight
+from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
-from penstock.engine.sampling.prompt_logprobs import prompt_logprobs
+from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
+from penstock.kernels.cpu.library import CpuLibrary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +88,8 @@ class ModelRunner:
         self._device = select_device(config.device)
         model = load_model(config.model, model_path, self._device)
         decoder, dtype = model.config, model.dtype
-        max_model_len = settle_max_model_len(config.model, decoder)
-        kv_dtype = settle_kv_dtype(config.cache, dtype, self._device)
+        max_model_len = resolve_max_model_len(config.model, decoder)
+        kv_dtype = resolve_kv_dtype(config.cache, dtype, self._device)
         if kv_dtype != dtype:
             model.use_fp8_cache()
         shape = KVShape.of(decoder, config.cache.block_size, kv_dtype)
@@ -155,7 +158,7 @@ class ModelRunner:
             sampling.parameters if sampling.has_plain_rows else None,
             sampling.draws,
         )
-        tokens = self._tokens.take(inputs, self._choose(output, sampling))
+        tokens = self._tokens.append(inputs, self._choose(output, sampling))
         prompt_entries = None
         if inputs.prompt_spans:
             prompt_entries = prompt_logprobs(inputs.prompt_spans, output.hidden, self._model.logits)
@@ -170,6 +173,98 @@ class ModelRunner:
             token_ids, is_valid = drawn.read()
             return Sampled(token_ids=token_ids, is_valid=is_valid, logprobs={})
         if sampling.changed:
-            self._tokens.settle()  # changes depend on the tokens so far; the forward pass runs on
+            # Changes depend on the tokens so far; the forward pass runs on.
+            self._tokens.wait_for_tokens()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
+
+
+PromptLogprobs = Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]]
+
+
+class Swaps(Protocol):
+    """What moves blocks between the tiers."""
+
+    def take_seconds(self) -> tuple[float, float]: ...
+
+
+class StepInFlight:
+    """A step that was launched, and its result when the device has come that far.
+
+    Args:
+        stopwatch: started when the step was.
+        seq_ids: the sequences that get a token, in the order of `tokens`.
+        tokens: None where nothing was computed.
+    """
+
+    __slots__ = ("_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps", "_tokens")
+
+    def __init__(
+        self,
+        step: int,
+        stopwatch: Stopwatch,
+        swaps: Swaps,
+        seq_ids: tuple[int, ...] = (),
+        tokens: Tokens | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> None:
+        stopwatch.mark_end()
+        self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
+        self._seq_ids, self._tokens, self._prompt_logprobs = seq_ids, tokens, prompt_logprobs
+
+    def result(self) -> BatchResult:
+        """Wait for the step's own end, not for what was launched after it."""
+        if self._tokens is None:
+            swap_out_s, swap_in_s = self._swaps.take_seconds()
+            return BatchResult(
+                step=self._step, token_ids={}, swap_out_s=swap_out_s, swap_in_s=swap_in_s
+            )
+        seq_ids, sampled = self._seq_ids, self._tokens.read()
+        is_valid = sampled.is_valid
+        tokens = zip(seq_ids, sampled.token_ids, is_valid, strict=True)
+        swap_out_s, swap_in_s = self._swaps.take_seconds()
+        return BatchResult(
+            step=self._step,
+            token_ids={seq_id: (token_id,) for seq_id, token_id, is_good in tokens if is_good},
+            logprobs={
+                seq_ids[row]: (entry,) for row, entry in sampled.logprobs.items() if is_valid[row]
+            },
+            failed_seq_ids=()
+            if all(is_valid)
+            else tuple(seq_ids[row] for row, is_good in enumerate(is_valid) if not is_good),
+            prompt_logprobs=self._prompt_logprobs or {},
+            compute_s=self._stopwatch.seconds(),
+            swap_out_s=swap_out_s,
+            swap_in_s=swap_in_s,
+        )
+
+
+class Progress:
+    """How far steps have come while they compute, for the watchdog.
+
+    A step says nothing before its end, and on a CPU that may be minutes away; what it is made of
+    shows that it gets on: the calls of the kernels' pool or, where torch computes, the layers.
+
+    Args:
+        model: as it runs.
+        library: the CPU's kernels; None where there are none.
+    """
+
+    def __init__(self, model: LanguageModel, library: CpuLibrary | None) -> None:
+        self._library = library
+        self._num_layers = 0
+        # On a GPU layers are only launched, and a step is no minutes.
+        if isinstance(model, Decoder) and model.device.type == "cpu":
+            for layer in model.layers:
+                layer.register_forward_hook(self._count_layer)
+
+    def num_parts_done(self) -> int:
+        """Of all steps so far; more than before where a step gets on."""
+        return self._num_layers + (0 if self._library is None else self._library.num_calls)
+
+    def describe(self) -> str:
+        """What the threads of the CPU's pool do now, in words."""
+        return "none" if self._library is None else self._library.describe_pool()
+
+    def _count_layer(self, *_: object) -> None:
+        self._num_layers += 1

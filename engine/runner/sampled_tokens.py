@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.runner.input_batch import InputBatch, staging_num_bytes
+from penstock.engine.runner.input_batch import InputBatch, StepInputs, staging_num_bytes
 from penstock.engine.runner.staging import InputStaging
-from penstock.engine.runner.step_inputs import StepInputs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled
 
 
@@ -43,11 +42,11 @@ class TokenPath(Protocol):
         """int64 [num_tokens], those sampled by earlier steps among them."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_tokens(self) -> None:
         """Return when the host knows every token of the steps before."""
         ...
 
-    def take(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Tokens:
+    def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Tokens:
         """What a step chose, into its sequences."""
         ...
 
@@ -63,10 +62,10 @@ class TokensAtOnce:
     def input_ids(self, inputs: StepInputs) -> Tensor:
         return inputs.input_ids
 
-    def settle(self) -> None:
+    def wait_for_tokens(self) -> None:
         """They are known."""
 
-    def take(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Sampled:
+    def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Sampled:
         sampled = chosen.read()
         # Of a failed one too: a step already planned may count on a token.
         self._batch.append(inputs.sampled_seq_ids, sampled.token_ids)
@@ -133,11 +132,11 @@ class TokensOnDevice:
             inputs.input_ids.index_copy_(0, places, self._last.index_select(0, rows))
         return inputs.input_ids
 
-    def settle(self) -> None:
+    def wait_for_tokens(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().read()
 
-    def take(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> TokensInFlight:
+    def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> TokensInFlight:
         assert isinstance(chosen, ChosenTokens), "tokens of a CPU"
         assert inputs.token_rows is not None
         self._last.index_copy_(0, inputs.token_rows.sampled_rows, chosen.token_ids)

@@ -1,19 +1,21 @@
-"""What sequences ask of the sampler, in columns: filled when one enters, read in one go each step.
+"""What sequences ask of the sampler: a row for each, and their parameters in columns.
 
-A step over rows that ask for nothing but a draw costs no Python for each of them.
+Columns are filled when a sequence enters and read in one go each step: a step over rows that ask
+for nothing but a draw costs no Python for each of them. `TokenCounts` serve the penalties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.rows import SamplingRow
+from penstock.engine.request import SamplingParams
 
 # Rows of the table: four floats, then three integers of 64 bits.
 _PARAMETERS, _DRAWS = slice(0, 4), slice(4, 7)
@@ -103,3 +105,75 @@ class SamplingTable:
             num_tops=num_tops,
             num_tokens=columns[_POSITION],
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingRow:
+    """One sequence about to get its next token, for as long as it is on the device.
+
+    Attributes:
+        token_ids: prompt and output so far; grows from step to step.
+        index: the branch of its request; part of the draw.
+        num_logprobs: None, or the likeliest tokens to report beside the sampled one.
+        seen: how often each token is in prompt and output.
+        output: how often it is in the output.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    index: int
+    num_logprobs: int | None = None
+    seen: TokenCounts = field(init=False)
+    output: TokenCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = TokenCounts(self.token_ids, 0)
+        self.output = TokenCounts(self.token_ids, self.num_prompt_tokens)
+
+    @property
+    def is_too_short(self) -> bool:
+        """Whether it may not end yet."""
+        return len(self.token_ids) - self.num_prompt_tokens < self.params.min_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but the draw is asked for."""
+        params = self.params
+        has_penalty = params.presence_penalty or params.frequency_penalty
+        is_plain = params.repetition_penalty == 1.0 and not has_penalty and not params.logit_bias
+        return not is_plain or self.is_too_short
+
+
+class TokenCounts:
+    """How often each token occurs in a sequence that grows. A long prompt is counted once;
+    then only what is new is.
+
+    Args:
+        token_ids: grows at its end.
+        start: tokens before this position, all there, do not count.
+    """
+
+    def __init__(self, token_ids: Sequence[int], start: int) -> None:
+        self._sequence = token_ids
+        self._num_seen = start
+        self._places: dict[int, int] = {}
+        self._token_ids = np.empty(16, dtype=np.int64)
+        self._counts = np.zeros(16, dtype=np.float32)
+
+    def read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Token ids and counts so far; good until the next call."""
+        for token_id, count in Counter(self._sequence[self._num_seen :]).items():
+            place = self._place_of(token_id)
+            self._counts[place] += count
+        self._num_seen = len(self._sequence)
+        num_distinct = len(self._places)
+        return self._token_ids[:num_distinct], self._counts[:num_distinct]
+
+    def _place_of(self, token_id: int) -> int:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._counts):
+            self._token_ids = np.concatenate((self._token_ids, np.empty_like(self._token_ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._token_ids[place] = token_id
+        return place

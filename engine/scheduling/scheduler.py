@@ -3,42 +3,43 @@
 One counter, no phases: each step a sequence's `num_computed_tokens` chases `num_tokens`, within a
 budget of tokens and sequences. Chunked prefill, prefix hits, decode and the return of a preempted
 sequence are all the same move. Running sequences come first, so decode never starves; what is left
-of the budget goes to those that wait, in the order of `waiting_queue`. A tenant does not take the
-last place (`places`) nor all of a step for its prompts (`prompt_parts`) while others are here.
+of the budget goes to those that wait, in the order of `waiting_queue`. While others are here, a
+tenant takes neither the last slot (`tenant_slots`) nor all of a step for its prompts
+(`prefill_budget`).
 
 Source: Orca (Yu et al., OSDI 2022) for iteration-level scheduling; Sarathi-Serve (Agrawal et al.,
 OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
-
-Knows nothing of tensors, text or sockets.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from penstock.engine.batch import Batch, BatchResult, ScheduledSequence, SequenceEntry
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.errors import InvalidRequestError
+from penstock.engine.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from penstock.engine.request import (
     Notice,
     Request,
     RequestOutput,
     Sequence,
     SequenceStatus,
+    num_blocks_needed,
 )
-from penstock.engine.scheduling.branches import Branches, LiveRequest
-from penstock.engine.scheduling.counters import SchedulerCounters
-from penstock.engine.scheduling.intake import Intake
+from penstock.engine.scheduling.output_processor import (
+    Branches,
+    LiveRequest,
+    OutputProcessor,
+    StopRule,
+)
 from penstock.engine.scheduling.preemption import PreemptionCosts
-from penstock.engine.scheduling.prompt_parts import prompt_limits
-from penstock.engine.scheduling.queue_watch import QueueWatch
-from penstock.engine.scheduling.request_limits import RequestLimits
-from penstock.engine.scheduling.roster import Roster
-from penstock.engine.scheduling.step_budget import step_budget
-from penstock.engine.scheduling.stopping import StopRule
-from penstock.engine.scheduling.waiting_queue import ServiceOrder, WaitingQueue
+from penstock.engine.scheduling.prefill_budget import prefill_budgets, step_budget
+from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
+from penstock.engine.scheduling.waiting_queue import QueueStats, ServiceOrder, WaitingQueue
 
 
 class Scheduler:
@@ -74,7 +75,7 @@ class Scheduler:
         self._stop_rule = StopRule(eos_token_ids=eos_token_ids, max_model_len=max_model_len)
         self._costs = PreemptionCosts(config.preemption, block_move_s=block_move_s)
         order = ServiceOrder(config.scheduling_policy, aging_s=config.priority_aging_s, clock=clock)
-        self._roster = Roster(
+        self._running_set = RunningSet(
             blocks,
             WaitingQueue(order),
             self._costs,
@@ -82,32 +83,32 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
-        self._branches = Branches(self._roster, self._stop_rule)
+        self._branches = Branches(self._running_set, self._stop_rule)
         self._requests: dict[str, LiveRequest] = {}
-        self._intake = Intake(
-            self._requests, self._roster, self._branches, self._stop_rule, self.counters
+        self._output_processor = OutputProcessor(
+            self._requests, self._running_set, self._branches, self._stop_rule, self.counters
         )
         self._notices: list[RequestOutput] = []
-        self._watch = QueueWatch(self._roster.waiting, clock)
+        self._queue_stats = QueueStats(self._running_set.waiting, clock)
 
     # -- requests ---------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
-        return len(self._roster.running)
+        return len(self._running_set.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._roster.waiting)
+        return len(self._running_set.waiting)
 
     @property
     def num_tokens_waiting(self) -> int:
-        return self._roster.waiting.num_tokens
+        return self._running_set.waiting.num_tokens
 
     @property
     def queue_tokens_per_s(self) -> float:
         """Prompt tokens that leave the queue while somebody waits; 0 before anybody did."""
-        return self._watch.tokens_per_s
+        return self._queue_stats.tokens_per_s
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -116,7 +117,7 @@ class Scheduler:
 
     def slots(self) -> tuple[int, int]:
         """Token slots of the running sequences' blocks, and those of them that hold no token."""
-        running = self._roster.running.values()
+        running = self._running_set.running.values()
         num_slots = sum(map(self.blocks.num_slots, running))
         return num_slots, num_slots - sum(each.num_computed_tokens for each in running)
 
@@ -125,7 +126,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step could do anything, if only tell the device who has left."""
-        return bool(self._requests) or self._roster.has_left
+        return bool(self._requests) or self._running_set.has_left
 
     def add(self, request: Request) -> None:
         """Take in a request.
@@ -141,7 +142,7 @@ class Scheduler:
             self.counters.num_refused += 1
             raise
         self._requests[request.request_id] = self._branches.start(request)
-        self._watch.add(request)
+        self._queue_stats.add(request)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:
@@ -158,7 +159,7 @@ class Scheduler:
         is_whole = index is None or live.search is not None
         for sequence in list(live.sequences.values()):
             if is_whole or sequence.index == index:
-                self._intake.finish(live, sequence)
+                self._output_processor.finish(live, sequence)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -183,8 +184,8 @@ class Scheduler:
         # Only now, since until here a victim's share could be taken back: what is computed in this
         # step can be shared by those admitted to it.
         for seq_id, item in scheduled.items():
-            self._advance(self._roster.running[seq_id], item.num_new_tokens)
-        if len(self._roster.waiting) and not has_preempted:
+            self._advance(self._running_set.running[seq_id], item.num_new_tokens)
+        if len(self._running_set.waiting) and not has_preempted:
             # Otherwise the newcomer would take the very blocks a victim just gave up.
             self._admit(scheduled, budget)
         if not scheduled:
@@ -193,7 +194,7 @@ class Scheduler:
         return Batch(
             step=self.counters.num_steps,
             scheduled=tuple(scheduled.values()),
-            left_seq_ids=self._roster.take_left(),
+            left_seq_ids=self._running_set.take_left(),
             moves=self.blocks.take_moves(),
         )
 
@@ -202,8 +203,8 @@ class Scheduler:
         self._costs.observe(batch, result)
         outputs = [each for each in self._notices if each.request_id in self._requests]
         self._notices = []
-        outputs += self._watch.look()
-        outputs += self._intake.take(batch, result)
+        outputs += self._queue_stats.update()
+        outputs += self._output_processor.process(batch, result)
         return outputs
 
     # -- planning ---------------------------------------------------------------------------
@@ -213,7 +214,7 @@ class Scheduler:
         behind a long one in the order of admission."""
         decoding: list[Sequence] = []
         in_prompt: list[Sequence] = []
-        for sequence in self._roster.running.values():
+        for sequence in self._running_set.running.values():
             has_more = len(sequence.token_ids) - sequence.num_computed_tokens > 1
             (in_prompt if has_more else decoding).append(sequence)
         return decoding, in_prompt
@@ -224,9 +225,9 @@ class Scheduler:
         if not in_prompt:
             return {}
         missing = {sequence: self._num_uncomputed(sequence) for sequence in in_prompt}
-        head = self._roster.waiting.peek() if self._roster.num_free_places > 0 else None
+        head = self._running_set.waiting.peek() if self._running_set.num_free_slots > 0 else None
         num_entering = 0 if head is None else self._num_missing(head)
-        return prompt_limits(missing, budget, entering=head, num_entering=num_entering)
+        return prefill_budgets(missing, budget, entering=head, num_entering=num_entering)
 
     def _num_uncomputed(self, sequence: Sequence) -> int:
         if sequence.status is not SequenceStatus.RUNNING:
@@ -249,7 +250,7 @@ class Scheduler:
         num_tokens = sequence.num_computed_tokens + num_new
         num_preempted = 0
         while (new_block_ids := self.blocks.grow(sequence, num_tokens)) is None:
-            victim = self._roster.choose_victim()
+            victim = self._running_set.choose_victim()
             scheduled.pop(victim.seq_id, None)
             self._preempt(victim)
             num_preempted += 1
@@ -264,20 +265,20 @@ class Scheduler:
         return True, num_preempted
 
     def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int) -> None:
-        """Start waiting sequences, in the queue's order, while budget, places and blocks last."""
-        passed: set[str] = set()  # tenants whose next leaves its place to others
-        while budget > 0 and self._roster.num_free_places > 0:
-            sequence = self._roster.waiting.peek(passed)
+        """Start waiting sequences, in the queue's order, while budget, slots and blocks last."""
+        passed: set[str] = set()  # tenants whose next sequence leaves its slot to others
+        while budget > 0 and self._running_set.num_free_slots > 0:
+            sequence = self._running_set.waiting.peek(passed)
             if sequence is None or sequence.num_in_flight_tokens:
                 return  # a token still in flight must arrive before its sequence re-enters
             if not self._config.enable_chunked_prefill and budget < self._num_missing(sequence):
                 return
             live = self._requests[sequence.request.request_id]
-            if not self._roster.may_enter(sequence, live.num_forks, is_first=not passed):
+            if not self._running_set.may_enter(sequence, live.num_forks, is_first=not passed):
                 passed.add(sequence.request.tenant)
                 continue
             was_parked = sequence.status is SequenceStatus.PREEMPTED or live.is_parked
-            if not self._roster.admit(sequence, num_forks=live.num_forks):
+            if not self._running_set.admit(sequence, num_forks=live.num_forks):
                 return
             if was_parked:
                 self._tell(sequence, Notice.RESUMED)
@@ -292,11 +293,11 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         while (
             not scheduled
-            and len(self._roster.waiting)
-            and self._roster.running
-            and not any(each.num_in_flight_tokens for each in self._roster.live.values())
+            and len(self._running_set.waiting)
+            and self._running_set.running
+            and not any(each.num_in_flight_tokens for each in self._running_set.live.values())
         ):
-            self._preempt(self._roster.choose_victim())
+            self._preempt(self._running_set.choose_victim())
             self._admit(scheduled, budget)
 
     def _num_missing(self, sequence: Sequence) -> int:
@@ -336,7 +337,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         is_idle = sequence.num_computed_tokens == sequence.num_tokens
-        self._roster.preempt(sequence, is_idle=is_idle)
+        self._running_set.preempt(sequence, is_idle=is_idle)
         self._tell(sequence, Notice.PREEMPTED)
 
     def _tell(self, sequence: Sequence, notice: Notice) -> None:
@@ -344,3 +345,81 @@ class Scheduler:
         output = live.notice(sequence, notice)
         if output is not None:
             self._notices.append(output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What this engine can serve at all: a request that can never end well is refused at once.
+
+    Attributes:
+        max_model_len: tokens of prompt and output at most; the pool must hold as many.
+
+    Raises:
+        ConfigError: the bounds do not fit each other.
+    """
+
+    config: SchedulerConfig
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"--no-enable-chunked-prefill needs --max-num-batched-tokens "
+                f"({config.max_num_batched_tokens}) to be at least the context "
+                f"({self.max_model_len})"
+            )
+        capacity = self.num_blocks * self.block_size
+        if capacity < self.max_model_len:
+            raise ConfigError(
+                f"the KV cache holds {capacity} tokens, fewer than one context of "
+                f"{self.max_model_len}"
+            )
+
+    def check(self, request: Request) -> None:
+        """Raises `InvalidRequestError`, naming numbers and parameter, if it can never be served."""
+        params = request.sampling_params
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("the prompt has no tokens", param="prompt")
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if num_tokens >= self.max_model_len + (params.max_tokens == 0):
+            raise PromptTooLongError(
+                f"{num_tokens} tokens leave no room for output in a context of "
+                f"{self.max_model_len}",
+                param="prompt",
+            )
+        if request.output_token_ids and len(request.output_token_ids) >= params.max_tokens:
+            raise InvalidRequestError("the output already fills max_tokens", param="max_tokens")
+        if request.priority != 0 and self.config.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                "priority needs a server started with --scheduling-policy priority",
+                param="priority",
+            )
+        if not 0.0 < request.weight < math.inf:
+            raise InvalidRequestError("weight must be a number more than 0", param="weight")
+        if params.num_branches > 1 or params.beam_search is not None:
+            self._check_branches(request)
+
+    def _check_branches(self, request: Request) -> None:
+        params = request.sampling_params
+        if request.output_token_ids:
+            raise InvalidRequestError("only a single output can be continued", param="n")
+        if params.num_branches > self.config.max_num_seqs:
+            raise InvalidRequestError(
+                f"{params.num_branches} sequences at once are more than the "
+                f"{self.config.max_num_seqs} that can run here (--max-num-seqs)",
+                param="n",
+            )
+        num_prompt = len(request.prompt_token_ids)
+        room = self.max_model_len - num_prompt
+        longest = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=0)
+        num_blocks = num_blocks_needed(longest, num_prompt, self.block_size)
+        if num_blocks > self.num_blocks:
+            raise InvalidRequestError(
+                f"{params.num_branches} sequences of {num_prompt} prompt and up to "
+                f"{longest.max_tokens} output tokens may need {num_blocks} KV blocks of "
+                f"{self.block_size} tokens, and there are {self.num_blocks}",
+                param="n",
+            )

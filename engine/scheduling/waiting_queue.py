@@ -1,24 +1,26 @@
-"""The order of service: who waits for a place, and who comes before whom.
+"""The order of service: who waits for a slot, and who comes before whom.
 
     1. band     under the policy `priority` a request's priority, lower first; for every `aging_s`
                 it has been here it moves up by one, as far as the most urgent priority ever seen:
                 nothing starves, and a backlog does not overtake others by its age alone
     2. return   what has run before and was parked, by arrival: its stream is pausing
-    3. tenant   by deficit round robin over tokens (`fair_turns`)
+    3. tenant   by deficit round robin over tokens (`FairTurns`)
     4. arrival  within a tenant
 
-Under `fcfs` there is one band; with one tenant that is plainly the order of arrival.
+Under `fcfs` there is one band; with one tenant that is plainly the order of arrival. `QueueStats`
+says how fast the queue drains, and tells those who asked where they stand.
 """
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from penstock.engine.config import SchedulingPolicy
-from penstock.engine.request import Sequence, SequenceStatus
-from penstock.engine.scheduling.fair_turns import FairTurns, Turn
+from penstock.engine.request import Request, RequestOutput, Sequence, SequenceStatus
 
 Rank = tuple[int, float, int]
 Entry = tuple[Rank, int, Sequence]  # with the tokens it is to compute
@@ -79,13 +81,13 @@ class WaitingQueue:
 
     Attributes:
         num_tokens: of all that wait, as far as they are to be computed.
-        num_taken: those of all that were served.
+        num_served_tokens: those of all that were served.
     """
 
     def __init__(self, order: ServiceOrder) -> None:
         self.order = order
         self.num_tokens = 0
-        self.num_taken = 0
+        self.num_served_tokens = 0
         self._bands: dict[int, _Band] = {}
         self._order_of_bands: list[int] = []  # a heap
         self._waiting: dict[int, Entry] = {}  # by seq_id: the one that is valid
@@ -123,14 +125,14 @@ class WaitingQueue:
         if entry is not None:
             self.num_tokens -= entry[1]
 
-    def take(self, sequence: Sequence, *, num_tokens: int) -> None:
+    def serve(self, sequence: Sequence, *, num_tokens: int) -> None:
         """Take out a head because it is served.
 
         Args:
             num_tokens: to be computed for it now, not counting its output.
         """
         entry = self._waiting[sequence.seq_id]
-        self.num_taken += entry[1]
+        self.num_served_tokens += entry[1]
         if not is_returning(sequence):
             self._bands[entry[0][0]].serve(sequence, num_tokens)
         self.discard(sequence)
@@ -272,3 +274,165 @@ def is_returning(sequence: Sequence) -> bool:
         or sequence.index > 0
         or sequence.num_output_tokens > len(sequence.request.output_token_ids)
     )
+
+
+QUANTUM_TOKENS = 16.0  # as fine as it may be, since empty rounds cost nothing
+_MAX_IDLE = 64  # accounts kept at least, before old ones are closed
+Turn = tuple[int, int]  # round, place in it; a tenant's only grows
+
+
+@dataclass(slots=True)
+class _Account:
+    turn: Turn
+    credit: float  # tokens, more than 0
+
+
+class FairTurns:
+    """Deficit round robin over tenants, by tokens, with weights.
+
+    In every round a tenant is served until its credit of `weight × quantum` tokens is used up. What
+    it takes beyond that (a request is served whole, and its output is charged when it ends) is a
+    debt that it sits out: it is next served in the first round whose credit is positive again.
+    Instead of walking through rounds that serve nobody, each tenant carries the number of the round
+    it is in, and the lowest is served. A tenant that comes back from having nothing to do joins the
+    present round: idleness earns no credit, and cancels no debt.
+
+    Operations take constant time (closing accounts: amortised).
+
+    Source: Shreedhar and Varghese, Efficient Fair Queuing Using Deficit Round Robin, SIGCOMM 1995;
+    the debt is surplus round robin's.
+
+    Args:
+        quantum_tokens: credit per round of a tenant of weight 1.
+    """
+
+    def __init__(self, quantum_tokens: float = QUANTUM_TOKENS) -> None:
+        self._quantum = quantum_tokens
+        self._accounts: dict[str, _Account] = {}
+        self._round = 0  # of the tenant served last: no waiting one is behind it
+        self._num_turns = 0
+        self._max_accounts = _MAX_IDLE
+
+    def join(self, tenant: str, weight: float) -> Turn:
+        """A tenant has something to be served; its turn. Lower turns come first."""
+        return self._account(tenant, weight).turn
+
+    def turn(self, tenant: str) -> Turn:
+        """Of a tenant that has joined and still waits."""
+        return self._accounts[tenant].turn
+
+    def serve(self, tenant: str) -> None:
+        """A tenant that waits is being served: this is its round."""
+        self._round = max(self._round, self._accounts[tenant].turn[0])
+
+    def charge(self, tenant: str, weight: float, num_tokens: float) -> None:
+        """A tenant has taken tokens, whether it waits or not."""
+        account = self._account(tenant, weight)
+        account.credit -= num_tokens
+        if account.credit <= 0.0:
+            each = self._quantum * weight
+            num_rounds = math.floor(-account.credit / each) + 1
+            account.credit += num_rounds * each
+            account.turn = self._next_turn(account.turn[0] + num_rounds)
+
+    def copy(self) -> FairTurns:
+        """One to play through what is to come."""
+        return copy.deepcopy(self)
+
+    def _account(self, tenant: str, weight: float) -> _Account:
+        """Brought into the present round, if its own is over."""
+        account = self._accounts.get(tenant)
+        if account is None or account.turn[0] < self._round:
+            self._close_old()
+            account = _Account(self._next_turn(self._round), self._quantum * weight)
+            self._accounts[tenant] = account
+        return account
+
+    def _close_old(self) -> None:
+        # An account whose round is over is as good as none.
+        if len(self._accounts) >= self._max_accounts:
+            self._accounts = {
+                tenant: account
+                for tenant, account in self._accounts.items()
+                if account.turn[0] >= self._round
+            }
+            self._max_accounts = 2 * len(self._accounts) + _MAX_IDLE
+
+    def _next_turn(self, number: int) -> Turn:
+        self._num_turns += 1
+        return number, self._num_turns
+
+
+POSITIONS_INTERVAL_S = 0.25
+_MAX_SHARE = 0.02  # of the time, for playing through the order of a long queue
+_MEMORY_S = 10.0  # after which a measurement weighs 1/e
+
+
+class QueueStats:
+    """How fast the queue drains, and who stands where: looked at after every step.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, queue: WaitingQueue, clock: Callable[[], float]) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._told: dict[str, int] = {}  # of requests that asked: the position they know, or -1
+        self._positions_due_s = -math.inf
+        self._last_s = clock()
+        self._had_waiting = False
+        self._num_served = 0
+        self._busy_s = self._busy_tokens = 0.0  # while somebody waited, both fading alike
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens that leave the queue while somebody waits; 0 before anybody did."""
+        return self._busy_tokens / self._busy_s if self._busy_s > 0 else 0.0
+
+    def add(self, request: Request) -> None:
+        """A new request waits."""
+        self._had_waiting = True
+        if request.wants_queue_position:
+            self._told[request.request_id] = -1
+
+    def update(self) -> list[RequestOutput]:
+        """The new positions of those that asked, at most every `POSITIONS_INTERVAL_S`."""
+        now_s = self._clock()
+        self._measure(now_s)
+        if not self._told or now_s < self._positions_due_s:
+            return []
+        outputs = self._positions()
+        cost_s = self._clock() - now_s
+        self._positions_due_s = now_s + max(POSITIONS_INTERVAL_S, cost_s / _MAX_SHARE)
+        return outputs
+
+    def _measure(self, now_s: float) -> None:
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        num_new, self._num_served = (
+            self._queue.num_served_tokens - self._num_served,
+            self._queue.num_served_tokens,
+        )
+        if self._had_waiting and elapsed_s > 0:
+            kept = math.exp(-elapsed_s / _MEMORY_S)
+            self._busy_s = self._busy_s * kept + elapsed_s
+            self._busy_tokens = self._busy_tokens * kept + num_new
+        self._had_waiting = len(self._queue) > 0
+
+    def _positions(self) -> list[RequestOutput]:
+        told, self._told = self._told, {}
+        outputs, num_tokens = [], 0
+        for position, sequence in enumerate(self._queue.in_order()):
+            request_id = sequence.request.request_id
+            if request_id in told and not is_returning(sequence):
+                self._told[request_id] = position
+                if told[request_id] != position:
+                    outputs.append(
+                        RequestOutput(
+                            request_id=request_id,
+                            queue_position=position,
+                            num_tokens_ahead=num_tokens,
+                        )
+                    )
+            num_tokens += len(sequence.token_ids) - sequence.num_computed_tokens
+        return outputs

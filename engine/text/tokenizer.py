@@ -1,7 +1,4 @@
-"""A model's tokenizer: `tokenizers` behind the few calls serving needs.
-
-Knows nothing of chat messages (`chat_template`) or of streaming (`output_text`).
-"""
+"""A model's tokenizer: `tokenizers` behind the few calls serving needs."""
 
 from __future__ import annotations
 

@@ -7,12 +7,16 @@ A request holds its reservation from here to its end, however it ends.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from penstock.engine.request import SamplingParams
 from penstock.gateway.admission.engine_queue import EngineQueue, Waiting
-from penstock.gateway.admission.expected_cost import ExpectedCost
 from penstock.gateway.admission.quotas import NO_HOLD, Hold, Quotas
 from penstock.gateway.admission.refusals import NotAdmittedError, rate_limit_headers
-from penstock.gateway.callers import ANYBODY, Caller
+from penstock.gateway.auth.callers import ANYBODY, Caller
+
+_FIRST_OUTPUT = 256.0  # tokens
+_WEIGHT = 0.1  # of the newest request in the means
 
 
 class Reservation:
@@ -129,3 +133,36 @@ class Admission:
     def headers(self, caller: Caller) -> dict[str, str]:
         """What is left of a caller's limits, for any answer; empty without limits."""
         return rate_limit_headers(caller.limits, self._quotas.levels(caller))
+
+
+@dataclass(slots=True)
+class _Habit:
+    cached_share: float = 0.0
+    output_tokens: float = _FIRST_OUTPUT
+
+
+class ExpectedCost:
+    """What a request will probably take: uncached prompt tokens, and as much output as is usual.
+
+    Means by tenant, learned from requests that ended; at first every prompt counts whole, and
+    output as far as it may go, up to a guess.
+    """
+
+    def __init__(self) -> None:
+        self._habits: dict[str, _Habit] = {}
+
+    def prompt_tokens(self, tenant: str, num_prompt: int) -> float:
+        """Those that will have to be computed."""
+        habit = self._habits.get(tenant)
+        return num_prompt * (1.0 - (0.0 if habit is None else habit.cached_share))
+
+    def output_tokens(self, tenant: str, most: int) -> float:
+        """Of one output that may have so many."""
+        habit = self._habits.get(tenant)
+        return min(most, _FIRST_OUTPUT if habit is None else habit.output_tokens)
+
+    def learn(self, tenant: str, *, num_prompt: int, num_cached: int, output_tokens: float) -> None:
+        """What a request of it took, its output as a mean over its branches."""
+        habit = self._habits.setdefault(tenant, _Habit())
+        habit.cached_share += _WEIGHT * (num_cached / max(num_prompt, 1) - habit.cached_share)
+        habit.output_tokens += _WEIGHT * (output_tokens - habit.output_tokens)

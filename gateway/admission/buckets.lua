@@ -1,4 +1,4 @@
--- A tenant's limits, shared by all gateways: see `redis_buckets`.
+-- A tenant's limits, shared by all gateways: see `redis_quotas`.
 --
 -- KEYS  1 hash: requests, tokens (used of each bucket, flowing off), at (ms of the server's clock)
 --       2 sorted set: hold -> when its lease ends (ms)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from penstock.engine.messages import EngineStats
+from penstock.engine.transport.messages import EngineStats
 from penstock.gateway.admission.refusals import overloaded
-from penstock.gateway.callers import Caller
+from penstock.gateway.auth.callers import Caller
 
 _REQUEST_BYTES = 4096  # of what a waiting request keeps in memory, beside its tokens
 _TOKEN_BYTES = 40
@@ -59,18 +60,25 @@ class _Line:
     num_tokens: int = 0
 
 
+class HasStats(Protocol):
+    @property
+    def stats(self) -> EngineStats:
+        """The newest."""
+        ...
+
+
 class EngineQueue:
     """
     Args:
-        stats: the engine's newest.
+        engine: whose newest stats count.
         clock: seconds that only grow.
     """
 
     def __init__(
-        self, bounds: QueueBounds, *, stats: Callable[[], EngineStats], clock: Callable[[], float]
+        self, bounds: QueueBounds, *, engine: HasStats, clock: Callable[[], float]
     ) -> None:
         self._bounds = bounds
-        self._stats = stats
+        self._engine = engine
         self._clock = clock
         self._lines: dict[str, _Line] = {}  # of tenants that wait
         self._num_requests = 0
@@ -123,14 +131,14 @@ class EngineQueue:
     def wait_s(self, caller: Caller, num_tokens: int) -> float:
         """Until the engine begins a request of this caller, as predicted; 0 if nothing is known."""
         line = self._lines.get(caller.tenant) or _Line(caller.weight)
-        seen = self._stats().num_tokens_waiting
+        seen = self._engine.stats.num_tokens_waiting
         own = _everywhere(line.num_tokens, num_tokens, here=self._num_tokens, seen=seen)
         fair = own / self._share(caller) - num_tokens
         return self.drain_s(min(fair, max(self._num_tokens, seen)))
 
     def drain_s(self, num_tokens: float) -> float:
         """Until so many queued tokens are no more; 0 if no rate is known."""
-        stats = self._stats()
+        stats = self._engine.stats
         # While nobody waits for a place, only computing the prompts takes time.
         has_places = stats.num_requests_waiting == 0
         rate = (0.0 if has_places else stats.queue_tokens_per_s) or stats.prefill_tokens_per_s
@@ -138,10 +146,10 @@ class EngineQueue:
 
     @property
     def num_requests(self) -> int:
-        return max(self._num_requests, self._stats().num_requests_waiting)
+        return max(self._num_requests, self._engine.stats.num_requests_waiting)
 
     def _over_bounds(self, caller: Caller, num_tokens: int) -> str | None:
-        bounds, share, stats = self._bounds, self._share(caller), self._stats()
+        bounds, share, stats = self._bounds, self._share(caller), self._engine.stats
         line = self._lines.get(caller.tenant) or _Line(caller.weight)
         # what: the bound, the new one's, its tenant's, this gateway's, the engine's
         measures = {
@@ -176,7 +184,7 @@ class EngineQueue:
         return caller.weight / (others + caller.weight)
 
     def _prefill_s(self, num_tokens: int) -> float:
-        rate = self._stats().prefill_tokens_per_s
+        rate = self._engine.stats.prefill_tokens_per_s
         return num_tokens / rate if rate > 0 else 0.0
 
     def _refusal(self, message: str, wait_s: float) -> Exception:

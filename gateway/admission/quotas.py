@@ -1,7 +1,7 @@
 """Each tenant's own limits: requests and tokens per minute, and requests at once.
 
 All that a request costs is taken at once or not at all; when it ends, what it did not use is given
-back, and what it used beyond is owed. `redis_buckets` does the same for many gateways.
+back, and what it used beyond is owed. `redis_quotas` does the same for many gateways.
 """
 
 from __future__ import annotations
@@ -11,25 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.gateway.admission.refusals import quota_exceeded
-from penstock.gateway.admission.token_bucket import TokenBucket
-from penstock.gateway.callers import Caller, Limits
+from penstock.gateway.admission.refusals import Levels, full_levels, quota_exceeded
+from penstock.gateway.auth.callers import Caller, TenantLimits
 
 CONCURRENCY_RETRY_S = 1.0  # nobody knows when one of the tenant's own requests ends
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
-    """What is left of a tenant's limits.
-
-    Attributes:
-        requests, tokens: in the buckets; below 0 a debt, infinite where there is no limit.
-        num_running: requests that were admitted and have not ended.
-    """
-
-    requests: float = math.inf
-    tokens: float = math.inf
-    num_running: int = 0
+_EPSILON = 1e-6  # of rounding, when exactly as long was waited as was told
 
 
 class Hold(Protocol):
@@ -68,15 +54,6 @@ class NoHold:
         """Nothing was taken."""
 
 
-def full_levels(limits: Limits) -> Levels:
-    """Of a tenant that has used nothing."""
-    requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-    return Levels(
-        requests=math.inf if requests is None else requests,
-        tokens=math.inf if tokens is None else tokens,
-    )
-
-
 NO_HOLD = NoHold()
 
 
@@ -101,12 +78,12 @@ class LocalQuotas:
         self._accounts: dict[str, _Account] = {}  # as many as the key file has tenants
 
     async def reserve(self, caller: Caller, num_tokens: float) -> Hold:
-        return self.take(caller, num_tokens)
+        return self.reserve_now(caller, num_tokens)
 
-    def take(self, caller: Caller, num_tokens: float) -> Hold:
+    def reserve_now(self, caller: Caller, num_tokens: float) -> Hold:
         """As `reserve`, at once."""
         limits, now_s = self._limits(caller.limits), self._clock()
-        if limits == Limits():
+        if limits == TenantLimits():
             return NO_HOLD
         account = self._account(caller.tenant, limits, now_s)
         waits = {
@@ -144,17 +121,17 @@ class LocalQuotas:
             num_running=account.num_running,
         )
 
-    def _account(self, tenant: str, limits: Limits, now_s: float) -> _Account:
+    def _account(self, tenant: str, limits: TenantLimits, now_s: float) -> _Account:
         account = self._accounts.setdefault(tenant, _Account())
         account.requests = _fitting(account.requests, limits.requests_per_minute, now_s)
         account.tokens = _fitting(account.tokens, limits.tokens_per_minute, now_s)
         return account
 
-    def _limits(self, limits: Limits) -> Limits:
-        if self._share == 1.0 or limits == Limits():
+    def _limits(self, limits: TenantLimits) -> TenantLimits:
+        if self._share == 1.0 or limits == TenantLimits():
             return limits
         at_once = limits.max_concurrent_requests
-        return Limits(
+        return TenantLimits(
             requests_per_minute=_times(limits.requests_per_minute, self._share),
             tokens_per_minute=_times(limits.tokens_per_minute, self._share),
             max_concurrent_requests=None if at_once is None else max(1, int(at_once * self._share)),
@@ -187,10 +164,47 @@ def _wait_s(bucket: TokenBucket | None, amount: float, now_s: float) -> float:
     return 0.0 if bucket is None else bucket.wait_s(amount, now_s)
 
 
-def _wait_for_place_s(limits: Limits, num_running: int) -> float:
+def _wait_for_place_s(limits: TenantLimits, num_running: int) -> float:
     limit = limits.max_concurrent_requests
     return 0.0 if limit is None or num_running < limit else CONCURRENCY_RETRY_S
 
 
 def _times(limit: float | None, share: float) -> float | None:
     return None if limit is None else limit * share
+
+
+class TokenBucket:
+    """A bucket that refills steadily: a limit per minute, with bursts of a minute's worth.
+
+    Pure; the time is an argument. It starts full. What is taken may exceed what was asked for, so
+    its level may be a debt.
+
+    Args:
+        per_minute: its capacity, and what flows in in a minute.
+    """
+
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self.capacity = per_minute
+        self._level = per_minute
+        self._at_s = now_s
+
+    def level(self, now_s: float) -> float:
+        self._level += max(0.0, now_s - self._at_s) * self.capacity / 60.0
+        self._level = min(self._level, self.capacity)
+        self._at_s = max(now_s, self._at_s)
+        return self._level
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Until so much is there, 0 if it is; of what is more than a full bucket, until full."""
+        missing = min(amount, self.capacity) - self.level(now_s)
+        return missing * 60.0 / self.capacity if missing > _EPSILON else 0.0
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Take out, or with a negative amount give back."""
+        self._level = min(self.level(now_s) - amount, self.capacity)
+
+    def resize(self, per_minute: float, now_s: float) -> None:
+        """A new limit; what was used stays used."""
+        used = self.capacity - self.level(now_s)
+        self.capacity = per_minute
+        self._level = per_minute - used

@@ -11,17 +11,37 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from penstock.gateway.callers import Limits
+from penstock.gateway.auth.callers import TenantLimits
 from penstock.gateway.errors import RequestRefusedError, retry_headers
-
-if TYPE_CHECKING:
-    from penstock.gateway.admission.quotas import Levels
 
 MAX_RETRY_S = 120.0
 _MIN_RETRY_S = 0.1
 _JITTER = 0.25  # of the wait, and of a second: short waits need to be spread too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """What is left of a tenant's limits.
+
+    Attributes:
+        requests, tokens: in the buckets; below 0 a debt, infinite where there is no limit.
+        num_running: requests that were admitted and have not ended.
+    """
+
+    requests: float = math.inf
+    tokens: float = math.inf
+    num_running: int = 0
+
+
+def full_levels(limits: TenantLimits) -> Levels:
+    """Of a tenant that has used nothing."""
+    requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+    return Levels(
+        requests=math.inf if requests is None else requests,
+        tokens=math.inf if tokens is None else tokens,
+    )
 
 
 class NotAdmittedError(RequestRefusedError):
@@ -55,7 +75,9 @@ def jittered(wait_s: float) -> float:
     return min(late, MAX_RETRY_S - random.random() * _JITTER * 10)  # noqa: S311
 
 
-def quota_exceeded(limits: Limits, levels: Levels, waits: Mapping[str, float]) -> NotAdmittedError:
+def quota_exceeded(
+    limits: TenantLimits, levels: Levels, waits: Mapping[str, float]
+) -> NotAdmittedError:
     """429, naming the limit that takes longest.
 
     Args:
@@ -78,7 +100,7 @@ def overloaded(message: str, *, wait_s: float, num_queued: int) -> NotAdmittedEr
     )
 
 
-def rate_limit_headers(limits: Limits, levels: Levels) -> dict[str, str]:
+def rate_limit_headers(limits: TenantLimits, levels: Levels) -> dict[str, str]:
     """OpenAI's `x-ratelimit-*`, and `RateLimit` and `RateLimit-Policy` of the IETF's draft."""
     headers: dict[str, str] = {}
     current, policies = [], []
@@ -96,7 +118,7 @@ def rate_limit_headers(limits: Limits, levels: Levels) -> dict[str, str]:
     return headers
 
 
-def _per_minute(limits: Limits, levels: Levels) -> Iterator[tuple[str, float, float]]:
+def _per_minute(limits: TenantLimits, levels: Levels) -> Iterator[tuple[str, float, float]]:
     if limits.requests_per_minute is not None:
         yield "requests", limits.requests_per_minute, levels.requests
     if limits.tokens_per_minute is not None:

@@ -6,15 +6,17 @@ its two halves, which a turn pairs number by number.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.gpu.store_kv import as_stored, scale_arguments
 from penstock.kernels.gpu.tuning import Config
 from penstock.kernels.qk_norm import QKNorm
 
+_FP8_MAX = tl.constexpr(448.0)  # of e4m3fn
 _PAIRS_PER_TILE = 512  # that a program turns, about
 _NUM_WARPS = 2
 
@@ -44,6 +46,16 @@ def _turned(first_ptr, second_ptr, mask, cos, sin, norm_ptr, columns, eps, HALF:
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
     return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _as_stored(x, scale, dtype: tl.constexpr):
+    """x as a cache of this dtype holds it; scale broadcasts to x, or is None if not in FP8."""
+    if scale is not None:
+        # Divided exactly, so that every device rounds alike.
+        x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
+        x = tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -109,13 +121,13 @@ def rotary_store_kv_kernel(
         )
         dtype: tl.constexpr = key_cache_ptr.dtype.element_ty
         destination = key_cache_ptr + slot * NUM_KV_HEADS * head_dim + numbers
-        tl.store(destination, as_stored(first, key_scale, dtype), mask)
-        tl.store(destination + HALF, as_stored(second, key_scale, dtype), mask)
+        tl.store(destination, _as_stored(first, key_scale, dtype), mask)
+        tl.store(destination + HALF, _as_stored(second, key_scale, dtype), mask)
         source += NUM_KV_HEADS * head_dim
         destination = value_cache_ptr + slot * NUM_KV_HEADS * head_dim + numbers
         for half in tl.static_range(2):
             value = tl.load(source + half * HALF, mask)
-            tl.store(destination + half * HALF, as_stored(value, value_scale, dtype), mask)
+            tl.store(destination + half * HALF, _as_stored(value, value_scale, dtype), mask)
 
 
 def config_for(head_dim: int) -> Config:
@@ -152,10 +164,16 @@ def rotary_store_kv_triton(
         sin,
         slot_mapping,
         *(qk_norm or (None, None, 0.0)),
-        *scale_arguments(key_scale, value_scale),
+        *_scale_arguments(key_scale, value_scale),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         **config,
     )
     return query
+
+
+def _scale_arguments(*scales: Tensor | None) -> list[Any]:
+    """Scales [num_kv_heads], [] or None as a kernel takes them: all of them, then their strides."""
+    strides = (scale.stride(0) if scale is not None and scale.dim() else 0 for scale in scales)
+    return [*scales, *strides]

@@ -5,7 +5,7 @@ The table is written by `python -m penstock.load.gpu.tune` on a card, never by h
     {device: {operation: {key: {"BLOCK_N": …, "num_warps": …, …}}}}
 
 A key names a class of shapes; an operation's launcher makes it, and where the table has no entry
-its heuristics choose. Not known here: what any of the numbers mean.
+its heuristics choose.
 """
 
 from __future__ import annotations

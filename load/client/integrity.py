@@ -4,18 +4,21 @@
     responses           events numbered from 0, one terminal event that repeats the text
 
 A stream that goes wrong is read on as far as it goes: the first fault is seldom all there is to
-see. Not known here: transports, clocks.
+see.
 """
 
 from __future__ import annotations
 
 import abc
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
-from penstock.load.client.bodies import Endpoint
 from penstock.load.client.records import Fault, StreamRecord
+from penstock.load.client.requests import Endpoint
 
 _MAX_DETAIL_CHARS = 300
 _DONE = b"[DONE]"
@@ -306,3 +309,28 @@ def _count_of(value: Any) -> int:
 
 def _excerpt(data: bytes) -> str:
     return data[:_MAX_DETAIL_CHARS].decode(errors="replace")
+
+
+class StallTimer:
+    """Calls `on_stall` once, when a stream has had no event for `stall_s`.
+
+    Args:
+        check: knows when the last event came.
+    """
+
+    def __init__(self, check: StreamCheck, *, stall_s: float, on_stall: Callable[[], None]) -> None:
+        self._check = check
+        self._stall_s = stall_s
+        self._on_stall = on_stall
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(stall_s, self._look)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _look(self) -> None:
+        left_s = self._check.heard_s + self._stall_s - time.perf_counter()
+        if left_s > 0:
+            self._handle = self._loop.call_later(left_s, self._look)
+        else:
+            self._on_stall()

@@ -17,18 +17,12 @@ Prompt: TypeAlias = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a user says, and how long the answer is to be.
+    """What a user says, and how long the answer is to be."""
 
-    Attributes:
-        text: words, or token ids where the endpoint takes them (`/v1/completions`).
-        max_tokens: of the answer; exactly so many with `ignore_eos`.
-        think_s: from the end of the last answer to this turn.
-    """
-
-    text: Prompt
-    max_tokens: int
+    text: Prompt  # words, or token ids where the endpoint takes them (`/v1/completions`)
+    max_tokens: int  # of the answer; exactly so many with `ignore_eos`
     ignore_eos: bool = True
-    think_s: float = 0.0
+    think_s: float = 0.0  # from the end of the last answer to this turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +36,13 @@ class Dialogue:
     turns: tuple[Turn, ...]
     system: str = ""
     at_s: float | None = None
+
+
+def single_turn(
+    text: Prompt, max_tokens: int, *, system: str = "", at_s: float | None = None
+) -> Dialogue:
+    """A dialogue of one turn."""
+    return Dialogue(turns=(Turn(text=text, max_tokens=max_tokens),), system=system, at_s=at_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +93,11 @@ class StreamRecord:
 
     Attributes:
         dialogue, turn: which it was, from 0.
-        scheduled_s: when the workload wanted it sent. Latencies count from here, so that a
-            client that falls behind shows in them (no coordinated omission).
+        scheduled_s: when the workload wanted it sent. Latencies count from here, so that a client
+            that falls behind shows in them (no coordinated omission).
         event_times_s: arrival of each event that brought new text.
         event_tokens: tokens in each of these, where the server says how many; else empty.
-        ended_s: the terminal event, or the fault.
         prompt_tokens, cached_tokens, output_tokens: as the server counts them; -1: not said.
-        expected_tokens: what the request must give (`ignore_eos`); -1: not known.
-        finish_reason: the server's word, `""` if none came.
-        detail: what a fault said, for people.
     """
 
     dialogue: int = 0
@@ -109,17 +106,17 @@ class StreamRecord:
     sent_s: float = 0.0
     event_times_s: list[float] = field(default_factory=list)
     event_tokens: list[int] = field(default_factory=list)
-    ended_s: float = 0.0
+    ended_s: float = 0.0  # the terminal event, or the fault
     prompt_tokens: int = -1
     cached_tokens: int = -1
     output_tokens: int = -1
-    expected_tokens: int = -1
-    finish_reason: str = ""
+    expected_tokens: int = -1  # what the request must give (`ignore_eos`); -1: not known
+    finish_reason: str = ""  # the server's word, `""` if none came
     response_id: str = ""
     text: str = ""
     status: int = 0
     faults: list[Fault] = field(default_factory=list)
-    detail: str = ""
+    detail: str = ""  # what a fault said, for people
 
     @property
     def is_clean(self) -> bool:

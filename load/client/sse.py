@@ -1,8 +1,6 @@
 """Calls over HTTP with server-sent events: any OpenAI-compatible server.
 
-Lives here: the pool of connections, and what of an exchange is a fault. Not known here: HTTP's
-syntax (`http_connection`), the syntax of events (`event_stream`), what events must say
-(`integrity`).
+Lives here: the pool of connections, and what of an exchange is a fault.
 """
 
 from __future__ import annotations
@@ -10,18 +8,179 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self, cast
 
+import httptools
 import orjson
 
-from penstock.load.client.address import Address
-from penstock.load.client.bodies import PATHS, Endpoint, body_of
-from penstock.load.client.event_stream import EventStreamParser
-from penstock.load.client.http_connection import HttpConnection, request_of
-from penstock.load.client.integrity import StreamCheck, check_of, refusal_of
+from penstock.load.client.integrity import StallTimer, StreamCheck, check_of, refusal_of
 from penstock.load.client.records import Call, Fault, StreamRecord
-from penstock.load.client.stall import StallTimer
+from penstock.load.client.requests import PATHS, Address, Endpoint, body_of
+
+# Server-sent events out of bytes.
+#
+# Data in, data out, after the WHATWG specification. Names and ids of events are left aside: every
+# dialect that is read here says in the data what an event is.
+
+
+class EventStreamParser:
+    """Takes a stream in pieces, cut anywhere, and gives the data of each event that is whole."""
+
+    __slots__ = ("_is_after_cr", "_rest")
+
+    def __init__(self) -> None:
+        self._rest = bytearray()  # of an event that is not whole yet; lines end with \n
+        self._is_after_cr = False
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The events that this piece completes. What a stream's end cuts off is no event."""
+        if b"\r" in piece or self._is_after_cr:
+            piece = self._with_plain_ends(piece)
+        rest = self._rest
+        if not rest and piece.endswith(b"\n\n"):  # the usual case: whole events
+            return _data_of(piece[:-2])
+        begin = max(len(rest) - 1, 0)  # the last byte may be half of an event's end
+        rest += piece
+        end = rest.rfind(b"\n\n", begin)
+        if end < 0:
+            return []
+        whole = bytes(rest[:end])
+        del rest[: end + 2]
+        return _data_of(whole)
+
+    def _with_plain_ends(self, piece: bytes) -> bytes:
+        """A line may end with \\r, \\n or both, and the two may come in different pieces."""
+        if self._is_after_cr and piece.startswith(b"\n"):
+            piece = piece[1:]
+            self._is_after_cr = False
+        if piece:
+            self._is_after_cr = piece.endswith(b"\r")
+        return piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+
+def _data_of(events: bytes) -> list[bytes]:
+    found = []
+    for event in events.split(b"\n\n"):
+        if event.startswith(b"data: ") and b"\n" not in event:
+            found.append(event[6:])
+            continue
+        lines = [line.partition(b":") for line in event.split(b"\n")]
+        data = [value.removeprefix(b" ") for name, _, value in lines if name == b"data"]
+        if data:
+            found.append(b"\n".join(data))
+    return found
+
+
+# One HTTP/1.1 connection that posts, and hands on what comes back as it is read.
+#
+# No coroutine runs per read: the event loop calls the parser, and the parser calls the reader. On
+# the two cores that a client shares with the server it measures, this matters.
+
+
+class ResponseReader(Protocol):
+    """Takes one response as it comes."""
+
+    def head(self, status: int, content_type: str, now_s: float) -> None: ...
+
+    def body(self, piece: bytes, now_s: float) -> None:
+        """Part of the body. All that one read of the socket brings has one time."""
+
+    def end(self, now_s: float) -> None:
+        """The body is whole, or the connection was lost."""
+
+    def malformed(self, detail: str, now_s: float) -> None:
+        """It is not HTTP; the connection is closed."""
+
+
+class HttpConnection(asyncio.Protocol):
+    """A connection, for one request at a time.
+
+    Attributes:
+        is_reusable: it is open, and its last response was read to the end.
+    """
+
+    def __init__(self) -> None:
+        self.is_reusable = True
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._reader: ResponseReader | None = None
+        self._content_type = ""
+        self._now_s = 0.0
+
+    def post(self, request: bytes, reader: ResponseReader) -> None:
+        """Send a request, head and body."""
+        assert self.is_reusable
+        assert self._transport is not None, "not connected"
+        self.is_reusable = False
+        self._reader = reader
+        self._content_type = ""
+        self._transport.write(request)
+
+    def abort(self) -> None:
+        """Close at once; the reader hears no more."""
+        self.is_reusable = False
+        self._reader = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- called by the event loop -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by shape alone
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise  # a bug of ours
+        except httptools.HttpParserError as error:
+            reader = self._reader
+            self.abort()
+            if reader is not None:
+                reader.malformed(f"not HTTP: {error}", self._now_s)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.is_reusable = False
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.end(time.perf_counter())
+
+    # -- called by the parser ---------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._reader is None:  # nobody asked
+            self.abort()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"content-type":
+            self._content_type = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._reader is not None:
+            self._reader.head(self._parser.get_status_code(), self._content_type, self._now_s)
+
+    def on_body(self, piece: bytes) -> None:
+        if self._reader is not None:
+            self._reader.body(piece, self._now_s)
+
+    def on_message_complete(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self.is_reusable = self._parser.should_keep_alive()
+            reader.end(self._now_s)
+
+
+def request_of(path: str, headers: dict[str, str], body: bytes) -> bytes:
+    """A POST of JSON, as bytes."""
+    fields: dict[str, Any] = {
+        **headers,
+        "Content-Type": "application/json",
+        "Content-Length": len(body),
+    }
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
 
 # Servers close idle connections after 5 s (uvicorn, cpp-httplib); a request must not meet that.
 _MAX_IDLE_S = 2.0
@@ -60,23 +219,15 @@ class SseTransport:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         for _, connection in self._idle:
             connection.abort()
         self._idle.clear()
         await asyncio.sleep(0)  # for sockets to close
 
     async def stream(self, call: Call, record: StreamRecord) -> None:
-        """Send it and read to the end of the answer.
-
-        Raises:
-            ConfigError: the endpoint cannot be asked this.
-        """
+        """Send it and read to the end of the answer. Raises ConfigError if the endpoint cannot be
+        asked this."""
         body = orjson.dumps(body_of(self._endpoint, call))
         request = request_of(self._path, self._headers, body)
         async with self._slots:

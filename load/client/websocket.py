@@ -1,7 +1,7 @@
 """Calls over our WebSocket mode of `/v1/responses`: many streams on few sockets.
 
 Lives here: the sockets, which stream runs on which lane of which socket, and what of that is a
-fault. Not known here: what events must say (`integrity`).
+fault.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import asyncio
 import time
 from collections import deque
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 import orjson
 
-from penstock.load.client.address import Address
-from penstock.load.client.bodies import PATHS, body_of
-from penstock.load.client.integrity import ResponseCheck
+from penstock.load.client.integrity import ResponseCheck, StallTimer
 from penstock.load.client.records import Call, Fault, StreamRecord
-from penstock.load.client.stall import StallTimer
+from penstock.load.client.requests import PATHS, Address, body_of
 
 # A server takes 16 responses in flight on a socket. Half of these, because one whose end we have
 # just read may still count there.
@@ -65,12 +62,7 @@ class WebSocketTransport:
         await asyncio.gather(*(socket.opening for socket in sockets), return_exceptions=True)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await asyncio.gather(*(socket.close() for socket in self._sockets))
         await self._session.close()
@@ -78,10 +70,8 @@ class WebSocketTransport:
     async def stream(self, call: Call, record: StreamRecord) -> None:
         """Send it and read to the end of the answer.
 
-        Cancelled, it has the server cancel the response: others share the socket.
-
-        Raises:
-            ConfigError: the endpoint cannot be asked this.
+        Cancelled, it has the server cancel the response: others share the socket. Raises
+        ConfigError if the endpoint cannot be asked this.
         """
         body = body_of("responses", call)
         del body["stream"]

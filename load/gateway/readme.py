@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.load.gateway.bench import Row, markdown
-from penstock.load.marked_text import replace_marked
+from penstock.load.bench.gateway import Row, markdown
+from penstock.load.report.tables import replace_marked
 
 README = Path(__file__).parents[2] / "README.md"
 NAME = "gateway: written by load.gateway.readme"

@@ -1,4 +1,4 @@
-"""An engine process without a model: the real wire, and one token per stream per frame.
+"""An engine process without a model: the real transport, and one token per stream per frame.
 
 Every request gets the same token again and again until its `max_tokens`; its seed says which
 stream of the bench it is. Run as `python -m penstock.load.gateway.stub_engine`, as a child.
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.messages import Abort, EngineInfo, Submit
 from penstock.engine.process import Status, run_child
 from penstock.engine.request import FinishReason, RequestOutput
-from penstock.engine.wire import GatewayGone, GatewayId, Inbound, Wire
-from penstock.load.gateway.clock_file import ClockFile
+from penstock.engine.transport.messages import Abort, EngineInfo, Submit
+from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
+from penstock.load.gateway.readers import ClockFile
 
 _CONTEXT = 1 << 20
 
@@ -29,8 +29,10 @@ class StubEngine:
         token_id: what every stream says.
     """
 
-    def __init__(self, wire: Wire, clock: ClockFile, *, token_id: int, frames_per_s: float) -> None:
-        self._wire = wire
+    def __init__(
+        self, transport: Transport, clock: ClockFile, *, token_id: int, frames_per_s: float
+    ) -> None:
+        self._transport = transport
         self._clock = clock
         self._token_ids = (token_id,)
         self._period_s = 1.0 / frames_per_s
@@ -42,7 +44,7 @@ class StubEngine:
         while True:
             next_s = max(next_s + self._period_s, time.monotonic() - 1.0)
             while (rest_s := next_s - time.monotonic()) > 0:
-                for inbound in self._wire.receive(timeout_s=rest_s):
+                for inbound in self._transport.receive(timeout_s=rest_s):
                     self._handle(inbound)
             self._send_frame()
 
@@ -78,7 +80,7 @@ class StubEngine:
         self._clock.times[self._num_frames] = time.monotonic()
         self._num_frames += 1
         for gateway_id, frame in outputs.items():
-            self._wire.send(gateway_id, tuple(frame))
+            self._transport.send(gateway_id, tuple(frame))
 
 
 def serve(settings: Mapping[str, Any], status: Status) -> None:
@@ -89,12 +91,12 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
         num_blocks=_CONTEXT, block_size=16, num_host_blocks=0, max_num_seqs=1 << 14,
         scheduling_policy="fcfs", dtype="float32", device="cpu", eos_token_ids=(), pid=0,
     )  # fmt: skip
-    wire = Wire(settings["address"], info)
+    transport = Transport(settings["address"], info)
     clock = ClockFile(Path(settings["clock_file"]))
     engine = StubEngine(
-        wire, clock, token_id=settings["token_id"], frames_per_s=settings["frames_per_s"]
+        transport, clock, token_id=settings["token_id"], frames_per_s=settings["frames_per_s"]
     )
-    wire.start()
+    transport.start()
     status.ready()
     engine.run()
 

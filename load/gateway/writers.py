@@ -3,7 +3,8 @@
 python -m penstock.load.gateway.writers
 
 Each in a server process of its own, before the same streams: one event of a delta's size per
-stream and tick, on a raw connection each. What wins is on the token path (`gateway/sse.py`).
+stream and tick, on a raw connection each. What wins is on the token path
+(`gateway/http/event_stream.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.gateway.errors import failure_of
-from penstock.gateway.http_protocol import HttpLimits, limited_protocol
-from penstock.gateway.sse import EventStream, from_chunks, named
-from penstock.load.arguments import positive
-from penstock.load.tables import table
+from penstock.gateway.http.event_stream import EventStream, from_chunks, named
+from penstock.gateway.http.http_protocol import HttpLimits, limited_protocol
+from penstock.load.report.options import positive
+from penstock.load.report.tables import table
 
 WRITERS = ("penstock", "sse-starlette")
 _KIND = "response.output_text.delta"
@@ -155,10 +156,11 @@ def measure(writer: str, parsed: argparse.Namespace) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--streams", type=positive, default=500)
-    parser.add_argument("--ticks-per-s", type=float, default=20.0)
-    parser.add_argument("--window-s", type=float, default=5.0)
-    parser.add_argument("--serve", choices=WRITERS, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--streams", type=positive, default=500)
+    add("--ticks-per-s", type=float, default=20.0)
+    add("--window-s", type=float, default=5.0)
+    add("--serve", choices=WRITERS, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.serve:
         with contextlib.suppress(KeyboardInterrupt):

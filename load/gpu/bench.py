@@ -1,37 +1,256 @@
-"""What every section of the GPU bench is given: device, sizes, clock, results, time left.
-
-Knows no section.
-"""
+"""What every section of the GPU bench is given: device, sizes, clock, results, time left."""
 
 from __future__ import annotations
 
+import importlib
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.load.gpu.figures import BARS, Results
-from penstock.load.gpu.sizes import Sizes
-from penstock.load.gpu.timing import Timer
+from penstock.kernels.gpu.tuning import Config
+from penstock.load.gpu.report import BARS, Results
+from penstock.load.workloads.lengths import TraceSpec
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSizes:
+    """Shapes of one layer's attention.
+
+    Attributes:
+        batches, contexts: decode runs every pair of them.
+        prefills: lengths of a prompt computed whole; the bar holds for `bar_prefill`.
+    """
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    batches: tuple[int, ...] = (32, 64, 128)
+    contexts: tuple[int, ...] = (1024, 4096, 16384)
+    long_context: int = 4096  # the bar for decode holds from here
+    sweep_batch: int = 64  # of what is measured at the long context alone: FP8, other block sizes
+    prefills: tuple[int, ...] = (2048, 8192, 16384)
+    bar_prefill: int = 8192
+    block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # of the sweep
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In 16-bit numbers: keys and values, each once for each KV head."""
+        return 2 * self.num_kv_heads * self.head_dim * 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSizes:
+    """Decode steps of the whole engine: a prompt of so many tokens, then so many steps."""
+
+    batches: tuple[int, ...] = (1, 4, 16, 64)
+    prompt_tokens: int = 1024
+    output_tokens: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndToEndSizes:
+    """A workload for the engine and for Hugging Face.
+
+    Attributes:
+        hf_batches: sizes of a static batch; the whole workload at once is tried as well.
+        hf_limit_s: seconds for one of them: then its rate is that of the batches it has done.
+    """
+
+    trace: TraceSpec
+    hf_batches: tuple[int, ...] = (1, 8, 32, 128)
+    hf_limit_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Everything that is chosen once for a run.
+
+    Attributes:
+        matmuls: n of the n × n matrix products; the fastest is the ceiling.
+    """
+
+    copy_bytes: int = 4 * GIB  # of the buffer copied on the device for its bandwidth
+    pinned_bytes: int = GIB  # of the one copied over the link
+    matmuls: tuple[int, ...] = (8192, 16384)
+    flush_bytes: int = GIB  # read between timed calls, so that none finds its data in a cache
+    num_repeats: int = 30
+    dtype: torch.dtype = torch.bfloat16
+    model: dict[str, Any]  # `config.json` of the random checkpoint
+    check_lens: tuple[int, ...] = (1, 16, 33, 1025, 2051)  # of sequences whose attention is checked
+    num_rows: int = 32768  # of the small operations, each a token
+    num_sampled: int = 256  # rows of logits
+    vocab_sizes: tuple[int, ...] = (128256, 32000, 151936)  # that sampling is tuned for
+    swap_blocks: int = 1024  # moved each way
+    attention: AttentionSizes = AttentionSizes()
+    decode: DecodeSizes = DecodeSizes()
+    end_to_end: EndToEndSizes
+
+
+def full_sizes() -> Sizes:
+    """For a card: the model is an 8B Llama's shape (Llama 3.1)."""
+    return Sizes(
+        model=llama(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=8192,
+            dtype="bfloat16",
+        ),
+        end_to_end=EndToEndSizes(trace=TraceSpec(num_requests=384, output_mean=192.0, longest=512)),
+    )
+
+
+def llama(**fields: Any) -> dict[str, Any]:
+    """A `config.json`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": fields["hidden_size"] // fields["num_attention_heads"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+        **fields,
+    }
+
+
+# Seconds that a call takes a device, from cold caches: the median of many.
+#
+# Between two timed calls a buffer larger than any cache is read, not written: what is left dirty in
+# a cache would be written back in the time of what is measured. It also keeps the device busy while
+# the next call is launched, so that launching is in no time. On a CPU the clock is the wall's.
+
+_NUM_WARM_UPS = 3  # the first compiles
+
+
+class Timer:
+    """A stopwatch for one device.
+
+    Args:
+        flush_bytes: read between calls.
+        num_repeats: timed calls.
+    """
+
+    def __init__(self, device: torch.device, *, flush_bytes: int, num_repeats: int) -> None:
+        self._device = device
+        self._num_repeats = num_repeats
+        self._flushed = torch.ones(flush_bytes // 4, device=device)
+        self._sum = torch.empty((), device=device)
+
+    def median_s(self, call: Callable[[], object]) -> float:
+        """Seconds of one call from launch to end, everything before it done."""
+        for _ in range(_NUM_WARM_UPS if self._device.type == "cuda" else 1):
+            call()
+        if self._device.type == "cuda":
+            return statistics.median(self._on_stream(call))
+        return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
+
+    def wall_s(self, call: Callable[[], object]) -> float:
+        """The same by the wall's clock, with launching: for calls that use several streams."""
+        call()
+        return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
+
+    def _on_stream(self, call: Callable[[], object]) -> list[float]:
+        cuda: Any = torch.cuda
+        moments = [
+            (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+            for _ in range(self._num_repeats)
+        ]
+        torch.cuda.synchronize()
+        for start, end in moments:
+            self._flush()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in moments]
+
+    def _on_wall(self, call: Callable[[], object]) -> float:
+        self._flush()
+        self._wait()
+        began_s = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - began_s
+
+    def _flush(self) -> None:
+        torch.sum(self._flushed, dim=0, out=self._sum)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+# Launch configurations worth trying, and the search for the fastest.
+#
+# Each replaces some of what a launcher chooses by itself.
+
+DECODE: tuple[Config, ...] = tuple(
+    {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+    for block_n, num_warps, num_stages in product((32, 64, 128), (2, 4, 8), (2, 3, 4))
+)
+PREFILL: tuple[Config, ...] = tuple(
+    {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+    for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+)
+# Of DECODE, for where there is no time for all.
+FEW_DECODE: tuple[Config, ...] = (
+    {"BLOCK_N": 32, "num_warps": 2, "num_stages": 4},
+    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_N": 128, "num_warps": 4, "num_stages": 2},
+    {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
+)
+
+
+def sampling(own: Config) -> tuple[Config, ...]:
+    """Over what the launcher chooses for a vocabulary."""
+    return tuple(
+        {**own, "BLOCK": block, "num_warps": num_warps}
+        for block, num_warps in product((1024, 2048, 4096, 8192), (4, 8, 16))
+    )
+
+
+def seconds_of(timer: Timer, call: Callable[[], object]) -> float:
+    """Seconds of a call; infinite if its configuration takes more than the device has."""
+    triton = importlib.import_module("triton")  # not before it is known whether to interpret
+    try:
+        return timer.median_s(call)
+    except triton.OutOfResources:
+        return float("inf")
+
+
+def fastest_s(timer: Timer, run: Callable[..., object], configs: Sequence[Config]) -> float:
+    """Seconds with the best of them, or with what the launcher chooses, if that is faster."""
+    return min(seconds_of(timer, partial(run, config=config)) for config in (None, *configs))
+
+
+# -- what every section is given ----------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """A run.
-
-    Attributes:
-        deadline_s: of the present section, by `time.perf_counter`.
-    """
+    """A run."""
 
     device: torch.device
     sizes: Sizes
     results: Results
-    deadline_s: float = float("inf")
+    deadline_s: float = float("inf")  # of the present section, by `time.perf_counter`
     timer: Timer = field(init=False)
     _generator: torch.Generator = field(init=False)
 

@@ -4,8 +4,7 @@
 
 A wrong result of any kernel ends it before anything is timed. Then sections run in turn, each
 within its share of the budget; what was measured is on disk at every moment, under
-`load/results/gpu` and, if `$OUT` is set, there too. `--small` runs the same on a CPU with tiny
-shapes in Triton's interpreter: that proves the script and measures nothing.
+`load/results/gpu` and, if `$OUT` is set, there too.
 """
 
 from __future__ import annotations
@@ -23,46 +22,47 @@ from typing import Any
 
 import torch
 
-from penstock.load.checkout import commit
-from penstock.load.gpu import (
-    attention,
-    ceilings,
-    checks,
-    decode_step,
-    end_to_end,
-    operations,
-    swap,
-)
-from penstock.load.gpu.bench import Bench, Section
-from penstock.load.gpu.figures import Results
-from penstock.load.gpu.interpreter import interpret_kernels
-from penstock.load.gpu.report import RESULTS, details
-from penstock.load.gpu.sizes import full_sizes, small_sizes
+from penstock.load.gpu import attention, checks, decode_step, end_to_end, operations
+from penstock.load.gpu.bench import Bench, Section, Sizes, full_sizes
+from penstock.load.gpu.report import RESULTS, Results, details
+from penstock.load.machine import commit
 
 # In order, with the share of the budget that each may take; what it leaves goes to the others.
 SECTIONS: dict[str, tuple[Section, float]] = {
     "decode_attention": (attention.measure_decode, 0.15),
     "prefill_attention": (attention.measure_prefill, 0.05),
     "block_sizes": (attention.measure_block_sizes, 0.05),
-    "swap": (swap.measure, 0.05),
+    "swap": (operations.measure_swap, 0.05),
     "operations": (operations.measure, 0.05),
     "decode_step": (decode_step.measure, 0.2),
     "end_to_end": (end_to_end.measure, 0.45),
 }
-_SMALL_RESULTS = Path("build/bench")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """0; 1 if a kernel was wrong or a section failed; 2 without a GPU."""
-    parsed = _parser().parse_args(words)
-    if parsed.small:
-        interpret_kernels()
-    elif not torch.cuda.is_available():
-        print("penstock: error: torch finds no GPU here; --small runs without", file=sys.stderr)
+    parsed = parser().parse_args(words)
+    if not has_gpu():
         return 2
-    about = _about(parsed)
+    device, name = torch.device("cuda"), torch.cuda.get_device_name()
+    return measure(parsed, device, full_sizes(), device_name=name)
+
+
+def has_gpu() -> bool:
+    """Whether torch finds one; else it is said."""
+    is_there = torch.cuda.is_available()
+    if not is_there:
+        print("penstock: error: torch finds no GPU here", file=sys.stderr)
+    return is_there
+
+
+def measure(
+    parsed: argparse.Namespace, device: torch.device, sizes: Sizes, *, device_name: str
+) -> int:
+    """What `main` does, on a device of any kind."""
+    about = _about(parsed, device, device_name)
     results = Results(about=about, paths=_paths(parsed, about))
-    bench = make_bench(results, is_small=parsed.small)
+    bench = Bench(device=device, sizes=sizes, results=results)
     return run(bench, only=parsed.only, budget_s=parsed.budget_s)
 
 
@@ -74,7 +74,7 @@ def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
         print("penstock: error: a kernel is wrong, so nothing was timed", file=sys.stderr)
         return 1
     print("ceilings", flush=True)
-    ceilings.measure(bench)
+    operations.measure_ceilings(bench)
     has_failed = False
     for number, name in enumerate(only):
         began_s = time.perf_counter()
@@ -94,30 +94,19 @@ def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
     return int(has_failed)
 
 
-def make_bench(results: Results, *, is_small: bool) -> Bench:
-    """On the GPU with its sizes, or on the CPU with tiny ones."""
-    if is_small:
-        torch.set_num_threads(1)  # threads would only wait for each other
-        return Bench(device=torch.device("cpu"), sizes=small_sizes(), results=results)
-    return Bench(device=torch.device("cuda"), sizes=full_sizes(), results=results)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m penstock.load.gpu", description=__doc__)
-    parser.add_argument("--only", type=_names, default=tuple(SECTIONS), help=", ".join(SECTIONS))
-    parser.add_argument("--budget-s", type=float, default=480.0, help="for all of it")
-    parser.add_argument("--commit", help="of these sources, where there is no git to ask")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    parser.add_argument("--small", action="store_true", help="no measurement: a CPU, tiny shapes")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m penstock.load.gpu", description=__doc__)
+    add = made.add_argument
+    add("--only", type=_names, default=tuple(SECTIONS), help=", ".join(SECTIONS))
+    add("--budget-s", type=float, default=480.0, help="for all of it")
+    add("--commit", help="of these sources, where there is no git to ask")
+    add("--out", type=Path, help="folder for the JSON")
+    return made
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Sections with commas between them, in their order.
-
-    Raises:
-        argparse.ArgumentTypeError: there is none of that name.
-    """
+    """Sections with commas between them, in their order. Raises argparse.ArgumentTypeError if there
+    is none of that name."""
     chosen = text.split(",")
     for name in chosen:
         if name not in SECTIONS:
@@ -125,12 +114,11 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in SECTIONS if name in chosen)
 
 
-def _about(parsed: argparse.Namespace) -> dict[str, Any]:
+def _about(parsed: argparse.Namespace, device: torch.device, device_name: str) -> dict[str, Any]:
     """What figures depend on most."""
-    is_small = parsed.small
     return {
-        "is_measurement": not is_small,
-        "device": "CPU, Triton's interpreter" if is_small else torch.cuda.get_device_name(),
+        "is_measurement": device.type == "cuda",
+        "device": device_name,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit() if parsed.commit is None else parsed.commit,
         "torch": torch.__version__,
@@ -146,7 +134,7 @@ def _paths(parsed: argparse.Namespace, about: dict[str, Any]) -> tuple[Path, ...
     if parsed.only != tuple(SECTIONS):
         words.extend(parsed.only)
     name = "-".join(words) + ".json"
-    folders = [parsed.out or (_SMALL_RESULTS if parsed.small else RESULTS)]
+    folders = [parsed.out or RESULTS]
     if os.environ.get("OUT"):
         folders.append(Path(os.environ["OUT"]))
     return tuple(folder / name for folder in folders)

@@ -21,15 +21,14 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.messages import EngineInfo
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.startup import build_core
-from penstock.load.engine.runs import Lengths, make_requests, run_requests
-from penstock.load.garbage import frozen_garbage
-from penstock.load.gpu.bench import Bench
-from penstock.load.gpu.ceilings import COPY
+from penstock.engine.transport.messages import EngineInfo
+from penstock.load.engine_runs import Lengths, make_requests, run_requests
+from penstock.load.gpu.bench import Bench, DecodeSizes
 from penstock.load.gpu.model import checkpoint, free_memory, num_weights_read
-from penstock.load.gpu.sizes import DecodeSizes
+from penstock.load.gpu.operations import COPY
+from penstock.load.machine import frozen_garbage
 
 _FIGURE = "decode_step_of_roofline"
 _SECTION = "decode_step"
@@ -39,15 +38,10 @@ OWN_MODE = "graphs"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a step is run.
+    """How a step is run."""
 
-    Attributes:
-        device: of `DeviceConfig`.
-        max_steps_in_flight: None: the engine's choice.
-    """
-
-    device: Mapping[str, Any] = field(default_factory=dict)
-    max_steps_in_flight: int | None = None
+    device: Mapping[str, Any] = field(default_factory=dict)  # of `DeviceConfig`
+    max_steps_in_flight: int | None = None  # None: the engine's choice
 
 
 # The engine's own first: the bar is of that.

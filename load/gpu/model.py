@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.runner.kv_cache import KVShape
-from penstock.load.gpu.sizes import Sizes
+from penstock.load.gpu.bench import Sizes
+from penstock.load.workloads.lengths import TraceSpec, make_trace
 
 
 @contextmanager
@@ -85,3 +88,48 @@ def _checkpoint_tensors(decoder: Decoder, path: Path) -> dict[str, torch.Tensor]
         parts = torch.split(parameter.data, sizes)
         tensors.update(zip(architecture.weight_names(name), parts, strict=True))
     return tensors
+
+
+# Requests as they come to a server, for engines that run in this process.
+#
+# Random tokens of ShareGPT-like lengths; none ends before its length.
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request."""
+
+    index: int  # by its arrival, from 0
+    prompt: tuple[int, ...]
+    num_output_tokens: int
+
+
+def make_jobs(spec: TraceSpec, *, vocab_size: int, seed: int) -> list[Job]:
+    """The jobs of a trace. Seeds differ in tokens, not in lengths."""
+    rng, tokens = random.Random(seed), range(vocab_size)
+    return [
+        Job(
+            index,
+            prompt=tuple(rng.choices(tokens, k=request.num_prompt_tokens)),
+            num_output_tokens=request.num_output_tokens,
+        )
+        for index, request in enumerate(make_trace(spec))
+    ]
+
+
+def by_prompt(jobs: Sequence[Job]) -> list[Job]:
+    """Prompts of like lengths together: what a caller can do, since it knows them."""
+    return sorted(jobs, key=lambda job: len(job.prompt))
+
+
+def by_output(jobs: Sequence[Job]) -> list[Job]:
+    """Outputs of like lengths together: a batch ends at once, but no caller knows them."""
+    return sorted(jobs, key=lambda job: job.num_output_tokens)
+
+
+def batches(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
+    """Static batches of neighbours, in random order: the first ones stand for all."""
+    starts = list(range(0, len(jobs), size))
+    random.Random(0).shuffle(starts)
+    for start in starts:
+        yield list(jobs[start : start + size])

@@ -8,14 +8,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from penstock.engine.batch import BlockMoves
+from penstock.engine.runner.kv_swap import HostTier
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.load.gpu.bench import Bench
-from penstock.load.gpu.ceilings import COPY
-from penstock.load.gpu.logits import sample, sampling_inputs
+from penstock.load.gpu.inputs import sample, sampling_inputs
 from penstock.load.gpu.model import kv_shape
+
+COPY = "copy_bytes_per_s"  # bytes read and bytes written
+MATMUL = "matmul_flop_per_s"
+TO_DEVICE = "host_to_device_bytes_per_s"
+TO_HOST = "device_to_host_bytes_per_s"
+
+
+def measure_ceilings(bench: Bench) -> None:
+    """Copy bandwidth of the memory and of the link, and the rate of matrix products."""
+    _copies(bench)
+    _link(bench)
+    _products(bench)
+
+
+def _copies(bench: Bench) -> None:
+    source = bench.random(bench.sizes.copy_bytes // 4, dtype=torch.float32)
+    destination = torch.empty_like(source)
+    seconds = bench.timer.median_s(lambda: destination.copy_(source))
+    bench.results.add_ceiling(COPY, 2 * source.nbytes / seconds)
+
+
+def _link(bench: Bench) -> None:
+    here = bench.random(bench.sizes.pinned_bytes // 4, dtype=torch.float32)
+    host = torch.empty(here.shape, pin_memory=here.is_cuda)
+    to_host = bench.timer.median_s(lambda: host.copy_(here, non_blocking=True))
+    to_device = bench.timer.median_s(lambda: here.copy_(host, non_blocking=True))
+    bench.results.add_ceiling(TO_HOST, here.nbytes / to_host)
+    bench.results.add_ceiling(TO_DEVICE, here.nbytes / to_device)
+
+
+def _products(bench: Bench) -> None:
+    """The fastest of several sizes; random numbers, since zeros are multiplied faster."""
+    rates = []
+    for size in bench.sizes.matmuls:
+        left, right = bench.random(size, size), bench.random(size, size)
+        product = torch.empty_like(left)
+        seconds = bench.timer.median_s(
+            lambda left=left, right=right, product=product: torch.mm(left, right, out=product)  # type: ignore[misc]
+        )
+        rates.append(2 * size**3 / seconds)
+    bench.results.add_ceiling(MATMUL, max(rates))
+
 
 _SECTION = "operations"
 _EPS = 1e-5
@@ -84,9 +128,6 @@ def _stores(bench: Bench) -> Iterator[Operation]:
     num_blocks = shape.num_blocks_for(num_tokens)
     caches = [bench.random(num_blocks, shape.block_size, *head) for _ in range(2)]
     slots = bench.permutation(num_blocks * shape.block_size)[:num_tokens]
-    key, value = bench.random(num_tokens, *head), bench.random(num_tokens, *head)
-    store = gpu_operation("store_kv")
-    yield Operation("store_kv", lambda: store(key, value, *caches, slots), 4 * key.nbytes)
     num_heads = bench.sizes.model["num_attention_heads"] + 2 * shape.num_kv_heads
     qkv = bench.random(num_tokens, num_heads, shape.head_dim)
     cos, sin = (bench.random(num_tokens, 1, shape.head_dim // 2) for _ in range(2))
@@ -113,3 +154,37 @@ def _moves(bench: Bench) -> Iterator[Operation]:
     yield Operation("gather_blocks", lambda: gather(pool, here, staging), 2 * staging.nbytes)
     yield Operation("scatter_blocks", lambda: scatter(staging, here, pool), 2 * staging.nbytes)
     yield Operation("copy_blocks", lambda: copy(pool, pairs), 2 * staging.nbytes)
+
+
+_FIGURE = "swap_of_pinned_copy"
+
+
+def measure_swap(bench: Bench) -> None:
+    """Blocks of all layers, scattered on both sides, each way by itself."""
+    num_blocks = bench.sizes.swap_blocks
+    shape = kv_shape(bench.sizes, dtype=bench.sizes.dtype)
+    pool = shape.allocate(num_blocks, bench.device)
+    pool.normal_()
+    tier = HostTier(pool, num_blocks)
+    ids = bench.permutation(num_blocks).tolist()
+    pairs = tuple(zip(range(num_blocks), ids, strict=True))
+    back = tuple((host, device) for device, host in pairs)
+    ceilings, shares = bench.results.ceilings, []
+    for direction, moves, ceiling in (
+        ("out", BlockMoves(swap_outs=pairs), ceilings[TO_HOST]),
+        ("in", BlockMoves(swap_ins=back), ceilings[TO_DEVICE]),
+    ):
+        seconds = bench.timer.wall_s(partial(tier.execute, moves))
+        rate = num_blocks * shape.bytes_per_block / seconds
+        shares.append(rate / ceiling)
+        bench.results.add_row(
+            "swap",
+            {
+                "direction": direction,
+                "blocks": num_blocks,
+                "bytes": num_blocks * shape.bytes_per_block,
+                "bytes_per_s": rate,
+                "of_pinned_copy": shares[-1],
+            },
+        )
+    bench.conclude(_FIGURE, shares, num_cells=2)

@@ -9,12 +9,14 @@ keeps what it has found.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,39 +25,168 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.gpu.tuning import TABLE, Config, Table, device_name
-from penstock.load.gpu.bench import Bench
-from penstock.load.gpu.candidates import seconds_of
-from penstock.load.gpu.command import make_bench
-from penstock.load.gpu.errors import bound_of, worst_row
-from penstock.load.gpu.figures import Results
-from penstock.load.gpu.interpreter import interpret_kernels
-from penstock.load.gpu.tunables import Tunable, tunables
+from penstock.load.gpu.bench import (
+    DECODE,
+    PREFILL,
+    AttentionSizes,
+    Bench,
+    full_sizes,
+    sampling,
+    seconds_of,
+)
+from penstock.load.gpu.command import has_gpu
+from penstock.load.gpu.inputs import (
+    PagedKV,
+    attend,
+    bound_of,
+    contiguous,
+    in_fp8,
+    make_layout,
+    random_kv,
+    sample,
+    sampling_inputs,
+    worst_row,
+)
+from penstock.load.gpu.report import Results
+
+_FP8 = torch.float8_e4m3fn
+# Of models in use, beside the one that is measured: head_dim, and query heads for each KV head.
+_OTHER_HEADS = ((128, 8), (128, 1), (128, 7), (64, 1), (64, 7), (64, 4), (256, 2), (96, 1))
+Run = Callable[..., Tensor]  # with `config`, None for the launcher's own choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """One entry of the table.
+
+    Attributes:
+        runs: of every shape that the class is judged by, made one after the other.
+    """
+
+    operation: str
+    key: str
+    candidates: Sequence[Config]
+    runs: Callable[[], Iterator[Run]]
+
+    def __str__(self) -> str:
+        return f"{self.operation}, {self.key}"
+
+
+def tunables(bench: Bench) -> Iterator[Tunable]:
+    """What is measured first, in every form; then what other models need."""
+    measured = bench.sizes.attention
+    yield _decode(bench, measured)
+    yield _prefill(bench, measured)
+    yield _decode(bench, measured, is_contiguous=True)
+    yield _decode(bench, measured, is_fp8=True)
+    yield _prefill(bench, measured, is_fp8=True)
+    for vocab_size in bench.sizes.vocab_sizes:
+        yield _sampling(bench, vocab_size)
+    for block_size in measured.block_sizes:
+        if block_size != measured.block_size:
+            yield _decode(bench, replace(measured, block_size=block_size))
+    for head_dim, group in _OTHER_HEADS:
+        num_kv_heads = max(1, measured.num_heads // group)
+        sizes = replace(
+            measured, head_dim=head_dim, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads
+        )
+        yield _decode(bench, sizes)
+        yield _prefill(bench, sizes)
+
+
+# -- attention --------------------------------------------------------------------------------
+
+
+def _decode(
+    bench: Bench, sizes: AttentionSizes, *, is_fp8: bool = False, is_contiguous: bool = False
+) -> Tunable:
+    """Few and many sequences, short and long: a configuration must suit them all."""
+    steps = [
+        ([context] * batch, [1] * batch)
+        for batch in (max(1, sizes.batches[0] // 8), sizes.batches[-1])
+        for context in sizes.contexts[:2]
+    ]
+
+    def runs() -> Iterator[Run]:
+        for seq_lens, query_lens in steps:
+            query, kv = _inputs(bench, sizes, seq_lens, query_lens, is_fp8=is_fp8)
+            kv = contiguous(kv) if is_contiguous else kv
+            yield partial(attend, query, kv, is_contiguous=is_contiguous)
+
+    key = _key(bench, sizes, is_fp8=is_fp8, is_contiguous=is_contiguous)
+    return Tunable(operation="paged_decode", key=key, candidates=DECODE, runs=runs)
+
+
+def _prefill(bench: Bench, sizes: AttentionSizes, *, is_fp8: bool = False) -> Tunable:
+    def runs() -> Iterator[Run]:
+        for length in sizes.prefills[:2]:
+            yield partial(attend, *_inputs(bench, sizes, [length], [length], is_fp8=is_fp8))
+
+    key = _key(bench, sizes, is_fp8=is_fp8, is_contiguous=False)
+    return Tunable(operation="paged_prefill", key=key, candidates=PREFILL, runs=runs)
+
+
+def _inputs(
+    bench: Bench, sizes: AttentionSizes, seq_lens: list[int], query_lens: list[int], *, is_fp8: bool
+) -> tuple[Tensor, PagedKV]:
+    layout = make_layout(bench, seq_lens, query_lens, block_size=sizes.block_size)
+    kv = random_kv(bench, layout, sizes)
+    query = bench.random(sum(query_lens), sizes.num_heads, sizes.head_dim)
+    return query, in_fp8(bench, kv) if is_fp8 else kv
+
+
+def _key(bench: Bench, sizes: AttentionSizes, *, is_fp8: bool, is_contiguous: bool) -> str:
+    """As the launcher makes it."""
+    launcher = importlib.import_module("penstock.kernels.gpu.paged_attention")
+    arguments = {
+        "HEAD_DIM": sizes.head_dim,
+        "GROUP": sizes.num_heads // sizes.num_kv_heads,
+        "BLOCK_SIZE": sizes.block_size,
+        "IS_CONTIGUOUS": is_contiguous,
+    }
+    dtype = bench.sizes.dtype
+    key: str = launcher.tuning_key(arguments, dtype, _FP8 if is_fp8 else dtype)
+    return key
+
+
+# -- sampling ---------------------------------------------------------------------------------
+
+
+def _sampling(bench: Bench, vocab_size: int) -> Tunable:
+    own: Config = importlib.import_module("penstock.kernels.gpu.sampling").config_for(vocab_size)
+
+    def runs() -> Iterator[Run]:
+        for num_rows in (1, bench.sizes.num_sampled):
+            yield partial(sample, sampling_inputs(bench, num_rows, vocab_size))
+
+    return Tunable(
+        operation="sample_tokens", key=str(vocab_size), candidates=sampling(own), runs=runs
+    )
+
+
+# -- the tuner ----------------------------------------------------------------------------------
 
 _MIN_GAIN = 0.02
-_NUM_SMALL = 6  # classes, so that every form is there
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Tune class after class until the time is up; 0, or 2 without a GPU."""
     parsed = _parser().parse_args(words)
-    if parsed.small:
-        interpret_kernels()
-    elif not torch.cuda.is_available():
-        print("penstock: error: torch finds no GPU here; --small runs without", file=sys.stderr)
+    if not has_gpu():
         return 2
-    bench = make_bench(Results(about={}), is_small=parsed.small)
+    bench = Bench(device=torch.device("cuda"), sizes=full_sizes(), results=Results(about={}))
     bench.deadline_s = time.perf_counter() + parsed.budget_s
-    tune(bench, parsed.table, is_small=parsed.small)
+    tune(bench, parsed.table)
     return 0
 
 
-def tune(bench: Bench, path: Path, *, is_small: bool) -> None:
+def tune(
+    bench: Bench, path: Path, *, max_classes: int | None = None, max_candidates: int | None = None
+) -> None:
     """Write what is found on this device into the table at `path`, beside other devices'."""
     table: Table = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    classes = tunables(bench)
-    for tunable in bench.in_time("tune", islice(classes, _NUM_SMALL) if is_small else classes):
-        candidates = tunable.candidates[:1] if is_small else tunable.candidates
-        config, ratio = best(bench, tunable, candidates)
+    for tunable in bench.in_time("tune", islice(tunables(bench), max_classes)):
+        config, ratio = best(bench, tunable, tunable.candidates[:max_candidates])
         print(f"    {config} takes {ratio:.3f} of the launcher's choice", flush=True)
         if ratio < 1 - _MIN_GAIN:
             of_device = table.setdefault(device_name() or "interpreter", {})
@@ -95,9 +226,9 @@ def _write(table: Table, path: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m penstock.load.gpu.tune", description=__doc__)
-    parser.add_argument("--budget-s", type=float, default=540.0, help="for all classes together")
-    parser.add_argument("--table", type=Path, default=TABLE, help="read, and written")
-    parser.add_argument("--small", action="store_true", help="no tuning: a CPU, tiny shapes")
+    add = parser.add_argument
+    add("--budget-s", type=float, default=540.0, help="for all classes together")
+    add("--table", type=Path, default=TABLE, help="read, and written")
     return parser
 
 

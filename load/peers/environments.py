@@ -66,11 +66,8 @@ class Environment:
     def run(
         self, *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> None:
-        """A step of the making, its output appended to the log.
-
-        Raises:
-            InstallError: it failed.
-        """
+        """A step of the making, its output appended to the log. Raises InstallError if it
+        failed."""
         log = BUILD / f"{self.name}.log"
         with log.open("ab") as file:
             file.write(f"\n$ {' '.join(map(str, command))}\n".encode())
@@ -98,11 +95,8 @@ class Environment:
 
 
 def make(name: str) -> Environment:
-    """The environment of this name, made now unless it is there.
-
-    Raises:
-        InstallError: a step failed. The next call starts from the beginning.
-    """
+    """The environment of this name, made now unless it is there. Raises InstallError if a step
+    failed. The next call starts from the beginning."""
     environment = Environment(name)
     if environment.stamp.exists():
         return environment

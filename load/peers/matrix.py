@@ -11,24 +11,99 @@ from __future__ import annotations
 
 import argparse
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.load.launch import family
 from penstock.load.peers import workloads
-from penstock.load.peers.cells import OURS, Observation, chosen_setting
 from penstock.load.peers.environments import InstallError
-from penstock.load.peers.hf import HuggingFace
-from penstock.load.peers.http_server import real_time
-from penstock.load.peers.llamacpp import LlamaCpp
-from penstock.load.peers.observe import Start, observe
-from penstock.load.peers.openvino import OpenVino
-from penstock.load.peers.penstock import Penstock
-from penstock.load.peers.report import Failure, Report, write
-from penstock.load.peers.rival import Rival, RivalError, Running, Setting
-from penstock.load.peers.vllm import Vllm
+from penstock.load.peers.report import OURS, Failure, Observation, Report, chosen_setting, write
+from penstock.load.peers.rivals import (
+    HuggingFace,
+    LlamaCpp,
+    OpenVino,
+    Penstock,
+    Rival,
+    RivalError,
+    Running,
+    Setting,
+    Vllm,
+    cpu_s,
+    memory_bytes,
+    real_time,
+)
+from penstock.load.report.summary import summarize, ttft_ms
+from penstock.load.workloads.driver import RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Which start of which system it is; `pair` as of an `Observation`."""
+
+    model: str
+    system: str
+    round: int
+    pair: str
+
+
+def observe(
+    running: Running, start: Start, setting: Setting, names: Sequence[str]
+) -> Iterator[Observation]:
+    """Every workload once, after a short one that counts for nothing. Raises RivalError if the
+    system ended, or took too long. What came before it stands."""
+    idle_bytes = memory_bytes(family(running.process))
+    asked = [workloads.make(name, start.model) for name in names]
+    running.measure(workloads.warm_up(start.model, max(each.concurrency for each in asked)))
+    for workload in asked:
+        before = cpu_s(family(running.process))
+        result = running.measure(workload)
+        summary = summarize(result)
+        took = _per_1k(before, cpu_s(family(running.process)), summary.num_output_tokens)
+        yield Observation(
+            model=start.model,
+            workload=workload.name,
+            system=start.system,
+            setting=setting.name,
+            flags=str(setting),
+            round=start.round,
+            pair=start.pair,
+            output_tokens_per_s=summary.output_tokens_per_s,
+            ttft_ms_p50=summary.ttft_ms.p50,
+            ttft_ms_p99=summary.ttft_ms.p99,
+            itl_ms_p50=summary.itl_ms.p50,
+            itl_ms_p99=summary.itl_ms.p99,
+            turn_ttft_ms=_by_turn(result) if workload.endpoint == "chat" else (),
+            cpu_s_per_1k_tokens=took,
+            ready_s=running.ready_s,
+            idle_memory_bytes=idle_bytes,
+            num_cached_tokens=summary.num_cached_tokens,
+            client_cpu_share=summary.client_cpu_share,
+            faults=dict(summary.faults),
+        )
+
+
+def _by_turn(result: RunResult) -> tuple[float, ...]:
+    turns: dict[int, list[float]] = {}
+    for record in result.records:
+        if record.is_clean and record.event_times_s:
+            turns.setdefault(record.turn, []).append(ttft_ms(record))
+    return tuple(statistics.median(turns[turn]) for turn in sorted(turns))
+
+
+def _per_1k(
+    before: Mapping[str, float], after: Mapping[str, float], num_tokens: int
+) -> dict[str, float]:
+    return {
+        name: 1000 * (seconds - before.get(name, 0.0)) / max(num_tokens, 1)
+        for name, seconds in after.items()
+    }
+
+
+# -- the matrix ---------------------------------------------------------------------------------
 
 RIVALS: Mapping[str, Rival] = {
     rival.name: rival for rival in (Penstock(), Vllm(), LlamaCpp(), OpenVino(), HuggingFace())
@@ -39,14 +114,10 @@ _DEFAULT_REPEATS = {"T": 2, "S": 2, "M": 1}
 
 @dataclass(slots=True)
 class Matrix:
-    """A run under way.
-
-    Attributes:
-        report: what is known so far.
-    """
+    """A run under way."""
 
     rivals: Mapping[str, Rival]
-    report: Report
+    report: Report  # what is known so far
     out: Path
 
     def prepare(self, models: Iterable[str]) -> None:
@@ -163,15 +234,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="make bench-peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--systems", nargs="+", choices=RIVALS, default=list(RIVALS))
-    parser.add_argument("--models", nargs="+", choices=_DEFAULT_REPEATS, default=["T", "S", "M"])
-    parser.add_argument(
-        "--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model"
-    )
-    parser.add_argument(
-        "--repeats", type=int, help="rounds; default: 2, and 1 of the largest model"
-    )
-    parser.add_argument("--out", type=Path, default=Path("load/results"), help="a folder")
+    add = parser.add_argument
+    add("--systems", nargs="+", choices=RIVALS, default=list(RIVALS))
+    add("--models", nargs="+", choices=_DEFAULT_REPEATS, default=["T", "S", "M"])
+    add("--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model")
+    add("--repeats", type=int, help="rounds; default: 2, and 1 of the largest model")
+    add("--out", type=Path, default=Path("load/results"), help="a folder")
     return parser
 
 

@@ -4,7 +4,7 @@ T is nearly nothing (what is measured is the front end), S and M are the sizes a
 conversation sends back the text of its answers, and a cache finds its past again only if that
 text becomes the very tokens that were generated. So the tokenizer is made of words that are one
 token each, and rows of the output layer that belong to anything but such a word are zero: greedy
-decoding then never picks one. Knows nothing of servers.
+decoding then never picks one.
 """
 
 from __future__ import annotations

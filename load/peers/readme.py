@@ -9,10 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.load.marked_text import replace_marked
-from penstock.load.peers.cells import OURS, Cell, cells
-from penstock.load.peers.report import Report
-from penstock.load.tables import table
+from penstock.load.peers.report import OURS, Cell, Report, cells
+from penstock.load.report.tables import replace_marked, table
 
 README = Path(__file__).parents[2] / "README.md"
 NAME = "rivals: written by load.peers.readme"

@@ -11,19 +11,252 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from penstock.load.checkout import commit
-from penstock.load.peers.cells import Cell, Observation, cells
-from penstock.load.peers.picture import draw
-from penstock.load.tables import table, write_report
+from penstock.load.machine import commit
+from penstock.load.report import plots
+from penstock.load.report.tables import table, write_report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# From single measurements to what the report says: the setting that counts, medians, ratios.
+#
+# A pair is ours and a rival's, one after the other in the same round. Machines drift, so a ratio is
+# made of each pair, and only then is the median taken.
+
+OURS = "penstock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One workload, once, by one system as it was started.
+
+    Attributes:
+        faults: requests by kind of fault; an observation with any counts for nothing.
+    """
+
+    model: str
+    workload: str
+    system: str
+    setting: str  # by name; `flags` says all of it
+    flags: str
+    round: int  # from 0
+    pair: str  # the rival of the pair; a rival's own name for itself
+    output_tokens_per_s: float
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    itl_ms_p50: float
+    itl_ms_p99: float
+    turn_ttft_ms: tuple[float, ...] = ()  # median of each turn, in conversations
+    cpu_s_per_1k_tokens: Mapping[str, float] = field(default_factory=dict)  # of output, by process
+    ready_s: float = 0.0
+    idle_memory_bytes: int = 0
+    num_cached_tokens: int = 0
+    client_cpu_share: float = 0.0
+    faults: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> bool:
+        return not self.faults and self.output_tokens_per_s > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What one system did with one workload, with the best of its settings."""
+
+    model: str
+    workload: str
+    system: str
+    best: Sequence[Observation]  # the observations of that setting
+    ratios: Sequence[float]  # of each pair, the rival's tokens per second by ours; none for ours
+
+    def median(self, figure: Callable[[Observation], float]) -> float:
+        return statistics.median(map(figure, self.best))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.median(lambda each: each.output_tokens_per_s)
+
+    @property
+    def ratio(self) -> float | None:
+        """To ours; None where no pair is whole."""
+        if self.system == OURS:
+            return 1.0
+        return statistics.median(self.ratios) if self.ratios else None
+
+    def turn_ttft_ms(self) -> list[float]:
+        """Median of each turn."""
+        turns = zip(*(each.turn_ttft_ms for each in self.best), strict=True)
+        return [statistics.median(turn) for turn in turns]
+
+    def cpu_s_per_1k_tokens(self) -> dict[str, float]:
+        names = sorted({name for each in self.best for name in each.cpu_s_per_1k_tokens})
+        return {
+            name: statistics.median(each.cpu_s_per_1k_tokens.get(name, 0.0) for each in self.best)
+            for name in names
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        def medians(*names: str) -> dict[str, float]:
+            return {name: self.median(attrgetter(name)) for name in names}
+
+        return {
+            "model": self.model,
+            "workload": self.workload,
+            "system": self.system,
+            "settings": self.best[0].flags,
+            "output_tokens_per_s": self.tokens_per_s,
+            **medians("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99"),
+            "repeats": len(self.best),
+            "ratio_to_penstock": self.ratio,
+            "ratio_min": min(self.ratios, default=self.ratio),
+            "ratio_max": max(self.ratios, default=self.ratio),
+            "turn_ttft_ms": self.turn_ttft_ms(),
+            "cpu_s_per_1k_tokens": self.cpu_s_per_1k_tokens(),
+            **medians("ready_s", "idle_memory_bytes", "client_cpu_share"),
+        }
+
+
+def chosen_setting(observations: Iterable[Observation], key: tuple[str, str, str]) -> str | None:
+    """The setting that was fastest when each was first measured; it stays so for the run.
+
+    Args:
+        key: model, workload, system.
+    """
+    first: dict[str, float] = {}
+    for each in observations:
+        if _key(each) == key and each.counts:
+            first.setdefault(each.setting, each.output_tokens_per_s)
+    return max(first, key=first.__getitem__, default=None)
+
+
+def cells(observations: Sequence[Observation]) -> list[Cell]:
+    """In the order of the observations, ours before rivals."""
+    keys = dict.fromkeys(_key(each) for each in observations)
+    return [
+        cell
+        for key in sorted(keys, key=lambda key: key[2] != OURS)  # stable
+        if (cell := _cell(observations, key)) is not None
+    ]
+
+
+def _cell(observations: Sequence[Observation], key: tuple[str, str, str]) -> Cell | None:
+    best = _best(observations, key)
+    if not best:
+        return None
+    model, workload, system = key
+    ours = {
+        each.round: each.output_tokens_per_s
+        for each in _best(observations, (model, workload, OURS))
+        if each.pair == system
+    }
+    ratios = [each.output_tokens_per_s / ours[each.round] for each in best if each.round in ours]
+    return Cell(model=model, workload=workload, system=system, best=best, ratios=ratios)
+
+
+def _best(observations: Sequence[Observation], key: tuple[str, str, str]) -> list[Observation]:
+    setting = chosen_setting(observations, key)
+    return [
+        each
+        for each in observations
+        if _key(each) == key and each.setting == setting and each.counts
+    ]
+
+
+def _key(observation: Observation) -> tuple[str, str, str]:
+    return observation.model, observation.workload, observation.system
+
+
+# -- the picture --------------------------------------------------------------------------------
+
+_COLOURS: Mapping[str, str] = {
+    OURS: plots.BLUE,
+    "vllm": plots.ORANGE,
+    "llamacpp": plots.GREEN,
+    "openvino": plots.SKY,
+    "hf": "#999999",
+}
+_TITLES: Mapping[str, str] = {
+    OURS: "penstock",
+    "vllm": "vLLM (CPU)",
+    "llamacpp": "llama.cpp",
+    "openvino": "OpenVINO (in process)",
+    "hf": "Hugging Face (in process)",
+}
+
+
+def draw(found: Sequence[Cell], path: Path) -> None:
+    """A group of bars for each model and workload, from ours up or down; a whisker spans all pairs.
+
+    Ours is the line at 1, with its tokens per second under the group's name.
+    """
+    ours = [cell for cell in found if cell.system == OURS]
+    groups = {(cell.model, cell.workload): place for place, cell in enumerate(ours)}
+    systems = [name for name in _COLOURS if any(cell.system == name for cell in found)]
+    figure = plots.new_figure(max(8.0, 1.1 * len(groups) + 1.5), 4.4)
+    axes = figure.subplots()
+    axes.axhline(1.0, color=_COLOURS[OURS], linewidth=2, label=_TITLES[OURS])
+    rivals = [name for name in systems if name != OURS]
+    width = 0.84 / max(len(rivals), 1)
+    for number, system in enumerate(rivals):
+        mine = [cell for cell in found if cell.system == system and cell.ratio]
+        offset = (number - (len(rivals) - 1) / 2) * width
+        places = [groups[cell.model, cell.workload] + offset for cell in mine]
+        heights = [(cell.ratio or 1.0) - 1 for cell in mine]
+        colour, title = _COLOURS[system], _TITLES[system]
+        axes.bar(places, heights, width * 0.94, bottom=1.0, color=colour, label=title)
+        for x, cell in zip(places, mine, strict=True):
+            _mark(axes, x, cell)
+    _dress(axes, ours)
+    figure.legend(loc="outside lower center", ncols=len(systems), fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _mark(axes: Axes, x: float, cell: Cell) -> None:
+    """The whisker, and the ratio at the bar's end."""
+    assert cell.ratio is not None
+    low, high = min(cell.ratios), max(cell.ratios)
+    if high > low:
+        axes.plot([x, x], [low, high], color="black", linewidth=0.8)
+    is_up = cell.ratio >= 1
+    axes.annotate(
+        f"×{cell.ratio:.2g}",
+        (x, high if is_up else low),
+        (0, 3 if is_up else -3),
+        textcoords="offset points",
+        ha="center",
+        va="bottom" if is_up else "top",
+        fontsize=7,
+        rotation=90,
+    )
+
+
+def _dress(axes: Axes, ours: Sequence[Cell]) -> None:
+    axes.set_yscale("log", base=2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.5) / 1.5, max(high, 2.0) * 1.5)  # room for the ratios
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(
+        range(len(ours)),
+        [f"{cell.model} {cell.workload}\n{cell.tokens_per_s:,.0f}/s" for cell in ours],
+    )
+    axes.set_xlim(-0.6, len(ours) - 0.4)
+    axes.set_title("Output tokens per second by those of penstock: above the line is faster")
+    axes.set_ylabel("times penstock's (log scale)")
+
+
+# -- the files and their tables -----------------------------------------------------------------
 
 _HEADER = (
     "workload", "system", "tokens/s", "by penstock's", "spread", "TTFT ms p50", "p99",
@@ -52,16 +285,12 @@ class Failure:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """Attributes:
-    unavailable: why, by system.
-    """
-
     day: str
     machine: dict[str, Any]
     commit: str
     observations: list[Observation] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)  # why, by system
     failures: list[Failure] = field(default_factory=list)
 
     @classmethod

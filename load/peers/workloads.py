@@ -6,7 +6,7 @@
     front128        128 short streams: on a model that is nearly nothing, the cost of the front end
 
 Prompts of single turns are token ids, so that nobody's tokenizer is part of it. Conversations go
-through the chat endpoint and send the answers back. Knows no rival.
+through the chat endpoint and send the answers back.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TypeAlias
 import numpy as np
 from tokenizers import Tokenizer
 
-from penstock.load.client.bodies import Endpoint
 from penstock.load.client.records import Dialogue, Turn
+from penstock.load.client.requests import Endpoint
 from penstock.load.peers import models
 
 TokenTurns: TypeAlias = list[tuple[list[int], int]]
@@ -43,16 +43,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many requests make a cell of some seconds, on a model of this size.
-
-    Attributes:
-        turn_tokens: of each answer in a conversation.
-    """
+    """How many requests make a cell of some seconds, on a model of this size."""
 
     num_single: int
     num_c8: int
     num_c32: int
-    turn_tokens: int
+    turn_tokens: int  # of each answer in a conversation
     num_front: int = 256
 
 

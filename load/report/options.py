@@ -5,33 +5,52 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from pathlib import Path
 
 from penstock.engine.errors import ConfigError
-from penstock.load.arguments import add_out
 from penstock.load.report.summary import Slo
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench"), help="folder for the files written"
+    )
+
+
+def positive(text: str) -> int:
+    """A positive number. Raises ValueError if it is none."""
+    (number,) = counts(text)
+    return number
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Positive numbers with commas between them. Raises ValueError if it is none."""
+    numbers = tuple(int(number) for number in text.split(","))
+    if min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
+
 
 _OBJECTIVES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--goodput",
         nargs="+",
         default=[],
         metavar="NAME:MS",
         help="objectives in milliseconds, as ttft:200 tpot:50 e2e:5000",
     )
-    group.add_argument("--plot", action="store_true", help="draw a picture too")
-    group.add_argument("--label", default="", help="for the title and the names of the files")
+    add("--plot", action="store_true", help="draw a picture too")
+    add("--label", default="", help="for the title and the names of the files")
     add_out(parser)
 
 
 def slo_of(parsed: argparse.Namespace) -> Slo:
-    """
-    Raises:
-        ConfigError: an objective that is none.
-    """
+    """Raises ConfigError for an objective that is none."""
     limits: dict[str, float] = {}
     for text in parsed.goodput:
         name, _, value = text.partition(":")

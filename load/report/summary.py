@@ -16,13 +16,14 @@ A request with a fault is in no figure but the counts, the faults, the peak and 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.load.client.records import StreamRecord
 from penstock.load.workloads.driver import RunResult
@@ -71,13 +72,9 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Requests that kept to the objectives.
+    """Requests that kept to the objectives."""
 
-    Attributes:
-        share: of all requests sent.
-    """
-
-    share: float
+    share: float  # of all requests sent
     requests_per_s: float
 
 
@@ -86,25 +83,17 @@ class Summary:
     """One run.
 
     Attributes:
-        num_unsent: turns not sent, because one before them failed.
-        num_without_text: completed, but with no text to time.
         num_prompt_tokens, num_cached_tokens, num_output_tokens: of completed requests, as the
             server counts them; prompt and cached tokens are 0 where it does not say, and output
             tokens then those of the events.
-        tokens_per_event: more than 1 means that ITL is of several tokens.
-        peak_concurrency: most requests in flight at any moment.
-        goodput: None without objectives.
-        faults: requests by kind; one may have several.
-        fault_details: the first words of each kind.
         send_lag_ms: from due to sent. Without a cap on concurrency it is the client's own fault.
-        client_cpu_share: of one core, that this process took.
     """
 
     num_requests: int
     num_completed: int
     num_failed: int
-    num_unsent: int
-    num_without_text: int
+    num_unsent: int  # turns not sent, because one before them failed
+    num_without_text: int  # completed, but with no text to time
     duration_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -112,17 +101,17 @@ class Summary:
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    tokens_per_event: float
-    peak_concurrency: int
+    tokens_per_event: float  # more than 1 means that ITL is of several tokens
+    peak_concurrency: int  # most requests in flight at any moment
     ttft_ms: Quantiles
     itl_ms: Quantiles
     tpot_ms: Quantiles
     e2e_ms: Quantiles
     send_lag_ms: Quantiles
-    goodput: Goodput | None
-    faults: Mapping[str, int]
-    fault_details: Mapping[str, str]
-    client_cpu_share: float
+    goodput: Goodput | None  # None without objectives
+    faults: Mapping[str, int]  # requests by kind; one may have several
+    fault_details: Mapping[str, str]  # the first words of each kind
+    client_cpu_share: float  # of one core, that this process took
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what is not a number becomes null."""
@@ -223,3 +212,72 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nan(item) for name, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+# What a server's metrics say of a run: from Prometheus texts to a few figures.
+#
+#     penstock: or vllm:   prefix_cache_queries_total, prefix_cache_hits_total,
+#                          num_preemptions_total, kv_cache_usage_perc
+#     penstock:            kv_slots{state="allocated"|"empty"}
+#
+# A server without one of them has no such figure.
+
+Sample: TypeAlias = Mapping[str, float]  # values by name without its prefix, with a state if any
+
+_PREFIXES = ("penstock:", "vllm:")
+_USAGE = "kv_cache_usage_perc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerMetrics:
+    """Of one run; None: the server does not say.
+
+    Attributes:
+        kv_waste: empty ÷ allocated token slots of running sequences, over all samples.
+    """
+
+    prefix_cache_hit_rate: float | None = None  # prompt tokens found ÷ looked up
+    num_preemptions: int | None = None
+    peak_kv_usage: float | None = None  # the largest share of KV blocks in use in any sample
+    kv_waste: float | None = None
+
+
+def read_metrics(texts: Sequence[str]) -> ServerMetrics | None:
+    """The figures of a run from the metrics before, during and after; None if there are none."""
+    samples = [_sample(text) for text in texts]
+    if not any(samples):
+        return None
+    first, last = samples[0], samples[-1]
+    queries = _growth("prefix_cache_queries_total", first, last)
+    hits = _growth("prefix_cache_hits_total", first, last)
+    preemptions = _growth("num_preemptions_total", first, last)
+    usages = [
+        sample["kv_cache_usage_perc"] for sample in samples if "kv_cache_usage_perc" in sample
+    ]
+    allocated = sum(sample.get("kv_slots allocated", 0.0) for sample in samples)
+    empty = sum(sample.get("kv_slots empty", 0.0) for sample in samples)
+    return ServerMetrics(
+        prefix_cache_hit_rate=hits / queries if hits is not None and queries else None,
+        num_preemptions=None if preemptions is None else round(preemptions),
+        peak_kv_usage=max(usages, default=None),
+        kv_waste=empty / allocated if allocated else None,
+    )
+
+
+def _sample(text: str) -> Sample:
+    """All series under one name, and state, are one: their sum. Empty for what is no such text."""
+    values: defaultdict[str, float] = defaultdict(float)
+    try:
+        families = list(text_string_to_metric_families(text))
+    except ValueError:
+        return {}
+    for sample in (sample for family in families for sample in family.samples):
+        prefix = next((known for known in _PREFIXES if sample.name.startswith(known)), None)
+        if prefix is not None:
+            name = sample.name.removeprefix(prefix)
+            values[f"{name} {sample.labels.get('state', '')}".strip()] += sample.value
+    return values
+
+
+def _growth(name: str, first: Sample, last: Sample) -> float | None:
+    return last[name] - first[name] if name in first and name in last else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from penstock.load.report.server_metrics import ServerMetrics
-from penstock.load.report.summary import Quantiles, Summary
-from penstock.load.tables import table
+from penstock.load.report.summary import Quantiles, ServerMetrics, Summary
+from penstock.load.report.tables import table
 
 _BUSY_CLIENT = 0.7  # of a core
 _LATE_MS = 10.0

@@ -17,13 +17,12 @@ from typing import TypeAlias
 
 import aiohttp
 
-from penstock.load.processes import freeze
-from penstock.load.soak import resumable
+from penstock.load.launch import freeze
+from penstock.load.soak import traffic
 from penstock.load.soak.hostile import large_prompts, refused
 from penstock.load.soak.journal import Adversity, Journal, Kill, Kind
-from penstock.load.soak.log_pipe import LogPipe
 from penstock.load.soak.scene import Scene
-from penstock.load.soak.target import Target
+from penstock.load.soak.target import LogPipe, Target
 
 Step: TypeAlias = Callable[[Scene], Awaitable[object]]
 
@@ -121,7 +120,7 @@ async def _freeze(target: Target, kind: Kind, name: str, for_s: float, scene: Sc
 
     streams = [
         actor(scene, random.Random(number), RESUMED_TOKENS)
-        for actor in (resumable.resume_sse, resumable.resume_socket)
+        for actor in (traffic.resume_sse, traffic.resume_socket)
         for number in range(NUM_RESUMED)
     ]
     await asyncio.gather(freeze_until_ready(), *streams)

@@ -1,7 +1,4 @@
-"""The course of a soak: warm up, look, let actors loose, wait for silence, look again.
-
-Not known here: what actors do, and what is judged.
-"""
+"""The course of a soak: warm up, look, let actors loose, wait for silence, look again."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import TypeAlias
 import aiohttp
 from tqdm import tqdm
 
-from penstock.load.soak import hostile, resumable, traffic
+from penstock.load.soak import hostile, traffic
 from penstock.load.soak.attack import attack, kill_once, kinds_of
 from penstock.load.soak.journal import Journal
 from penstock.load.soak.prober import probing
@@ -52,28 +49,23 @@ ALWAYS: tuple[tuple[Actor, float], ...] = (
     (hostile.send_bad_frames, 1),
 )
 RESUMING: tuple[tuple[Actor, float], ...] = (
-    (resumable.resume_sse, 3),
-    (resumable.resume_socket, 3),
+    (traffic.resume_sse, 3),
+    (traffic.resume_socket, 3),
 )
-CANCELLING: tuple[tuple[Actor, float], ...] = ((resumable.cancel_by_id, 2),)
+CANCELLING: tuple[tuple[Actor, float], ...] = ((traffic.cancel_by_id, 2),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a soak is to be.
-
-    Attributes:
-        concurrency: actors at once; some run several streams.
-        is_attack: kills, freezes, floods and more besides, one at a time.
-    """
+    """What a soak is to be."""
 
     duration_s: float
-    concurrency: int
+    concurrency: int  # actors at once; some run several streams
     seed: int
     has_resumes: bool = False
     has_cancels_by_id: bool = False
     has_kills: bool = False
-    is_attack: bool = False
+    is_attack: bool = False  # kills, freezes, floods and more besides, one at a time
     api_key: str | None = None
 
     @property
@@ -143,10 +135,7 @@ async def _run_traffic(scene: Scene, target: Target, plan: Plan) -> None:
 
 
 async def _act_until(
-    until_s: float,
-    scene: Scene,
-    actors: tuple[tuple[Actor, float], ...],
-    rng: random.Random,
+    until_s: float, scene: Scene, actors: tuple[tuple[Actor, float], ...], rng: random.Random
 ) -> None:
     choices, weights = zip(*actors, strict=True)
     while time.perf_counter() < until_s:

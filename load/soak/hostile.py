@@ -2,7 +2,7 @@
 
 A refusal has a status from 400 to 499 and OpenAI's error object, or on a WebSocket an error event
 (the socket stays) or a close code of RFC 6455. All else is a problem, and so is a stream beside it
-that notices. Not known here: how often each acts.
+that notices.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import aiohttp
 import orjson
 
 from penstock.load.client.integrity import ResponseCheck
-from penstock.load.soak.lanes import Lane, open_socket, socket_body, unended
-from penstock.load.soak.scene import Scene
+from penstock.load.soak.scene import Lane, Scene, open_socket, socket_body, unended
 from penstock.load.workloads.prompts import WORDS
 
 _ANSWER_S = 45.0  # longer than a gateway is frozen

@@ -1,7 +1,4 @@
-"""What happened in a soak, as its actors tell it.
-
-Not known here: who the actors are, and what is judged of it.
-"""
+"""What happened in a soak, as its actors tell it."""
 
 from __future__ import annotations
 
@@ -21,15 +18,13 @@ class Outcome:
     """One stream that was let run, or left by its client.
 
     Attributes:
-        actor: what kind of client it was.
         began_s, ended_s: on `time.perf_counter()`, as all times here.
-        survives_kills: it had begun, and its client knows how to resume it.
     """
 
-    actor: str
+    actor: str  # what kind of client it was
     began_s: float
     ended_s: float
-    survives_kills: bool
+    survives_kills: bool  # it had begun, and its client knows how to resume it
     faults: tuple[Fault, ...]
     detail: str
 
@@ -48,15 +43,13 @@ class Kill:
     """A process was killed.
 
     Attributes:
-        victim: its name; streams live in all but an `engine`.
         killed_s, ready_s: when, and when the server was ready again.
-        is_freeze: it only stood still for a time.
     """
 
-    victim: str
+    victim: str  # its name; streams live in all but an `engine`
     killed_s: float
     ready_s: float
-    is_freeze: bool = False
+    is_freeze: bool = False  # it only stood still for a time
 
 
 Point: TypeAlias = tuple[float, float]  # when, and how long
@@ -68,14 +61,12 @@ class Probing:
 
     Attributes:
         health: `/health`, from when it was asked to its answer.
-        gaps: of streams, from one event to the next.
-        lags: how late the event loop of that process was.
         streams: as outcomes have them: began, ended, faults, detail.
     """
 
     health: list[Point] = field(default_factory=list)
-    gaps: list[Point] = field(default_factory=list)
-    lags: list[Point] = field(default_factory=list)
+    gaps: list[Point] = field(default_factory=list)  # of streams, from one event to the next
+    lags: list[Point] = field(default_factory=list)  # how late the event loop of that process was
     streams: list[tuple[float, float, list[Fault], str]] = field(default_factory=list)
 
 
@@ -100,30 +91,23 @@ class Adversity:
     """One application of an attack.
 
     Attributes:
-        victim: the process that it was done to, if it was done to one.
         began_s, ended_s: when it was applied, and when it was over.
     """
 
     kind: Kind
     began_s: float
     ended_s: float
-    victim: str = ""
+    victim: str = ""  # the process that it was done to, if it was done to one
 
 
 @dataclass(slots=True)
 class Journal:
-    """
-    Attributes:
-        num_open: streams that a client waits for now.
-        num_done: what each kind of actor has done, by its name.
-    """
-
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     adversities: list[Adversity] = field(default_factory=list)
-    num_done: Counter[str] = field(default_factory=Counter)
-    num_open: int = 0
+    num_done: Counter[str] = field(default_factory=Counter)  # acts by the actor's name
+    num_open: int = 0  # streams that a client waits for now
 
     @property
     def outages(self) -> list[Kill]:

@@ -17,8 +17,8 @@ from itertools import pairwise
 import aiohttp
 import orjson
 
-from penstock.load.client.choose import open_transport
 from penstock.load.client.records import Call, Fault, Message, StreamRecord
+from penstock.load.client.transport import open_transport
 from penstock.load.soak.journal import Journal, Outcome, Probing
 from penstock.load.workloads.prompts import WORDS
 

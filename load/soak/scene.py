@@ -1,12 +1,13 @@
-"""What all actors of a soak share: the server, ways to speak to it, and things to say.
-
-Not known here: what actors do.
-"""
+"""What all actors of a soak share: the server, ways to speak to it, and things to say."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import random
+import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,11 @@ import aiohttp
 import orjson
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.address import Address
-from penstock.load.client.bodies import Endpoint
-from penstock.load.client.choose import TransportKind, open_transport
-from penstock.load.client.records import Call, Message
-from penstock.load.client.transport import Transport
+from penstock.load.client.integrity import ResponseCheck
+from penstock.load.client.records import Call, Fault, Message, StreamRecord
+from penstock.load.client.requests import Address, Endpoint, body_of
+from penstock.load.client.transport import Transport, TransportKind, open_transport
 from penstock.load.soak.journal import Journal
-from penstock.load.toxic_proxy import ToxicProxy
 from penstock.load.workloads.prompts import WORDS
 
 # What actors call the four ways to stream.
@@ -33,37 +32,29 @@ TRANSPORTS: Mapping[str, tuple[TransportKind, Endpoint]] = {
 }
 # A silence this long is a fault. Much less than it takes a soak to notice by itself.
 STALL_S = 60.0
-_SLOW_BYTES_PER_S = 32_000
+_SLOW_BYTES_PER_S, _SLOW_PIECE_BYTES, _FAST_PIECE_BYTES = 32_000, 640, 32 << 10
+_SOCKET_BUFFER_BYTES = 64 << 10  # small, so that a server notices a slow reader
 _PROMPT_WORDS = (3, 60)
 _OUTPUT_TOKENS = (8, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """
-    Attributes:
-        authorization: a line of an HTTP head, or nothing.
-        transports: the four ways to stream, by name.
-        proxy: stands before the server for clients with a bad line; its way down is slow.
-        http: for all that is no stream of a transport.
-        max_model_len: the longest context, as the server says.
-    """
-
     base_url: str
     address: Address
-    authorization: str
+    authorization: str  # a line of an HTTP head, or nothing
     model: str
-    max_model_len: int
+    max_model_len: int  # the longest context, as the server says
     journal: Journal
-    transports: Mapping[str, Transport]
-    proxy: ToxicProxy
-    http: aiohttp.ClientSession
+    transports: Mapping[str, Transport]  # the four ways to stream, by name
+    slow_port: int  # of a `slow_line` to the server
+    http: aiohttp.ClientSession  # for all that is no stream of a transport
     api_key: str | None
 
     def slow_transport(self, name: str) -> Transport:
         """One of the four over the slow line, for one stream. A server counts a connection as idle
         long before such a client has read all, and may close it when it is used again."""
-        return _transport(name, f"http://127.0.0.1:{self.proxy.port}", self.api_key)
+        return _transport(name, f"http://127.0.0.1:{self.slow_port}", self.api_key)
 
     def call(self, rng: random.Random, **values: Any) -> Call:
         """A turn of some words, with a length of its own."""
@@ -82,11 +73,8 @@ class Scene:
 async def open_scene(
     base_url: str, journal: Journal, *, api_key: str | None
 ) -> AsyncIterator[Scene]:
-    """Ask the server for its model, and make ready to speak.
-
-    Raises:
-        ConfigError: it does not answer as an OpenAI-compatible server does.
-    """
+    """Ask the server for its model, and make ready to speak. Raises ConfigError if it does not
+    answer as an OpenAI-compatible server does."""
     address = Address.parse(base_url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with contextlib.AsyncExitStack() as stack:
@@ -100,8 +88,7 @@ async def open_scene(
             )
         )
         card = await _model_card(http)
-        proxy = await stack.enter_async_context(ToxicProxy(address.host, address.port))
-        proxy.downstream.rate_bytes_per_s = _SLOW_BYTES_PER_S
+        slow_port = await stack.enter_async_context(slow_line(address))
         yield Scene(
             base_url=base_url,
             address=address,
@@ -113,7 +100,7 @@ async def open_scene(
                 name: await stack.enter_async_context(_transport(name, base_url, api_key))
                 for name in TRANSPORTS
             },
-            proxy=proxy,
+            slow_port=slow_port,
             http=http,
             api_key=api_key,
         )
@@ -131,3 +118,193 @@ async def _model_card(http: aiohttp.ClientSession) -> dict[str, Any]:
 def _transport(name: str, base_url: str, api_key: str | None) -> Transport:
     kind, endpoint = TRANSPORTS[name]
     return open_transport(kind, endpoint, base_url, api_key=api_key, stall_s=STALL_S)
+
+
+@contextlib.asynccontextmanager
+async def slow_line(address: Address) -> AsyncIterator[int]:
+    """A port of this machine that leads to the server; what comes back is slow: a bad line."""
+    relays: set[asyncio.Task[None]] = set()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        relays.add(task)
+        writers = [writer]
+        try:
+            from_server, to_server = await asyncio.open_connection(address.host, address.port)
+            writers.append(to_server)
+            connection: socket.socket = to_server.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(_pour(reader, to_server, _FAST_PIECE_BYTES))
+                ways.create_task(
+                    _pour(from_server, writer, _SLOW_PIECE_BYTES, bytes_per_s=_SLOW_BYTES_PER_S)
+                )
+        except* OSError:  # one end is gone, so is the other
+            for each in writers:
+                each.transport.abort()
+        finally:
+            for each in writers:
+                each.close()
+            relays.discard(task)
+
+    server = await asyncio.start_server(
+        relay, "127.0.0.1", 0, limit=_SLOW_PIECE_BYTES, family=socket.AF_INET
+    )
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in list(relays):
+            task.cancel()
+        await asyncio.gather(*relays, return_exceptions=True)
+
+
+async def _pour(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    piece_bytes: int,
+    *,
+    bytes_per_s: float = math.inf,
+) -> None:
+    """Pass on what comes, to its end."""
+    while piece := await reader.read(piece_bytes):
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(len(piece) / bytes_per_s)
+    writer.write_eof()
+
+
+# -- a WebSocket whose lanes an actor drives by hand: create, cancel, resume, send nonsense -------
+
+# How a stream may end that was cancelled, perhaps too late.
+ENDS = ("cancelled", "max_output_tokens")
+_CLOSE_S = 1.0
+
+
+class Lane:
+    """One stream on a lane.
+
+    Attributes:
+        heard: set whenever an event has come.
+        ended: set at the terminal event, or when the socket is lost.
+        num_events: that have come.
+        last_number: the highest sequence number that came.
+        recovered: what the server answered to a resume; None: nothing yet.
+    """
+
+    def __init__(self, check: ResponseCheck) -> None:
+        self.check = check
+        self.heard = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.num_events = 0
+        self.last_number = -1
+        self.recovered: bool | None = None
+
+    @property
+    def record(self) -> StreamRecord:
+        return self.check.record
+
+    def take(self, event: dict[str, Any]) -> None:
+        if "recovered" in event:
+            self.recovered = event["recovered"]
+        else:
+            self.num_events += 1
+            self.last_number = max(self.last_number, event.get("sequence_number", -1))
+            self.check.take_event(event, time.perf_counter())
+        self.heard.set()
+        if self.check.is_ended:
+            self.ended.set()
+
+
+class LaneSocket:
+    """
+    Attributes:
+        errors: error events that name no lane of ours.
+        is_lost: the connection has ended.
+    """
+
+    def __init__(self, websocket: aiohttp.ClientWebSocketResponse[bool]) -> None:
+        self.errors: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.is_lost = False
+        self._websocket = websocket
+        self._lanes: dict[str, Lane] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    def read(self) -> None:
+        """Begin to read. Until then nothing is taken from the socket."""
+        self._reader = asyncio.create_task(self._read())
+
+    async def create(self, name: str, body: dict[str, Any], lane: Lane) -> None:
+        self._lanes[name] = lane
+        lane.record.sent_s = time.perf_counter()
+        await self.send({**body, "type": "response.create", "stream_id": name})
+
+    async def resume(self, name: str, response_id: str, lane: Lane) -> None:
+        """Have a stream that another socket carried go on here."""
+        self._lanes[name] = lane
+        await self.send(
+            {
+                "type": "penstock.resume",
+                "response_id": response_id,
+                "starting_after": lane.last_number,
+                "stream_id": name,
+            }
+        )
+
+    async def send(self, message: dict[str, Any] | str) -> None:
+        text = message if isinstance(message, str) else orjson.dumps(message).decode()
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the reader tells of it
+            await self._websocket.send_str(text)
+
+    def drop(self) -> None:
+        """Leave without a word."""
+        connection: socket.socket | None = self._websocket.get_extra_info("socket")
+        if connection is not None:
+            with contextlib.suppress(OSError):  # it has gone already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    async def close(self) -> None:
+        await self._websocket.close()
+        if self._reader is not None:
+            await self._reader
+
+    async def _read(self) -> None:
+        async for message in self._websocket:
+            if message.type is aiohttp.WSMsgType.TEXT:
+                event = orjson.loads(message.data)
+                lane = self._lanes.get(event.get("stream_id"))
+                if lane is None:
+                    self.errors.put_nowait(event)
+                else:
+                    lane.take(event)
+        self.is_lost = True
+        for lane in self._lanes.values():
+            lane.heard.set()
+            lane.ended.set()
+
+
+@contextlib.asynccontextmanager
+async def open_socket(http: aiohttp.ClientSession) -> AsyncIterator[LaneSocket]:
+    """A socket that is not read yet. Raises aiohttp.ClientError if the server does not take it."""
+    websocket = await http.ws_connect(
+        "/v1/responses", timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S), max_msg_size=0
+    )
+    lanes = LaneSocket(websocket)
+    try:
+        yield lanes
+    finally:
+        await lanes.close()
+
+
+def socket_body(call: Call) -> dict[str, Any]:
+    """What `response.create` says beside its type."""
+    body = body_of("responses", call)
+    del body["stream"]
+    return body
+
+
+def unended(lane: Lane) -> None:
+    """Note in its record that a stream never came to its end."""
+    if not lane.check.is_ended:
+        lane.check.fail(Fault.CUT, "the socket ended before the stream", time.perf_counter())

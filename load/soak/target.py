@@ -1,29 +1,86 @@
-"""The server that is soaked: one of ours started for it, one that runs already, or the synthetic
-one. Knows how to kill it, and not when.
-"""
+"""The server that is soaked, one of ours started for it or one that runs, and how to kill it."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import fcntl
 import itertools
+import os
+import select
 import shlex
+import tempfile
+import termios
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
 import psutil
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.address import Address
+from penstock.load.client.requests import Address
 from penstock.load.launch import Started, redis_server
 from penstock.load.launch import server as launch_server
-from penstock.load.soak.log_pipe import LogPipe
 from penstock.load.soak.watch import Family
-from penstock.load.synthetic import settings as synthetic_settings
-from penstock.load.synthetic.server import serve as serve_synthetic
+
+_CAPACITY_BYTES = 4096  # the least that Linux takes: soon full
+_PIECE_BYTES = 65536
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPipe:
+    """A thread copies what comes to a file."""
+
+    path: Path  # of that file
+    write_end: int  # for the server
+    _read_end: int
+    _reading: threading.Lock = field(default_factory=threading.Lock)
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls) -> Iterator[Self]:
+        with tempfile.TemporaryDirectory(prefix="penstock-soak-") as directory:
+            read_end, write_end = os.pipe()
+            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _CAPACITY_BYTES)
+            pipe = cls(path=Path(directory) / "log", write_end=write_end, _read_end=read_end)
+            thread = threading.Thread(target=pipe._copy)
+            thread.start()
+            try:
+                yield pipe
+            finally:
+                pipe._is_over.set()
+                thread.join()
+                os.close(read_end)
+                os.close(write_end)
+
+    @contextlib.contextmanager
+    def unread(self) -> Iterator[None]:
+        """The reader pauses meanwhile, then reads all."""
+        with self._reading:
+            yield
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no line fits any more, or hardly one."""
+        waiting = bytearray(4)
+        fcntl.ioctl(self._read_end, termios.FIONREAD, waiting)
+        return int.from_bytes(waiting, "little") > _CAPACITY_BYTES // 2
+
+    def _copy(self) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            while not self._is_over.is_set():
+                if select.select([self._read_end], [], [], _LOOK_S)[0]:
+                    with self._reading:
+                        file.write(os.read(self._read_end, _PIECE_BYTES))
+
+
+# -- the servers --------------------------------------------------------------------------------
 
 # Stores so small that they are full within the warm-up: what grows after that is a leak. A pool so
 # small that it has to preempt.
@@ -33,7 +90,6 @@ _OWN_FLAGS = (
 # Of a server that is attacked: gateways that stand in for each other.
 _ATTACKED_FLAGS = "--api-workers 2 --redis-url"
 _READY_WITHIN_S = 60.0
-_DOWN_S = 0.3
 _NUM_READY = 10  # times in a row, as each of several gateways may answer
 
 
@@ -47,18 +103,16 @@ class Target:
         family: its processes by name, as they are when asked; none where they cannot be known.
         kill: kills what is to be killed, and returns its name when the server is ready again; None
             where nothing may be killed.
-        victims: what may be frozen, by name: gateways, the engine, Redis.
         ready: waits until a server that was frozen is ready again.
-        log: what the server logs to, where the reader may pause.
     """
 
     name: str
     base_url: str
     family: Callable[[], Family]
     kill: Callable[[], Awaitable[str]] | None = None
-    victims: Callable[[], Family] = dict
+    victims: Callable[[], Family] = dict  # what may be frozen, by name: gateways, the engine, Redis
     ready: Callable[[], Awaitable[None]] = _at_once
-    log: LogPipe | None = None
+    log: LogPipe | None = None  # what the server logs to, where the reader may pause
 
 
 @contextlib.contextmanager
@@ -124,36 +178,9 @@ def _own_target(started: Started, others: Family, log: LogPipe | None, arguments
     )
 
 
-@contextlib.contextmanager
-def synthetic_server(flags: str) -> Iterator[Target]:
-    """The synthetic server. A kill is of all of it, as of a gateway."""
-    parser = argparse.ArgumentParser(prog="--synthetic")
-    synthetic_settings.add_arguments(parser)
-    settings = synthetic_settings.from_arguments(parser.parse_args(shlex.split(flags)))
-    with serve_synthetic(settings) as server:
-
-        async def kill() -> str:
-            server.kill()
-            await asyncio.sleep(_DOWN_S)
-            server.restart()
-            return "synthetic"
-
-        def family() -> Family:
-            if server.process.poll() is not None:
-                return {}
-            return {"synthetic": psutil.Process(server.process.pid)}
-
-        name = f"the synthetic server {flags}".strip()
-        yield Target(name=name, base_url=server.base_url, family=family, kill=kill, victims=family)
-
-
 def given_server(base_url: str) -> Target:
     """A server that runs. Its processes are those that listen at its port, if they are on this
-    machine, and their children.
-
-    Raises:
-        ConfigError: the address is none that can be soaked.
-    """
+    machine, and their children. Raises ConfigError if the address is none that can be soaked."""
     address = Address.parse(base_url)
     if address.is_tls or address.prefix:
         raise ConfigError(f"--base-url {base_url!r}: soak needs plain http://host:port")

@@ -9,15 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeAlias
+
+import aiohttp
+import orjson
 
 from penstock.load.client.integrity import ResponseCheck
 from penstock.load.client.records import Call, Fault, StreamRecord
+from penstock.load.client.requests import body_of
+from penstock.load.client.sse import EventStreamParser
 from penstock.load.client.transport import Transport
-from penstock.load.soak.lanes import ENDS, Lane, LaneSocket, open_socket, socket_body, unended
-from penstock.load.soak.scene import STALL_S, Scene
+from penstock.load.soak.scene import (
+    ENDS,
+    STALL_S,
+    Lane,
+    LaneSocket,
+    Scene,
+    open_socket,
+    socket_body,
+    unended,
+)
 
 _MAX_STAY_S = 1.0  # of a client that leaves
 _CROWD = 24
@@ -159,3 +175,156 @@ async def _within(event: asyncio.Event) -> bool:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), STALL_S)
     return event.is_set()
+
+
+# What clients do with streams that outlive their connection: resume, and cancel by id.
+#
+#     SSE         GET /v1/responses/{id}?stream=true&starting_after=N
+#     WebSocket   penstock.resume {response_id, starting_after}, answered by recovered: true | false
+#     cancel      POST /v1/responses/{id}/cancel
+#
+# A stream is one however many connections carried it: its numbers have no gap and no repeat, and
+# its text is that of its terminal event.
+
+Request: TypeAlias = AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+_PATH = "/v1/responses"
+_NUM_TOKENS = range(32, 129)
+_MAX_DROPS = 3
+_MAX_EVENTS = 60  # before a drop
+_MAX_AWAY_S = 1.5
+_RETRY_S = 0.2
+_BACK_WITHIN_S = 60.0  # a server that was killed
+_PATIENCE_S = 3.5  # with a gateway that says nothing; its lease of 3 s has run out by then
+_BROKEN = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+async def resume_sse(scene: Scene, rng: random.Random, num_tokens: range = _NUM_TOKENS) -> None:
+    """Over HTTP: each connection is dropped after some events, the last is not."""
+    call = scene.call(rng, max_tokens=rng.choice(num_tokens))
+    with scene.journal.stream("resume, sse", is_resumable=True) as record:
+        record.expected_tokens = call.max_tokens
+        lane = Lane(ResponseCheck(record))
+
+        async def attach(max_events: float) -> None:
+            query = {"stream": "true", "starting_after": str(lane.last_number)}
+            request = (
+                scene.http.get(f"{_PATH}/{record.response_id}", params=query)
+                if record.response_id
+                else scene.http.post(_PATH, json=body_of("responses", call))
+            )
+            await _read_events(request, lane, max_events)
+
+        await _carry(lane, attach, rng)
+
+
+async def resume_socket(scene: Scene, rng: random.Random, num_tokens: range = _NUM_TOKENS) -> None:
+    """Over WebSockets: each is dropped after some events, the last is not."""
+    call = scene.call(rng, max_tokens=rng.choice(num_tokens))
+    with scene.journal.stream("resume, websocket", is_resumable=True) as record:
+        record.expected_tokens = call.max_tokens
+        lane = Lane(ResponseCheck(record))
+
+        async def attach(max_events: float) -> None:
+            async with open_socket(scene.http) as socket:
+                socket.read()
+                if record.response_id:
+                    await socket.resume("again", record.response_id, lane)
+                else:
+                    await socket.create("first", socket_body(call), lane)
+                try:
+                    await _hear(lane, max_events)
+                finally:
+                    if not lane.check.is_ended:
+                        socket.drop()
+
+        await _carry(lane, attach, rng)
+
+
+async def cancel_by_id(scene: Scene, rng: random.Random) -> None:
+    """Cancel a stream from another connection than the one that reads it."""
+    call = scene.call(rng, max_tokens=128)
+    with scene.journal.stream("cancel by id") as record:
+        lane = Lane(ResponseCheck(record))
+        request = scene.http.post(_PATH, json=body_of("responses", call))
+        reading = asyncio.create_task(_read_events(request, lane, math.inf, STALL_S))
+        reading.add_done_callback(lambda _: lane.heard.set())  # where no event comes at all
+        await lane.heard.wait()
+        await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
+        if record.response_id:
+            await _cancel(scene, record.response_id)
+        await asyncio.gather(reading, return_exceptions=True)
+        unended(lane)
+    if record.is_clean and record.finish_reason not in ENDS:
+        scene.journal.problem("cancel by id", f"it ended as {record.finish_reason!r}")
+
+
+async def _cancel(scene: Scene, response_id: str) -> None:
+    try:
+        async with scene.http.post(f"{_PATH}/{response_id}/cancel") as response:
+            said = await response.read()
+    except _BROKEN as error:
+        scene.journal.problem("cancel by id", f"no answer: {error!r}")
+        return
+    if response.status != 200:
+        scene.journal.problem("cancel by id", f"answered {response.status} {said[:200]!r}")
+
+
+async def _carry(
+    lane: Lane, attach: Callable[[float], Awaitable[None]], rng: random.Random
+) -> None:
+    """Read a stream over several connections, the lost ones and those we drop."""
+    num_drops = rng.randint(1, _MAX_DROPS)
+    give_up_s, last_number = time.monotonic() + _BACK_WITHIN_S, -1
+    while not lane.check.is_ended and time.monotonic() < give_up_s:
+        max_events = rng.randint(1, _MAX_EVENTS) if num_drops > 0 else math.inf
+        num_drops -= 1
+        lane.ended.clear()
+        try:
+            await attach(max_events)
+        except _BROKEN:
+            if not lane.record.response_id:  # it was never begun: nothing to resume
+                break
+            await asyncio.sleep(_RETRY_S)
+        if lane.last_number > last_number:
+            give_up_s, last_number = time.monotonic() + _BACK_WITHIN_S, lane.last_number
+        if not lane.check.is_ended:
+            await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
+    unended(lane)
+
+
+async def _read_events(
+    request: Request, lane: Lane, max_events: float, patience_s: float = _PATIENCE_S
+) -> None:
+    """Read so many events of a response, or all up to the end of the connection. Raises
+    TimeoutError if nothing came for so long, of a stream that has begun."""
+    parser, num_events = EventStreamParser(), 0
+    now_s = asyncio.get_running_loop().time
+    first_s = patience_s if lane.record.response_id else STALL_S
+    async with asyncio.timeout(first_s) as silence, request as response:
+        if response.status == 503 and lane.record.response_id:
+            raise aiohttp.ClientConnectionError("not ready")
+        if response.status != 200:
+            detail = f"{response.status} {(await response.read())[:200]!r}"
+            lane.check.fail(Fault.REFUSED, detail, time.perf_counter())
+            return
+        async for piece in response.content.iter_any():
+            silence.reschedule(now_s() + patience_s)
+            for data in parser.feed(piece):
+                lane.take(orjson.loads(data))
+                num_events += 1
+                if num_events >= max_events and not lane.check.is_ended:
+                    response.close()
+                    return
+
+
+async def _hear(lane: Lane, max_events: float) -> None:
+    """Wait for so many events of a lane, or for its end."""
+    enough = lane.num_events + max_events
+    while lane.num_events < enough and not lane.ended.is_set():
+        lane.heard.clear()
+        patience_s = _PATIENCE_S if lane.record.response_id else STALL_S
+        await asyncio.wait_for(lane.heard.wait(), patience_s)
+        if lane.recovered is False:
+            lane.check.fail(Fault.FAILED, "not recovered", time.perf_counter())
+            return

@@ -1,7 +1,4 @@
-"""Samples of a server while it is soaked: memory and descriptors of its processes, its metrics.
-
-Not known here: what the samples mean.
-"""
+"""Samples of a server while it is soaked: memory and descriptors of its processes, its metrics."""
 
 from __future__ import annotations
 
@@ -41,17 +38,14 @@ class Sample:
     """A server at one time.
 
     Attributes:
-        at_s: on `time.perf_counter()`.
-        processes: those that live.
-        metrics: by name, with a state if it has one, summed over the other labels; empty where
-            the server gave none.
-        num_streams: that clients wait for.
+        metrics: by name, with a state if it has one, summed over the other labels; empty where the
+            server gave none.
     """
 
-    at_s: float
-    processes: tuple[ProcessSample, ...]
+    at_s: float  # on `time.perf_counter()`
+    processes: tuple[ProcessSample, ...]  # those that live
     metrics: Mapping[str, float]
-    num_streams: int
+    num_streams: int  # that clients wait for
 
     @property
     def holds(self) -> list[tuple[int, int, int]]:

@@ -1,36 +1,106 @@
-"""One measured run against one server: warmed up, its metrics watched, progress shown.
-
-Knows how a run is made, not what is said of it.
-"""
+"""One measured run against one server: warmed up, its metrics watched, progress shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import asyncio
+import http.client
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 
+import orjson
 from tqdm import tqdm
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, StreamRecord
-from penstock.load.workloads.arrivals import Arrivals, ClosedLoop
-from penstock.load.workloads.driver import RunResult, run
-from penstock.load.workloads.server_pages import ServerPages
-from penstock.load.workloads.wire import Wire
+from penstock.load.client.requests import Address
+from penstock.load.workloads.driver import Arrivals, ClosedLoop, RunResult, run
+from penstock.load.workloads.options import Wire
+
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPages:
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    def first_model(self) -> str:
+        """The name of the first model it lists. Raises ConfigError if it cannot be reached, or
+        lists none."""
+        try:
+            status, body = self._get("/v1/models")
+        except OSError as error:
+            raise ConfigError(f"no server at {self.base_url}: {error}") from error
+        try:
+            return str(orjson.loads(body)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{self.base_url}/v1/models names no model (status {status}): say --model"
+            ) from error
+
+    def metrics(self) -> str | None:
+        """The Prometheus text; None where there is none."""
+        try:
+            status, body = self._get("/metrics")
+        except (OSError, http.client.HTTPException):
+            return None
+        return body.decode(errors="replace") if status == 200 else None
+
+    @asynccontextmanager
+    async def watched(self, *, every_s: float) -> AsyncIterator[list[str]]:
+        """The metrics before, every so often during, and after the block; empty without any.
+
+        They are fetched in a thread, and only kept here: reading them would disturb the run.
+        """
+        texts: list[str] = []
+        before = await asyncio.to_thread(self.metrics)
+        if before is None:
+            yield texts
+            return
+        texts.append(before)
+        watch = asyncio.create_task(self._watch(texts, every_s))
+        try:
+            yield texts
+        finally:
+            watch.cancel()
+        after = await asyncio.to_thread(self.metrics)
+        if after is not None:
+            texts.append(after)
+
+    async def _watch(self, texts: list[str], every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            text = await asyncio.to_thread(self.metrics)
+            if text is not None:
+                texts.append(text)
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        """Status and body; by no proxy, whatever the environment says."""
+        address = Address.parse(self.base_url)
+        kind = http.client.HTTPSConnection if address.is_tls else http.client.HTTPConnection
+        connection = kind(address.host, address.port, timeout=_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        try:
+            connection.request("GET", address.prefix + path, headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+# -- a measured run -----------------------------------------------------------------------------
 
 _WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server to measure.
-
-    Attributes:
-        model: the name that requests carry.
-    """
+    """A server to measure."""
 
     name: str
     base_url: str
-    model: str
+    model: str  # the name that requests carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +112,15 @@ class Measured:
 
 
 def target_of(name: str, base_url: str, *, model: str | None, wire: Wire) -> Target:
-    """A server under a name of its own.
-
-    Raises:
-        ConfigError: no model is named, and it cannot be asked for one.
-    """
+    """A server under a name of its own. Raises ConfigError if no model is named, and it cannot be
+    asked for one."""
     pages = ServerPages(base_url, wire.api_key)
     return Target(name=name, base_url=base_url, model=model or pages.first_model())
 
 
 async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> None:
-    """Send the first turns of some dialogues, all at once.
-
-    Raises:
-        ConfigError: one had a fault: better now than in every request.
-    """
+    """Send the first turns of some dialogues, all at once. Raises ConfigError if one had a fault:
+    better now than in every request."""
     first_turns = [replace(dialogue, turns=dialogue.turns[:1]) for dialogue in dialogues]
     async with wire.open(target.base_url) as transport:
         result = await run(

@@ -7,27 +7,37 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.bodies import Endpoint
 from penstock.load.client.records import Dialogue
-from penstock.load.workloads.arrivals import (
+from penstock.load.client.requests import Endpoint
+from penstock.load.client.transport import Transport, TransportKind, open_transport
+from penstock.load.workloads.datasets import (
+    Conversations,
+    Dataset,
+    Jsonl,
+    Lengths,
+    RandomLengths,
+    SharedPrefix,
+    ShareGpt,
+    Trace,
+    lengths,
+)
+from penstock.load.workloads.driver import (
     Arrivals,
     ClosedLoop,
+    History,
     OpenLoop,
     gamma_offsets,
     ramp_offsets,
 )
-from penstock.load.workloads.datasets.conversations import Conversations
-from penstock.load.workloads.datasets.dataset import Dataset, Lengths, lengths
-from penstock.load.workloads.datasets.jsonl import Jsonl
-from penstock.load.workloads.datasets.random_lengths import RandomLengths
-from penstock.load.workloads.datasets.shared_prefix import SharedPrefix
-from penstock.load.workloads.datasets.sharegpt import ShareGpt
-from penstock.load.workloads.datasets.trace import Trace
 from penstock.load.workloads.prompts import (
     DEFAULT_VOCAB_SIZE,
     PromptMaker,
@@ -37,6 +47,69 @@ from penstock.load.workloads.prompts import (
     plain_ids,
 )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    transport: TransportKind = "sse"
+    endpoint: Endpoint = "completions"
+    history: History = "full"
+    api_key: str | None = field(default=None, repr=False)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every body
+    stall_s: float = 60.0  # silence that counts as a fault
+
+    def __post_init__(self) -> None:
+        if self.history == "previous_response_id" and self.endpoint != "responses":
+            raise ConfigError("--history previous_response_id needs --endpoint responses")
+        if self.stall_s <= 0:
+            raise ConfigError("--stall-s must be positive")
+
+    def open(self, base_url: str) -> Transport:
+        return open_transport(
+            self.transport, self.endpoint, base_url, api_key=self.api_key, stall_s=self.stall_s
+        )
+
+
+def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    add = group.add_argument
+    add("--model", help="name in the requests; else the first that a server lists")
+    add("--transport", choices=("sse", "websocket"), default="sse", help="sent by")
+    add(
+        "--endpoint",
+        choices=("completions", "chat", "responses"),
+        help="below /v1; else completions for sse, responses for websocket",
+    )
+    add(
+        "--history",
+        choices=("full", "previous_response_id"),
+        default="full",
+        help="how later turns of a dialogue refer to earlier ones",
+    )
+    add("--api-key", help="else the first in PENSTOCK_API_KEY, if any")
+    add("--extra-body", default='{"temperature": 0}', help="JSON object: fields of every request")
+    add("--stall-s", type=float, default=60.0, help="seconds of silence that are a fault")
+
+
+def wire_of(parsed: argparse.Namespace) -> Wire:
+    """Raises ConfigError for arguments that do not go together."""
+    try:
+        extra = orjson.loads(parsed.extra_body)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError("--extra-body must be a JSON object")
+    keys = os.environ.get("PENSTOCK_API_KEY", "")
+    return Wire(
+        transport=parsed.transport,
+        endpoint=parsed.endpoint
+        or ("responses" if parsed.transport == "websocket" else "completions"),
+        history=parsed.history,
+        api_key=parsed.api_key or keys.split(",")[0].strip() or None,
+        extra=extra,
+        stall_s=parsed.stall_s,
+    )
+
+
 WARM_UP_SEED = 1 << 40  # its prompts are none of a run's, or they would be found in a cache
 
 _LENGTHS = "tokens: one number, or two as 64-256"
@@ -44,48 +117,42 @@ _LENGTHS = "tokens: one number, or two as 64-256"
 
 def add_dataset_arguments(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
     group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset", choices=tuple(_DATASETS), default="random", help="what is sent")
-    group.add_argument(
-        "--num-prompts", type=int, default=num_prompts, help="dialogues; at most, out of a file"
-    )
-    group.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    group.add_argument(
+    add = group.add_argument
+    add("--dataset", choices=tuple(_DATASETS), default="random", help="what is sent")
+    add("--num-prompts", type=int, default=num_prompts, help="dialogues; at most, out of a file")
+    add("--seed", type=int, default=0, help="of all that is drawn")
+    add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="every answer is as long as asked for",
     )
-    group.add_argument("--tokenizer", type=Path, help="model directory; makes prompt lengths exact")
-    group.add_argument(
+    add("--tokenizer", type=Path, help="model directory; makes prompt lengths exact")
+    add(
         "--vocab-size",
         type=int,
         help="token ids drawn for --endpoint completions; else the tokenizer's, or "
         f"{DEFAULT_VOCAB_SIZE:,}",
     )
-    group.add_argument("--dataset-path", type=Path, help="file of trace and jsonl")
+    add("--dataset-path", type=Path, help="file of trace and jsonl")
     _add_length_arguments(parser)
 
 
 def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("lengths of random, shared-prefix and conversations")
     fixed = Lengths.fixed(128)
-    group.add_argument(
-        "--input-len", type=lengths, default=fixed, help=f"{_LENGTHS}; of one user's turn"
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("--input-len", type=lengths, default=fixed, help=f"{_LENGTHS}; of one user's turn")
+    add(
         "--output-len",
         type=lengths,
         default=fixed,
         help=f"{_LENGTHS}; the upper is also jsonl's where a line says none",
     )
-    group.add_argument(
-        "--prefix-len", type=int, default=512, help="tokens of a shared prefix or system prompt"
-    )
-    group.add_argument("--num-prefixes", type=int, default=1, help="shared-prefix: different ones")
-    group.add_argument("--turns", type=int, default=4, help="conversations: turns of each")
-    group.add_argument(
-        "--think-s", type=float, default=0.0, help="conversations: mean pause before a next turn"
-    )
+    add("--prefix-len", type=int, default=512, help="tokens of a shared prefix or system prompt")
+    add("--num-prefixes", type=int, default=1, help="shared-prefix: different ones")
+    add("--turns", type=int, default=4, help="conversations: turns of each")
+    add("--think-s", type=float, default=0.0, help="conversations: mean pause before a next turn")
     group = parser.add_argument_group("lengths of sharegpt, and speed of trace")
     default = ShareGpt(num_dialogues=1)
     for name, kind, value, text in (
@@ -107,13 +174,12 @@ def add_arrival_arguments(parser: argparse.ArgumentParser) -> None:
         "of a trace. A cap on an open loop holds requests back, but latency counts from when they "
         "were due.",
     )
-    group.add_argument(
-        "--request-rate", type=float, default=math.inf, help="dialogues a second; inf: all at once"
-    )
+    add = group.add_argument
+    add("--request-rate", type=float, default=math.inf, help="dialogues a second; inf: all at once")
     add_burstiness(group)
-    group.add_argument("--ramp-from", type=float, help="first rate; with --ramp-to, no fixed rate")
-    group.add_argument("--ramp-to", type=float, help="last rate; in between it grows by request")
-    group.add_argument("--max-concurrency", type=int, help="dialogues in flight")
+    add("--ramp-from", type=float, help="first rate; with --ramp-to, no fixed rate")
+    add("--ramp-to", type=float, help="last rate; in between it grows by request")
+    add("--max-concurrency", type=int, help="dialogues in flight")
 
 
 def add_burstiness(group: argparse._ActionsContainer) -> None:
@@ -125,14 +191,10 @@ def add_burstiness(group: argparse._ActionsContainer) -> None:
 def make_dialogues(
     parsed: argparse.Namespace, endpoint: Endpoint, *, num_dialogues: int, seed: int
 ) -> list[Dialogue]:
-    """The workload.
-
-    Raises:
-        ConfigError: arguments or a file that make no workload.
-    """
+    """The workload. Raises ConfigError for arguments or a file that make no workload."""
     if num_dialogues < 1:
         raise ConfigError("--num-prompts must be at least 1")
-    dataset = _DATASETS[parsed.dataset](parsed, num_dialogues, seed)
+    dataset = _dataset(parsed, num_dialogues, seed)
     dialogues = dataset.make(_prompt_maker(parsed, endpoint))
     if endpoint != "completions" and any(
         not isinstance(turn.text, str) for dialogue in dialogues for turn in dialogue.turns
@@ -148,11 +210,8 @@ def make_dialogues(
 
 
 def make_arrivals(parsed: argparse.Namespace, dialogues: Sequence[Dialogue]) -> Arrivals:
-    """The times of a workload.
-
-    Raises:
-        ConfigError: arguments that do not go together, or have no sense.
-    """
+    """The times of a workload. Raises ConfigError for arguments that do not go together, or have no
+    sense."""
     has_rate, has_ramp = parsed.request_rate != math.inf, parsed.ramp_from is not None
     if has_ramp != (parsed.ramp_to is not None) or (has_ramp and has_rate):
         raise ConfigError("--ramp-from and --ramp-to go together, and without --request-rate")
@@ -189,71 +248,32 @@ def _prompt_maker(parsed: argparse.Namespace, endpoint: Endpoint) -> PromptMaker
     return TokenIds(plain_ids(tokenizer)) if tokenizer else TokenIds()
 
 
-# -- each dataset from the arguments: with how many dialogues, and which seed -----------------
-
-
-def _random(parsed: argparse.Namespace, num: int, seed: int) -> Dataset:
-    return RandomLengths(
-        num_dialogues=num, input_len=parsed.input_len, output_len=parsed.output_len, seed=seed
-    )
-
-
-def _sharegpt(parsed: argparse.Namespace, num: int, seed: int) -> Dataset:
-    return ShareGpt(
-        num_dialogues=num,
-        prompt_mean=parsed.prompt_mean,
-        output_mean=parsed.output_mean,
-        sigma=parsed.sigma,
-        shortest=parsed.shortest,
-        max_input_tokens=parsed.max_input_len,
-        max_output_tokens=parsed.max_output_len,
-        seed=seed,
-    )
-
-
-def _shared_prefix(parsed: argparse.Namespace, num: int, seed: int) -> Dataset:
-    return SharedPrefix(
-        num_dialogues=num,
-        num_prefixes=parsed.num_prefixes,
-        prefix_len=parsed.prefix_len,
-        input_len=parsed.input_len,
-        output_len=parsed.output_len,
-        seed=seed,
-    )
-
-
-def _conversations(parsed: argparse.Namespace, num: int, seed: int) -> Dataset:
-    return Conversations(
-        num_dialogues=num,
-        num_turns=parsed.turns,
-        system_len=parsed.prefix_len,
-        input_len=parsed.input_len,
-        output_len=parsed.output_len,
-        think_s=parsed.think_s,
-        seed=seed,
-    )
-
-
-def _trace(parsed: argparse.Namespace, num: int, seed: int) -> Dataset:
-    return Trace(path=_path(parsed), num_dialogues=num, speedup=parsed.trace_speedup, seed=seed)
-
-
-def _jsonl(parsed: argparse.Namespace, num: int, _: int) -> Dataset:
-    return Jsonl(path=_path(parsed), num_dialogues=num, max_tokens=parsed.output_len.high)
-
-
-def _path(parsed: argparse.Namespace) -> Path:
-    if parsed.dataset_path is None:
-        raise ConfigError(f"--dataset {parsed.dataset} needs --dataset-path")
-    path: Path = parsed.dataset_path
-    return path
-
-
-_DATASETS: Mapping[str, Callable[[argparse.Namespace, int, int], Dataset]] = {
-    "random": _random,
-    "sharegpt": _sharegpt,
-    "shared-prefix": _shared_prefix,
-    "conversations": _conversations,
-    "trace": _trace,
-    "jsonl": _jsonl,
+_DATASETS: Mapping[str, type[Dataset]] = {
+    "random": RandomLengths,
+    "sharegpt": ShareGpt,
+    "shared-prefix": SharedPrefix,
+    "conversations": Conversations,
+    "trace": Trace,
+    "jsonl": Jsonl,
 }
+
+
+def _dataset(parsed: argparse.Namespace, num_dialogues: int, seed: int) -> Dataset:
+    """The one named, its fields from the arguments."""
+    kind = _DATASETS[parsed.dataset]
+    values = {
+        **vars(parsed),
+        "num_dialogues": num_dialogues,
+        "seed": seed,
+        "num_turns": parsed.turns,
+        "system_len": parsed.prefix_len,
+        "max_input_tokens": parsed.max_input_len,
+        "max_output_tokens": parsed.max_output_len,
+        "speedup": parsed.trace_speedup,
+        "path": parsed.dataset_path,
+        "max_tokens": parsed.output_len.high,
+    }
+    needed = {each.name: values[each.name] for each in fields(kind)}
+    if "path" in needed and parsed.dataset_path is None:
+        raise ConfigError(f"--dataset {parsed.dataset} needs --dataset-path")
+    return kind(**needed)

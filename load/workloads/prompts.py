@@ -1,7 +1,7 @@
 """Prompts of a wanted length in tokens, drawn from a seed: token ids, or words.
 
 Without a tokenizer a word counts as one token: the words are so common that most tokenizers hold
-each, with the space before it, as one. Knows no dataset.
+each, with the space before it, as one.
 """
 
 from __future__ import annotations
@@ -40,13 +40,9 @@ class PromptMaker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Prompts of exactly so many token ids.
+    """Prompts of exactly so many token ids."""
 
-    Attributes:
-        ids: those that may be drawn.
-    """
-
-    ids: Sequence[int] = range(DEFAULT_VOCAB_SIZE)
+    ids: Sequence[int] = range(DEFAULT_VOCAB_SIZE)  # those that may be drawn
 
     def draw(self, rng: random.Random, num_tokens: int) -> tuple[int, ...]:
         return tuple(rng.choices(self.ids, k=num_tokens))
@@ -69,11 +65,8 @@ class Words:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model's directory.
-
-    Raises:
-        ConfigError: there is none that can be read.
-    """
+    """The tokenizer of a model's directory. Raises ConfigError if there is none that can be
+    read."""
     path = directory / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(path))

@@ -2,7 +2,7 @@
 the next event passed on, in turn.
 
 It knows an event by its `sequence_number`, in an event stream and in a WebSocket alike. For other
-toxics there is `penstock.load.toxic_proxy`, which does not know what the bytes mean.
+toxics there is `tests/support/toxic_proxy.py`, which does not know what the bytes mean.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
         for output in core.step():
             tokens[output.request_id].extend(output.token_ids)
         core.scheduler.blocks.check_integrity()
-    assert core.scheduler.blocks.num_used_blocks == 0
+    assert core.scheduler.blocks.tiers.device.num_held == 0
     return tokens
 
 

@@ -96,7 +96,7 @@ def run(core: EngineCore, requests: Sequence[Request]) -> dict[str, list[Request
         for output in core.step():
             outputs[output.request_id].append(output)
         core.scheduler.blocks.check_integrity()
-    assert core.scheduler.blocks.num_used_blocks == 0
+    assert core.scheduler.blocks.tiers.device.num_held == 0
     return outputs
 
 
@@ -198,9 +198,9 @@ def test_an_aborted_search_leaves_no_block(path_and_model: tuple[Path, Any]) -> 
     core.add(beam_request("a", prompts()[3], BeamSearch(width=4)))
     for _ in range(4):
         core.step()
-    assert core.scheduler.blocks.num_used_blocks > 0
+    assert core.scheduler.blocks.tiers.device.num_held > 0
     core.abort("a")
     while core.has_work():
         assert core.step() == []
-    assert core.scheduler.blocks.num_used_blocks == 0
+    assert core.scheduler.blocks.tiers.device.num_held == 0
     core.scheduler.blocks.check_integrity()

@@ -30,7 +30,7 @@ from penstock.engine.executor.in_process import InProcessExecutor
 from penstock.engine.models import cpu_decoder
 from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.startup import build_core
-from penstock.gateway.cli import _parser, engine_config, resolve_settings
+from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
 from penstock.kernels.cpu.isa import ISA_VARIABLE
 
 VOCAB_SIZE = 160
@@ -124,7 +124,7 @@ class Answers:
         default_factory=dict
     )
 
-    def take(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput) -> None:
         tokens, logprobs, prompt = self.outputs.setdefault(
             (output.request_id, output.index), ([], [], [])
         )
@@ -191,7 +191,7 @@ def answer(
 
 def _step(core: EngineCore, answers: Answers) -> None:
     for output in core.step():
-        answers.take(output)
+        answers.add(output)
 
 
 def build(path: Path, way: Way, *, deterministic: bool = True) -> EngineCore:

@@ -25,7 +25,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
 from penstock.engine.runner.cuda_graphs import GraphedDecoder
-from penstock.engine.runner.step_in_flight import StepInFlight
+from penstock.engine.runner.model_runner import StepInFlight
 from penstock.engine.startup import build_core
 
 from .greedy_parity import ARCHITECTURES, NUM_NEW, check_greedy_parity, requests
@@ -55,7 +55,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudagraphMode], No
     def settle(mode: CudagraphMode) -> None:
         monkeypatch.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
         monkeypatch.setattr(sampled_tokens, "runs_beside_the_host", lambda _: True)
-        monkeypatch.setattr(cuda_graphs, "settle_cudagraph_mode", lambda *_: mode)
+        monkeypatch.setattr(cuda_graphs, "resolve_cudagraph_mode", lambda *_: mode)
         monkeypatch.setattr(cuda_graphs, "CudaGraphMaker", RecordedGraphMaker)
 
     return settle
@@ -98,7 +98,7 @@ def outputs(core: EngineCore, asked: list[Request]) -> Answers:
                 answer.described.append((entry.token_id, [token_id for token_id, _ in entry.top]))
                 answer.logprobs.append(entry.logprob)
         core.scheduler.blocks.check_integrity()
-    assert core.scheduler.blocks.num_used_blocks == 0
+    assert core.scheduler.blocks.tiers.device.num_held == 0
     return found
 
 

@@ -177,7 +177,7 @@ def collect(core: EngineCore, late: list[tuple[int, str, Any]]) -> Outputs:
             tokens[key] = (*tokens.get(key, ()), *output.token_ids)
         core.scheduler.blocks.check_integrity()
         step += 1
-    assert core.scheduler.blocks.num_used_blocks == 0
+    assert core.scheduler.blocks.tiers.device.num_held == 0
     assert core.scheduler.blocks.tiers.host.num_held == 0
     return tokens
 
@@ -188,7 +188,7 @@ def gap(model: Any, request: Request, index: int, place: int, got: int, known: l
     token_ids = [*request.prompt_token_ids, *known[:place]]
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids])).logits[0, -1]
-    if params.is_greedy:
+    if params.temperature == 0.0:
         top = logits.topk(2).values
         return float(top[0] - top[1])
     sums = (logits / params.temperature).softmax(-1).double().cumsum(-1)

@@ -62,8 +62,12 @@ def test_the_engine_on_its_device_needs_no_zeromq() -> None:
     )
 
 
+def test_the_engine_starts_without_the_packages_that_only_a_gpu_or_some_models_need() -> None:
+    run("import penstock.engine.server\n", without=("transformers", "triton"))
+
+
 def test_the_supervisor_needs_the_standard_library_alone() -> None:
     run(
-        "import penstock.gateway.supervisor, penstock.gateway.cli\n",
+        "import penstock.gateway.launch.supervisor, penstock.gateway.launch.cli\n",
         without=("torch", "numpy", "msgpack", "orjson", "pydantic", "starlette", "uvicorn"),
     )

@@ -22,10 +22,10 @@ from penstock.engine.config import (
     Quantization,
 )
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.models.backends import LanguageModel, cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.fast_path import LanguageModel, cpu_kernels, fastest
-from penstock.engine.models.loader import load_model, weights_num_bytes
+from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.startup import build_core
 from penstock.kernels.paged_layout import PagedLayout
@@ -121,9 +121,9 @@ def test_a_byte_a_weight_and_the_originals_are_dropped(tiny_checkpoint: Callable
 
 def test_in_torch_it_is_a_byte_a_weight_too(tiny_checkpoint: Callable[..., Path]):
     decoder = load_model(ModelConfig(), tiny_checkpoint(), CPU)
-    num_bytes = weights_num_bytes(decoder.layers)
+    num_bytes = sum(each.nbytes for each in decoder.layers.parameters())
     fastest(decoder, BLOCK_SIZE, None, "int8")
-    assert weights_num_bytes(decoder.layers) < 0.3 * num_bytes
+    assert sum(each.nbytes for each in decoder.layers.parameters()) < 0.3 * num_bytes
 
 
 def test_a_gpu_is_refused(tiny_checkpoint: Callable[..., Path]):

@@ -26,11 +26,11 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.http_protocol import HttpLimits, limited_protocol
-from penstock.gateway.http_server import HttpServer
-from penstock.gateway.responses import redis_log_store
-from penstock.gateway.responses.redis_log_store import RedisLogSettings
-from penstock.gateway.websocket_protocol import PatientWebSocketProtocol
+from penstock.gateway.http.http_protocol import HttpLimits, limited_protocol
+from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
+from penstock.gateway.storage.response_log import redis_store
+from penstock.gateway.storage.response_log.redis_store import RedisLogSettings
 
 from ..redis_server import RedisServer
 from .fake_engine import INFO, FakeEngine
@@ -84,8 +84,8 @@ def patient_logs(monkeypatch: pytest.MonkeyPatch) -> None:
         request_timeout_s=PATIENCE_S,
         lease_s=PATIENCE_S / 10,
     )
-    monkeypatch.setattr(redis_log_store, "RedisLogSettings", patient)
-    monkeypatch.setattr(redis_log_store, "_HAND_OVER_S", PATIENCE_S)
+    monkeypatch.setattr(redis_store, "RedisLogSettings", patient)
+    monkeypatch.setattr(redis_store, "_HAND_OVER_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

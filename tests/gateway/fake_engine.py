@@ -10,9 +10,16 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
-from penstock.engine.codec import decode, encode
-from penstock.engine.frames import FrameReader, framed
-from penstock.engine.messages import (
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from penstock.engine.transport.frames import FrameReader, decode, encode, framed
+from penstock.engine.transport.messages import (
     Abort,
     DropPrefix,
     EngineInfo,
@@ -23,14 +30,6 @@ from penstock.engine.messages import (
     Message,
     Step,
     Submit,
-)
-from penstock.engine.request import (
-    FinishReason,
-    Notice,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
 )
 
 INFO = EngineInfo(

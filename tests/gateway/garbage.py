@@ -1,5 +1,5 @@
 """What memory is taken, and what is left to the garbage collector, which comes seldom to a gateway
-(`gateway/process.py`)."""
+(`gateway/launch/process.py`)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.store_kv import store_kv
+from penstock.kernels.rotary_store_kv import rotary_store_kv
+from penstock.kernels.store_kv_reference import store_kv_reference
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,7 +26,7 @@ def test_each_token_has_its_slot_and_padding_none(dtype):
     key, value = random(4, 2, 8, dtype=dtype), random(4, 2, 8, seed=1, dtype=dtype)
     key[1] = torch.nan  # of padding: stored nowhere
     key_cache, value_cache = nan_cache(dtype), nan_cache(dtype)
-    store_kv(key, value, key_cache, value_cache, torch.tensor([7, -1, 0, 11]))
+    store_kv_reference(key, value, key_cache, value_cache, torch.tensor([7, -1, 0, 11]))
     for cache, new in ((key_cache, key), (value_cache, value)):
         slots = cache.flatten(0, 1)
         assert torch.equal(slots[[7, 0, 11]], new[[0, 2, 3]])
@@ -40,7 +41,7 @@ def test_fp8_is_scaled_rounded_and_clamped(dtype):
     key[0, 0, :3] = torch.tensor([1000.0, -1000.0, torch.nan])
     key_scale, value_scale = torch.tensor([0.5, 0.25]), torch.tensor(2.0)
     key_cache, value_cache = nan_cache(FP8), nan_cache(FP8)
-    store_kv(
+    store_kv_reference(
         key,
         value,
         key_cache,
@@ -68,17 +69,17 @@ def test_fp8_is_scaled_rounded_and_clamped(dtype):
         {"key_scale": torch.ones(2)},
         {"slot_mapping": torch.tensor([0, 1])},
         {"slot_mapping": torch.tensor([0], dtype=torch.int32)},
-        {"value": random(1, 2, 9)},
+        {"qkv": random(1, 4, 8)},
     ],
 )
 def test_what_does_not_fit_is_our_own_bug(wrong):
     arguments = {
-        "key": random(1, 2, 8),
-        "value": random(1, 2, 8),
+        "qkv": random(1, 5, 8),
+        "rotary": (random(1, 1, 4), random(1, 1, 4)),
         "key_cache": nan_cache(torch.float32),
         "value_cache": nan_cache(torch.float32),
         "slot_mapping": torch.tensor([0]),
     }
-    store_kv(**arguments)
+    rotary_store_kv(**arguments)
     with pytest.raises(AssertionError):
-        store_kv(**(arguments | wrong))
+        rotary_store_kv(**(arguments | wrong))

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.load.synthetic.server import SyntheticServer, serve
-from penstock.load.synthetic.settings import SyntheticSettings
+from ..support.synthetic.server import SyntheticServer, serve
+from ..support.synthetic.settings import SyntheticSettings
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.load.client import http_connection, sse, stall, websocket
+from penstock.load.client import integrity, sse, websocket
 
 
 class ManualLoop(asyncio.SelectorEventLoop):
@@ -34,6 +34,6 @@ def play(
     with asyncio.Runner(loop_factory=ManualLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, ManualLoop)
-        for module in (http_connection, sse, stall, websocket):
+        for module in (integrity, sse, websocket):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=loop.time))
         runner.run(test(loop))

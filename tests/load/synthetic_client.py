@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import websockets
 
-from penstock.load.synthetic.server import SyntheticServer
+from ..support.synthetic.server import SyntheticServer
 
 FAST = {"ttft_ms": 5, "itl_ms": 1}
 # One token, and nothing for eight minutes: no machine is so slow that it ends meanwhile.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load.workloads.arrivals import ClosedLoop, OpenLoop, gamma_offsets, ramp_offsets
+from penstock.load.workloads.driver import ClosedLoop, OpenLoop, gamma_offsets, ramp_offsets
 
 NUM = 20_000
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image, ImageColor
 
-from penstock.load.benches import BENCHES
-from penstock.load.plotting import BLUE, ORANGE
-from penstock.load.tables import table
+from penstock.load.bench.commands import BENCHES
+from penstock.load.report.plots import BLUE, ORANGE
+from penstock.load.report.tables import table
 
 from .conftest import Penstock
 
@@ -74,7 +74,7 @@ def test_the_same_seed_gives_the_same_figures(penstock: Penstock, tmp_path: Path
 def test_without_matplotlib_the_table_is_still_printed(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from penstock.gateway.cli import main\n"
+        "from penstock.gateway.launch.cli import main\n"
         f"sys.exit(main([*{KV}, {str(tmp_path)!r}, '--block-size', '16']))"
     )
     done = subprocess.run(
@@ -82,7 +82,7 @@ def test_without_matplotlib_the_table_is_still_printed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert "| paged, block 16" in done.stdout
-    assert "pip install 'penstock[bench]'" in done.stderr
+    assert "pip install 'penstock-llm[bench]'" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kv.json", "kv.md"]
 
 
@@ -123,7 +123,7 @@ def test_each_bench_describes_itself(penstock: Penstock, name: str) -> None:
 def test_a_bench_is_imported_only_when_it_is_asked_for() -> None:
     program = (
         "import sys\n"
-        "from penstock.gateway.cli import main\n"
+        "from penstock.gateway.launch.cli import main\n"
         "main(['bench'])\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'matplotlib')"
         " or name.startswith('penstock.load.')])"
@@ -131,7 +131,7 @@ def test_a_bench_is_imported_only_when_it_is_asked_for() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True
     )
-    assert done.stdout.splitlines()[-1] == "['penstock.load.benches']"
+    assert done.stdout.splitlines()[-1] == "['penstock.load.bench', 'penstock.load.bench.commands']"
 
 
 def test_policy_measures_what_a_pool_can_hold(penstock: Penstock, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.bodies import Endpoint, body_of
-from penstock.load.client.choose import open_transport
 from penstock.load.client.records import Call, Message
+from penstock.load.client.requests import Endpoint, body_of
+from penstock.load.client.transport import open_transport
 
 _HISTORY = (
     Message(role="system", content="Be brief."),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.load.client.event_stream import EventStreamParser
+from penstock.load.client.sse import EventStreamParser
 
 
 def _parse(*pieces: bytes) -> list[bytes]:

@@ -10,9 +10,9 @@ import httpx
 import pytest
 import uvloop
 
-from penstock.load.client.bodies import Endpoint
-from penstock.load.client.choose import TransportKind, open_transport
 from penstock.load.client.records import Call, Message, StreamRecord
+from penstock.load.client.requests import Endpoint
+from penstock.load.client.transport import TransportKind, open_transport
 
 from ..system.processes import Served, metric, serve
 

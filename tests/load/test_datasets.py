@@ -14,14 +14,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue
-from penstock.load.kv.trace import TraceSpec, make_trace
-from penstock.load.workloads.datasets.conversations import Conversations
-from penstock.load.workloads.datasets.dataset import Dataset, Lengths, lengths
-from penstock.load.workloads.datasets.jsonl import Jsonl
-from penstock.load.workloads.datasets.random_lengths import RandomLengths
-from penstock.load.workloads.datasets.shared_prefix import SharedPrefix
-from penstock.load.workloads.datasets.sharegpt import ShareGpt
-from penstock.load.workloads.datasets.trace import Trace
+from penstock.load.workloads.datasets import (
+    Conversations,
+    Dataset,
+    Jsonl,
+    Lengths,
+    RandomLengths,
+    SharedPrefix,
+    ShareGpt,
+    Trace,
+    lengths,
+)
+from penstock.load.workloads.lengths import TraceSpec, make_trace
 from penstock.load.workloads.prompts import (
     WORDS,
     TokenIds,

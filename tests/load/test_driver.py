@@ -18,8 +18,7 @@ import uvloop
 
 from penstock.load.client.records import Call, Dialogue, Fault, StreamRecord, Turn
 from penstock.load.workloads import driver
-from penstock.load.workloads.arrivals import ClosedLoop, OpenLoop
-from penstock.load.workloads.driver import RunResult
+from penstock.load.workloads.driver import ClosedLoop, OpenLoop, RunResult
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

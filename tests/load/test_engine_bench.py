@@ -21,23 +21,20 @@ from safetensors.torch import load_file
 from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError
-from penstock.engine.messages import EngineInfo
-from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.cpu_decoder import CpuDecoder, DrawnTokens
 from penstock.engine.models.registry import read_model_config
-from penstock.engine.models.step_output import DrawnTokens
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
-from penstock.load.engine import bench as engine_bench
-from penstock.load.engine import call_timer, runs
-from penstock.load.engine import report as pages
-from penstock.load.engine.bench import measure
-from penstock.load.engine.memory_use import StepBytes, memory_use
-from penstock.load.engine.report import Cell, split
-from penstock.load.engine.runs import Lengths, Phase, Run, Step
-from penstock.load.engine.step_split import OTHER, PARTS
+from penstock.engine.transport.messages import EngineInfo
+from penstock.load import call_timer
+from penstock.load import engine_runs as runs
+from penstock.load.bench import engine as engine_bench
+from penstock.load.bench import engine as pages
+from penstock.load.bench.engine import Cell, StepBytes, measure, memory_use, split
+from penstock.load.engine_runs import OTHER, PARTS, Lengths, Phase, Run, Step
 from penstock.load.memory_rate import MemoryReader
-from penstock.load.plotting import BLUE, ORANGE
+from penstock.load.report.plots import BLUE, ORANGE
 
 from .conftest import Penstock
 

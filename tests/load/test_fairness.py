@@ -7,7 +7,7 @@ import json
 import multiprocessing
 from pathlib import Path
 
-from penstock.load import fairness
+from penstock.load.bench import fairness
 
 
 def test_it_tells_the_small_tenants_waits_and_the_floods_tokens(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load.gateway import bench, writers
+from penstock.load.bench import gateway as bench
+from penstock.load.gateway import writers
 from penstock.load.gateway.readme import NAME, README, summary
-from penstock.load.marked_text import marked
+from penstock.load.report.tables import marked
 
 
 def run(out: Path, *arguments: str) -> int:

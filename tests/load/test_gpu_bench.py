@@ -1,4 +1,4 @@
-"""The GPU bench end to end, on a CPU with tiny shapes: `--small` runs the same code.
+"""The GPU bench end to end, on a CPU with tiny shapes: the same code.
 
 In processes of their own: an interpreter of kernels has to be chosen before triton is imported, and
 the script may not import what a GPU machine lacks.
@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from penstock.load.gpu.command import main
-from penstock.load.gpu.figures import BARS
-from penstock.load.gpu.report import RESULTS, details
+from penstock.load.gpu.report import BARS, RESULTS, details
 
 # The interpreter takes long, and on a busy machine many times as long.
 pytestmark = pytest.mark.timeout(900)
+ROOT = Path(__file__).parents[2]
 # Of what `penstock serve` needs, this is not on the machines that lend a GPU.
 ABSENT = ("httptools", "msgpack", "orjson", "redis", "setproctitle", "starlette", "uvicorn",
           "websockets")  # fmt: skip
@@ -31,7 +31,7 @@ PROGRAM = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT}))
 {{patch}}
-from penstock.load.gpu.command import main
+from tests.support.gpu_small import main
 sys.exit(main(sys.argv[1:]))
 """
 SECTIONS = ("decode_attention", "prefill_attention", "block_sizes", "swap", "operations",
@@ -42,8 +42,8 @@ CEILINGS = ("copy_bytes_per_s", "matmul_flop_per_s", "host_to_device_bytes_per_s
 
 # The longest of the checks, which one run has done in full.
 QUICK = """
-from penstock.load.gpu import check_attention
-check_attention.checks = lambda bench: iter(())
+from penstock.load.gpu import checks
+checks.attention_checks = lambda bench: iter(())
 """
 
 
@@ -54,6 +54,7 @@ def command(*arguments: str, patch: str = "") -> list[str]:
 def run(*arguments: str, patch: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*arguments, patch=patch),
+        cwd=ROOT,
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -73,7 +74,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     """What a whole small run printed and wrote."""
     out, copies = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("copies")
     before = sorted(RESULTS.glob("*"))
-    done = run("--small", "--budget-s", "1e6", "--out", str(out), OUT=str(copies))
+    done = run("--budget-s", "1e6", "--out", str(out), OUT=str(copies))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(RESULTS.glob("*")) == before
     assert only_json(out) == only_json(copies)
@@ -84,7 +85,7 @@ def test_every_kernel_is_checked_first(small):
     printed, data = small
     assert all(check["is_right"] for check in data["checks"].values())
     words = " ".join(data["checks"])
-    for operation in ("decode attention", "prefill attention", "store_kv", "copy_blocks",
+    for operation in ("decode attention", "prefill attention", "rotary_store_kv", "copy_blocks",
                       "gather_blocks", "scatter_blocks", "rms_norm", "silu_and_mul",
                       "sample_tokens"):  # fmt: skip
         assert operation in words
@@ -125,7 +126,7 @@ def test_engine_and_hugging_face_give_the_same_tokens(small):
 
 
 def test_without_time_nothing_is_measured_and_that_is_said(tmp_path):
-    done = run("--small", "--only", "decode_step,decode_attention", "--budget-s", "0",
+    done = run("--only", "decode_step,decode_attention", "--budget-s", "0",
                "--out", str(tmp_path), patch=QUICK)  # fmt: skip
     assert done.returncode == 0, done.stderr
     data = only_json(tmp_path)
@@ -140,7 +141,8 @@ def test_without_time_nothing_is_measured_and_that_is_said(tmp_path):
 
 def test_a_killed_run_leaves_what_it_has_measured(tmp_path):
     process = subprocess.Popen(
-        command("--small", "--out", str(tmp_path), patch=QUICK),
+        command("--out", str(tmp_path), patch=QUICK),
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -163,8 +165,7 @@ def test_a_killed_run_leaves_what_it_has_measured(tmp_path):
 
 
 WRONG = (
-    QUICK
-    + """
+    """
 from penstock.kernels import gpu_operations
 found = gpu_operations.gpu_operation
 def broken(name, module=None):
@@ -172,11 +173,12 @@ def broken(name, module=None):
     return (lambda *args: 1.01 * launcher(*args)) if name == "rms_norm" else launcher
 gpu_operations.gpu_operation = broken
 """
+    + QUICK
 )
 
 
 def test_a_wrong_kernel_ends_it_before_anything_is_timed(tmp_path):
-    done = run("--small", "--out", str(tmp_path), patch=WRONG)
+    done = run("--out", str(tmp_path), patch=WRONG)
     assert done.returncode == 1
     assert "nothing was timed" in done.stderr
     data = only_json(tmp_path)

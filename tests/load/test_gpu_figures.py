@@ -13,19 +13,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.messages import EngineInfo
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.registry import read_model_config
-from penstock.load.gpu import report, timing
-from penstock.load.gpu.bench import Bench
+from penstock.engine.transport.messages import EngineInfo
+from penstock.load.gpu import bench as gpu_bench
+from penstock.load.gpu import report
+from penstock.load.gpu.bench import Bench, Timer, full_sizes
 from penstock.load.gpu.decode_step import roofline_s
-from penstock.load.gpu.figures import BARS, Results
-from penstock.load.gpu.hugging_face import run_static
-from penstock.load.gpu.model import checkpoint, kv_shape, num_weights_read
-from penstock.load.gpu.sizes import full_sizes, small_sizes
-from penstock.load.gpu.timing import Timer
-from penstock.load.gpu.workload import Job, batches, by_output, by_prompt, make_jobs
-from penstock.load.kv.trace import TraceSpec
+from penstock.load.gpu.end_to_end import run_static
+from penstock.load.gpu.model import (
+    Job,
+    batches,
+    by_output,
+    by_prompt,
+    checkpoint,
+    kv_shape,
+    make_jobs,
+    num_weights_read,
+)
+from penstock.load.gpu.report import BARS, Results
+from penstock.load.workloads.lengths import TraceSpec
+
+from ..support.gpu_small import small_sizes
 
 ABOUT = {
     "is_measurement": True, "device": "NVIDIA H200", "date": "2026-11-22", "commit": "abc",
@@ -155,7 +164,7 @@ def test_the_timer_gives_the_median_of_warm_calls(monkeypatch):
     def call() -> None:
         clock[0] += next(durations_s)
 
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(gpu_bench.time, "perf_counter", lambda: clock[0])
     timer = Timer(torch.device("cpu"), flush_bytes=1024, num_repeats=3)
     assert timer.median_s(call) == pytest.approx(0.02)
 

@@ -10,8 +10,7 @@ import torch
 
 from penstock.kernels.cpu.build import CACHE_VARIABLE
 from penstock.kernels.cpu.library import load_library
-from penstock.load.kernels.bench import Ceilings, measure
-from penstock.load.kernels.cpu_cases import Case, CaseMaker, Copy
+from penstock.load.bench.kernels import Case, CaseMaker, Ceilings, Copy, measure
 
 from .conftest import Penstock
 

@@ -14,14 +14,14 @@ from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.scheduling import Scheduler
-from penstock.load.kv.schemes import (
+from penstock.load.bench.kv import (
     ContiguousPool,
     ContiguousScheme,
     PagedScheme,
     Replay,
     StandInDevice,
 )
-from penstock.load.kv.trace import TracedRequest, TraceSpec, make_trace
+from penstock.load.workloads.lengths import TracedRequest, TraceSpec, make_trace
 
 MAX_TOKENS, MAX_MODEL_LEN = 1024, 2048
 NUM_SLOTS = 2048 * 16

@@ -9,7 +9,7 @@ from statistics import NormalDist, fmean, stdev
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load.kv.trace import TraceSpec, cut_outputs, make_trace
+from penstock.load.workloads.lengths import TraceSpec, cut_outputs, make_trace
 
 
 def clipped_mean(mean: float, spec: TraceSpec) -> float:

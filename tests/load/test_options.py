@@ -12,9 +12,9 @@ import pytest
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
-from penstock.load.client.bodies import Endpoint
 from penstock.load.client.records import Dialogue
-from penstock.load.workloads.arrivals import ClosedLoop, OpenLoop
+from penstock.load.client.requests import Endpoint
+from penstock.load.workloads.driver import ClosedLoop, OpenLoop
 from penstock.load.workloads.options import (
     add_arrival_arguments,
     add_dataset_arguments,

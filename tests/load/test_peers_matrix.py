@@ -13,11 +13,9 @@ import pytest
 from penstock.load.client.records import Dialogue, StreamRecord, Turn
 from penstock.load.peers import environments, matrix, models, workloads
 from penstock.load.peers.environments import Environment, InstallError
-from penstock.load.peers.http_server import HttpServer
 from penstock.load.peers.matrix import Matrix
-from penstock.load.peers.penstock import Penstock
 from penstock.load.peers.report import Report
-from penstock.load.peers.rival import RivalError, Setting
+from penstock.load.peers.rivals import HttpServer, Penstock, RivalError, Setting
 from penstock.load.peers.workloads import Workload
 from penstock.load.workloads.driver import RunResult
 
@@ -31,7 +29,7 @@ def _own_build(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     build = tmp_path_factory.getbasetemp() / "peers"
     monkeypatch.setattr(environments, "BUILD", build)
     monkeypatch.setattr(models, "MODELS", build / "models")
-    monkeypatch.setattr("penstock.load.peers.penstock.BUILD", build)
+    monkeypatch.setattr("penstock.load.peers.rivals.BUILD", build)
 
 
 class Scripted:

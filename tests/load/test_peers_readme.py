@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.load.marked_text import marked, replace_marked
-from penstock.load.peers.cells import Observation, cells
 from penstock.load.peers.readme import NAME, README, summary
-from penstock.load.peers.report import Report
+from penstock.load.peers.report import Observation, Report, cells
+from penstock.load.report.tables import marked, replace_marked
 
 RESULTS = README.parent / "load" / "results"
 

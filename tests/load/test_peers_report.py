@@ -7,8 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.load.peers.cells import Observation, cells, chosen_setting
-from penstock.load.peers.report import Failure, Report, write
+from penstock.load.peers.report import Failure, Observation, Report, cells, chosen_setting, write
 
 SEEN = Observation(
     model="S",

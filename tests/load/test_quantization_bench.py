@@ -12,8 +12,8 @@ import torch
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import resolve_model
-from penstock.load.quantization import errors
-from penstock.load.quantization.errors import Text, held_out_texts, measure_errors
+from penstock.load.bench import quantization
+from penstock.load.bench.quantization import Text, held_out_texts, measure_errors
 
 from .conftest import Penstock
 
@@ -34,8 +34,8 @@ def test_errors_of_the_demo_model() -> None:
 
 
 def test_without_rounding_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = errors.fastest
-    monkeypatch.setattr(errors, "fastest", lambda *args: original(*args[:3], "none"))
+    original = quantization.fastest
+    monkeypatch.setattr(quantization, "fastest", lambda *args: original(*args[:3], "none"))
     texts = held_out_texts(DEMO, num_texts=2, seed=1, context_len=2048)
     found = measure_errors(DEMO, dtype="auto", texts=texts, num_threads=None)
     assert found.relative_error == 0.0
@@ -48,7 +48,11 @@ def test_what_is_compared_of_a_text() -> None:
     exact = torch.tensor([[1.0, -1.0], [2.0, -2.0], [0.0, 0.0]], dtype=torch.float64)
     rounded = exact + torch.tensor([[0.0, 0.0], [-3.0, 3.0], [5.0, 5.0]])
     compared = dict(
-        zip(errors._COMPARED, errors._compare(exact, rounded, Text([1, 0, 0], 1)), strict=True)
+        zip(
+            quantization._COMPARED,
+            quantization._compare(exact, rounded, Text([1, 0, 0], 1)),
+            strict=True,
+        )
     )
     assert compared["squares"] == 2.0 + 8.0
     assert compared["squared change"] == 18.0

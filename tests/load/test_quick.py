@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.load import quick
+from penstock.load.bench import quick
 
 
 def rows_of(printed: str) -> list[list[str]]:

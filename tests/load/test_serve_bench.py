@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from penstock.load.plotting import BLUE, ORANGE, SKY
-from penstock.load.synthetic.server import SyntheticServer, serve
-from penstock.load.synthetic.settings import SyntheticSettings
+from penstock.load.report.plots import BLUE, ORANGE, SKY
 
+from ..support.synthetic.server import SyntheticServer, serve
+from ..support.synthetic.settings import SyntheticSettings
 from .conftest import Penstock
 
 TTFT_MS, ITL_MS = 50.0, 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from penstock.load.report.server_metrics import ServerMetrics, read_metrics
+from penstock.load.report.summary import ServerMetrics, read_metrics
 
 
 def exposition(prefix: str, *, queries: int, hits: int, preemptions: int, usage: float) -> str:

@@ -15,14 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.load.processes import freeze
-from penstock.load.soak import attack, resumable
+from penstock.load.launch import freeze
+from penstock.load.soak import attack, traffic
 from penstock.load.soak.course import Plan, soak
 from penstock.load.soak.journal import Journal, Kind
-from penstock.load.soak.log_pipe import LogPipe
 from penstock.load.soak.scene import open_scene
-from penstock.load.soak.target import synthetic_server
+from penstock.load.soak.target import LogPipe
 from penstock.load.soak.verdict import Bounds, findings
+
+from ..support.synthetic_target import ROOT, SOAK_SYNTHETIC, synthetic_server
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ async def test_what_was_frozen_wakes_whatever_happens(sleeper: psutil.Process) -
 
 
 async def test_a_bench_that_is_killed_leaves_nothing_frozen(sleeper: psutil.Process) -> None:
-    code = "import asyncio, psutil, sys; from penstock.load.processes import freeze; "
+    code = "import asyncio, psutil, sys; from penstock.load.launch import freeze; "
     code += "asyncio.run(freeze(psutil.Process(int(sys.argv[1])), 1))"
     with subprocess.Popen([sys.executable, "-c", code, str(sleeper.pid)]) as bench:  # noqa: ASYNC220
         await becomes(sleeper, psutil.STATUS_STOPPED)
@@ -75,13 +76,13 @@ def test_a_log_that_is_not_read_fills_and_is_read_later() -> None:
 
 
 async def test_a_stream_of_a_frozen_server_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumable, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(traffic, "_PATIENCE_S", 0.2)
     journal = Journal()
     with synthetic_server("--ttft-ms 10 --itl-ms 20") as target:
         async with open_scene(target.base_url, journal, api_key=None) as scene:
             streams = [
                 asyncio.create_task(actor(scene, random.Random(seed)))
-                for actor in (resumable.resume_sse, resumable.resume_socket)
+                for actor in (traffic.resume_sse, traffic.resume_socket)
                 for seed in range(4)
             ]
             await asyncio.sleep(0.5)
@@ -119,10 +120,8 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
 
 
 def test_a_soak_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("penstock")), "bench", "soak", "--synthetic"]
-    with subprocess.Popen(
-        [*command, "--attack", "--out", str(tmp_path)], stdout=subprocess.PIPE
-    ) as bench:
+    command = [*SOAK_SYNTHETIC, "", "--attack", "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as bench:
         assert bench.stdout is not None
         bench.stdout.readline()  # its title: the server runs
         family = psutil.Process(bench.pid).children(recursive=True)

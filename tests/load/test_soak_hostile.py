@@ -12,7 +12,8 @@ import pytest
 from penstock.load.soak import hostile
 from penstock.load.soak.journal import Journal
 from penstock.load.soak.scene import open_scene
-from penstock.load.synthetic.server import serve
+
+from ..support.synthetic.server import serve
 
 
 @contextlib.asynccontextmanager

@@ -7,20 +7,21 @@ import random
 import pytest
 
 from penstock.load.client.records import Fault
-from penstock.load.soak import resumable, traffic
+from penstock.load.soak import traffic
 from penstock.load.soak.course import Actor
 from penstock.load.soak.journal import Journal
 from penstock.load.soak.scene import open_scene
-from penstock.load.soak.target import synthetic_server
+
+from ..support.synthetic_target import synthetic_server
 
 
 @pytest.mark.parametrize(
     "actor",
     [
         traffic.read_to_the_end,
-        resumable.resume_sse,
-        resumable.resume_socket,
-        resumable.cancel_by_id,
+        traffic.resume_sse,
+        traffic.resume_socket,
+        traffic.cancel_by_id,
     ],
 )
 async def test_a_503_is_a_refusal(actor: Actor) -> None:

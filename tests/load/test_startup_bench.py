@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import ConfigError
+from penstock.load.bench.startup import (
+    ProbedModel,
+    Start,
+    Startup,
+    markdown,
+    parse_import_times,
+    start_alone,
+)
 from penstock.load.launch import Memory
-from penstock.load.startup.parts import ProbedModel, parse_import_times, start_alone
-from penstock.load.startup.report import Start, Startup, markdown
 
 from .conftest import Penstock
 
@@ -94,7 +100,7 @@ def test_a_model_that_cannot_be_loaded_is_said(tmp_path: Path) -> None:
 def test_the_probe_begins_with_the_standard_library_alone() -> None:
     """Else what it imports would be missing in the parts."""
     program = (
-        "import sys, penstock.load.startup.probe\n"
+        "import sys, penstock.load.bench.startup_probe\n"
         "print([name for name in sys.modules if name.split('.')[0] in"
         " ('torch', 'numpy', 'pydantic', 'msgpack') or name.startswith('penstock.engine')])"
     )
@@ -147,10 +153,10 @@ def test_tables_show_medians_and_ranges() -> None:
 def test_without_the_extra_a_bench_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['psutil'] = None\n"
-        "from penstock.gateway.cli import main\n"
+        "from penstock.gateway.launch.cli import main\n"
         "main(['bench', 'startup'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.endswith("bench startup needs psutil: pip install 'penstock[bench]'\n")
+    assert done.stderr.endswith("bench startup needs psutil: pip install 'penstock-llm[bench]'\n")
     assert "Traceback" not in done.stderr

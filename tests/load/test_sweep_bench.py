@@ -12,10 +12,10 @@ from typing import Any
 
 from PIL import Image, ImageColor
 
-from penstock.load.plotting import BLUE, ORANGE
-from penstock.load.synthetic.server import serve
-from penstock.load.synthetic.settings import SyntheticSettings
+from penstock.load.report.plots import BLUE, ORANGE
 
+from ..support.synthetic.server import serve
+from ..support.synthetic.settings import SyntheticSettings
 from .conftest import Penstock
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from penstock.load.launch import server as real_server
-from penstock.load.synthetic.plan import StreamPlan
-from penstock.load.synthetic.server import SyntheticServer
 
+from ..support.synthetic.plan import StreamPlan
+from ..support.synthetic.server import SyntheticServer
 from .synthetic_client import (
     FAST,
     deltas,

@@ -10,9 +10,8 @@ import httpx
 import pytest
 import websockets
 
-from penstock.load.synthetic.server import SyntheticServer, serve
-from penstock.load.synthetic.settings import SyntheticSettings
-
+from ..support.synthetic.server import SyntheticServer, serve
+from ..support.synthetic.settings import SyntheticSettings
 from .synthetic_client import (
     CREATE,
     FAST,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.load.synthetic.plan import Fault, StreamPlan, Trouble
+from ..support.synthetic.plan import Fault, StreamPlan, Trouble
 
 PLAN = StreamPlan(
     began_us=5_000_000,

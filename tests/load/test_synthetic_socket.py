@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.load.synthetic.server import SyntheticServer, serve
-from penstock.load.synthetic.settings import SyntheticSettings
-
+from ..support.synthetic.server import SyntheticServer, serve
+from ..support.synthetic.settings import SyntheticSettings
 from .synthetic_client import (
     CREATE,
     ENDLESS,

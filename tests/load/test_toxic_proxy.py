@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from penstock.load.toxic_proxy import ToxicProxy
+from ..support.toxic_proxy import ToxicProxy
 
 
 class Server:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load import turns
-from penstock.load.synthetic.server import SyntheticServer
-from penstock.load.turns import TurnTimes, markdown, ratio
+from penstock.load.bench import turns
+from penstock.load.bench.turns import TurnTimes, markdown, ratio
+
+from ..support.synthetic.server import SyntheticServer
 
 SMALL = ("--conversations", "3", "--turns", "2", "--prefix-len", "100", "--input-len", "12",
          "--output-len", "8")  # fmt: skip

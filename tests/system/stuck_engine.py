@@ -17,8 +17,8 @@ from typing import Any
 from penstock.engine import server
 from penstock.engine.batch import Batch
 from penstock.engine.process import CONFIG_FD, run_child
-from penstock.gateway.cli import main
-from penstock.gateway.supervisor import Supervisor
+from penstock.gateway.launch.cli import main
+from penstock.gateway.launch.supervisor import Supervisor
 
 FOLDER = "PENSTOCK_TEST_HANG"  # where the file appears
 WAITS, HOLDS_LOCK = "waits", "holds-lock"

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.load.toxic_proxy import ToxicProxy
-
+from ..support.toxic_proxy import ToxicProxy
 from .processes import Served
 
 SUITE = Path(__file__).parents[1] / "clients" / "node" / "library.mjs"

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.gateway.responses.redis_stream import log_key
+from penstock.gateway.storage.response_log.redis_stream import log_key
 from tests.redis_server import RedisCluster, RedisServer
 
 from .processes import END_S, Served, serve, suspended

@@ -28,7 +28,7 @@ def demo() -> Iterator[LLM]:
 def llm(demo: LLM) -> Iterator[LLM]:
     """The demo model; whatever a test does to it, nothing may stay behind."""
     yield demo
-    assert demo._core.scheduler.blocks.num_used_blocks == 0
+    assert demo._core.scheduler.blocks.tiers.device.num_held == 0
     demo._core.scheduler.blocks.check_integrity()
 
 

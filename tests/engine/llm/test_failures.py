@@ -164,7 +164,7 @@ def test_after_ctrl_c_the_next_call_starts_clean(llm: LLM, monkeypatch: pytest.M
     assert llm._core.scheduler.counters.num_steps == num_steps + 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.undo()
-    assert llm._core.scheduler.blocks.num_used_blocks == 0
+    assert llm._core.scheduler.blocks.tiers.device.num_held == 0
     results = llm.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, result in zip(prompts, results, strict=True):
         llm.drop_prefix(prompt)
@@ -184,7 +184,7 @@ def test_a_model_without_a_distribution_is_an_error_not_an_answer(tiny: Path) ->
     with LLM(tiny, num_blocks=40) as llm:
         with pytest.raises(EngineError, match="not a distribution"):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False)
-        assert llm._core.scheduler.blocks.num_used_blocks == 0
+        assert llm._core.scheduler.blocks.tiers.device.num_held == 0
 
 
 def test_after_an_error_in_the_engine_there_is_no_next_call(

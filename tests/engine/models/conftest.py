@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.models.backends import LanguageModel, cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
-from penstock.engine.models.fast_path import LanguageModel, cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.paged_layout import PagedLayout

@@ -7,8 +7,8 @@ import torch
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
-from penstock.engine.models.fast_path import cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.draw_uniforms import draw_uniforms

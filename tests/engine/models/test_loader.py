@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.loader import load_model, weights_num_bytes
+from penstock.engine.models.loader import load_model
 
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -234,14 +234,6 @@ def test_dtypes(tiny_checkpoint):
     assert exact.dtype == torch.float32
     assert exact.rotary.inverse_frequencies.dtype == torch.float32
     assert load(path, dtype="float16").rotary.inverse_frequencies.dtype == torch.float32
-    assert weights_num_bytes(exact) == 2 * weights_num_bytes(load(path))
-
-
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_num_bytes_of_weights(is_tied, tiny_checkpoint):
-    path = tiny_checkpoint(tie_word_embeddings=is_tied)
-    tensors = load_file(path / WEIGHTS).values()
-    assert weights_num_bytes(load(path)) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_dummy_weights_need_no_files_and_follow_the_seed(model_copy):

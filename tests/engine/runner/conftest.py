@@ -72,7 +72,7 @@ class Driver:
     def resume(self, seq_id: int) -> None:
         """Its next step enters it anew with what `park` saved."""
         parked = self._parked.pop(seq_id)
-        self.tables[seq_id] = self._unsent[seq_id] = self._take(len(parked))
+        self.tables[seq_id] = self._unsent[seq_id] = self._allocate(len(parked))
         self._swap_ins += zip(parked, self.tables[seq_id], strict=True)
         self._entering.add(seq_id)
 
@@ -117,7 +117,7 @@ class Driver:
         if num_new < 0:
             num_new = len(self.tokens[seq_id]) - computed
         num_missing = -(-(computed + num_new) // BLOCK_SIZE) - len(self.tables[seq_id])
-        new_block_ids = self._take(num_missing)
+        new_block_ids = self._allocate(num_missing)
         self.tables[seq_id] = self.tables[seq_id] + new_block_ids
         self._computed[seq_id] = computed + num_new
         entry = None
@@ -139,7 +139,7 @@ class Driver:
             entry=entry,
         )
 
-    def _take(self, num_blocks: int) -> list[int]:
+    def _allocate(self, num_blocks: int) -> list[int]:
         """From both ends, so that tables are anything but consecutive."""
         return [self._free.pop(0 if i % 2 else -1) for i in range(num_blocks)]
 

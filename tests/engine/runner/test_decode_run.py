@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.runner.decode_run import DecodeRun
+from penstock.engine.runner.input_batch import DecodeRun
 from tests.engine.runner.test_model_runner import prompt
 
 WAYS: dict[int, dict[str, Any]] = {

@@ -11,9 +11,9 @@ import torch
 
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.runner.device import select_device, settle_cudagraph_mode, settle_kv_dtype
+from penstock.engine.runner.device import resolve_cudagraph_mode, resolve_kv_dtype, select_device
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.gateway.cli import _parser, engine_config, resolve_settings
+from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,15 +31,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_the_mode_of_graphs(asked: dict[str, Any], on_gpu: str) -> None:
     config = DeviceConfig(**asked)
-    assert settle_cudagraph_mode(config, CUDA) == on_gpu
+    assert resolve_cudagraph_mode(config, CUDA) == on_gpu
     if config.cudagraph_mode in ("auto", "none"):
-        assert settle_cudagraph_mode(config, CPU) == "none"
+        assert resolve_cudagraph_mode(config, CPU) == "none"
 
 
 def test_graphs_that_cannot_be_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     both = DeviceConfig(enforce_eager=True, cudagraph_mode="full")
     with pytest.raises(ConfigError, match=r"--enforce-eager forbids .*--cudagraph-mode full"):
-        settle_cudagraph_mode(both, CUDA)
+        resolve_cudagraph_mode(both, CUDA)
     config = EngineConfig(device=DeviceConfig(device="cpu", cudagraph_mode="piecewise"))
     with pytest.raises(ConfigError, match="--cudagraph-mode piecewise needs a GPU"):
         ModelRunner(config, tiny_checkpoint())
@@ -47,8 +47,8 @@ def test_graphs_that_cannot_be_are_refused(tiny_checkpoint: Callable[..., Path])
 
 def test_the_type_of_the_cache(tiny_checkpoint: Callable[..., Path]) -> None:
     fp8 = CacheConfig(kv_cache_dtype="fp8")
-    assert settle_kv_dtype(CacheConfig(), torch.bfloat16, CUDA) == torch.bfloat16
-    assert settle_kv_dtype(fp8, torch.bfloat16, CUDA) == torch.float8_e4m3fn
+    assert resolve_kv_dtype(CacheConfig(), torch.bfloat16, CUDA) == torch.bfloat16
+    assert resolve_kv_dtype(fp8, torch.bfloat16, CUDA) == torch.float8_e4m3fn
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 needs a GPU"):
         ModelRunner(EngineConfig(cache=fp8, device=DeviceConfig(device="cpu")), tiny_checkpoint())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.request import TokenLogprobs
-from penstock.engine.sampling import prompt_logprobs as module
+from penstock.engine.sampling import logprobs as module
 
 from .test_model_runner import prompt
 

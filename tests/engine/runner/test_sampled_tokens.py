@@ -18,9 +18,9 @@ from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.request import SamplingParams
 from penstock.engine.runner import sampled_tokens
+from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.sampled_tokens import TokensInFlight, make_token_path
 from penstock.engine.runner.staging import InputStaging
-from penstock.engine.runner.step_inputs import StepInputs
 from penstock.engine.sampling.sampler import ChosenTokens
 
 from .simulated_streams import SimulatedStreams
@@ -70,7 +70,7 @@ class World:
                 answers.append(next_token(tokens[-1], len(tokens) - 1))
                 tokens.append(answers[-1])
         chosen = self._launch(inputs, self.tokens.input_ids(inputs), ids)
-        taken = self.tokens.take(inputs, chosen)
+        taken = self.tokens.append(inputs, chosen)
         assert isinstance(taken, TokensInFlight)
         return answers, taken
 
@@ -153,7 +153,7 @@ def test_no_order_of_the_streams_changes_a_token(seed: int, num_in_flight: int) 
                 answers, taken = in_flight.popleft()
                 assert taken.read().token_ids == answers
                 if world.rng.random() < 0.1:  # penalties want every token that there is
-                    world.tokens.settle()
+                    world.tokens.wait_for_tokens()
                     for sequence_id, tokens in world.expected.items():
                         assert world.batch._sequences[sequence_id].token_ids == tokens
         for answers, taken in in_flight:

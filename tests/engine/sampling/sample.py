@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from penstock.engine.request import TokenLogprobs
-from penstock.engine.sampling.rows import SamplingRow
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampling_table import SamplingTable
+from penstock.engine.sampling.sampling_table import SamplingRow, SamplingTable
 from penstock.kernels.cpu.library import load_library
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.token_counts import TokenCounts
+from penstock.engine.sampling.sampling_table import TokenCounts
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine import wire
+from penstock.engine.transport import sockets
 
 from .stack import INFO, Connect, Engine, Gateway
 
@@ -22,7 +22,7 @@ def num_silent_beats() -> int:
 def engine(
     tmp_path: Path, num_silent_beats: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engine]:
-    monkeypatch.setattr(wire, "MAX_SILENT_BEATS", num_silent_beats)
+    monkeypatch.setattr(sockets, "MAX_SILENT_BEATS", num_silent_beats)
     with Engine(f"{tmp_path}/e.sock") as running:
         yield running
 

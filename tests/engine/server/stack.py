@@ -12,11 +12,13 @@ from typing import Any
 
 from penstock.engine.batch import Batch
 from penstock.engine.blocks import BlockManager
-from penstock.engine.codec import decode, encode
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.frames import FrameReader, framed
-from penstock.engine.messages import (
+from penstock.engine.request import Request, RequestOutput, SamplingParams
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.server import EngineServer
+from penstock.engine.transport.frames import FrameReader, decode, encode, framed
+from penstock.engine.transport.messages import (
     EngineInfo,
     Epoch,
     Heartbeat,
@@ -25,12 +27,9 @@ from penstock.engine.messages import (
     Step,
     Submit,
 )
-from penstock.engine.request import Request, RequestOutput, SamplingParams
-from penstock.engine.scheduling import Scheduler
-from penstock.engine.server import EngineServer
-from penstock.engine.wire import WireBrokenError
+from penstock.engine.transport.sockets import TransportBrokenError
 
-from ..policy.stepped_device import SteppedDevice
+from ..scheduling.stepped_device import SteppedDevice
 
 INFO = EngineInfo(
     model="fake",
@@ -189,15 +188,15 @@ class Engine:
     def _run(self) -> None:
         try:
             self.server.run()
-        except (RuntimeError, WireBrokenError) as error:
+        except (RuntimeError, TransportBrokenError) as error:
             self.error = error
 
     def wait_for_idle_blocks(self) -> None:
-        wait_until(lambda: not self.blocks.num_used_blocks)
+        wait_until(lambda: not self.blocks.tiers.device.num_held)
 
     def wait_for_mail(self, num_messages: int = 1) -> None:
         """Until so many have reached it that it will see after the step it holds."""
-        wait_until(lambda: self.server._wire._inbox.qsize() >= num_messages)
+        wait_until(lambda: self.server._transport._inbox.qsize() >= num_messages)
 
     def wait_for_step(self, number: int) -> None:
         """Until it holds that one."""

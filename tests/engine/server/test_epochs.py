@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from penstock.engine.messages import Abort, Epoch
 from penstock.engine.request import FinishReason, RequestOutput
+from penstock.engine.transport.messages import Abort, Epoch
 
-from ..policy.fake_device import expected_output
+from ..scheduling.fake_device import expected_output
 from .stack import Connect, Engine, Gateway
 
 PROMPT = (1,) * 100  # takes 7 blocks
@@ -40,7 +40,7 @@ def test_a_higher_epoch_replaces_the_request_within_a_step(
     engine.device.allow(1)
     engine.wait_for_step(5)
     assert old_seq_id in engine.device.begun[-1].left_seq_ids
-    assert engine.blocks.num_used_blocks == 7, "those of one request"
+    assert engine.blocks.tiers.device.num_held == 7, "those of one request"
     engine.device.set_free()
     tokens, last, _ = old.finish("r")
     check_superseded(last)

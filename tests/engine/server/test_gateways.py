@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine import wire
-from penstock.engine.frames import framed
-from penstock.engine.messages import (
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.transport import sockets
+from penstock.engine.transport.frames import framed
+from penstock.engine.transport.messages import (
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Failure,
@@ -22,17 +23,16 @@ from penstock.engine.messages import (
     Step,
     Submit,
 )
-from penstock.engine.request import Request, SamplingParams
-from penstock.engine.wire import WireBrokenError
+from penstock.engine.transport.sockets import TransportBrokenError
 
-from ..policy.fake_device import expected_output
+from ..scheduling.fake_device import expected_output
 from .stack import INFO, PATIENCE_S, Connect, Engine, connected
 
 _BARE_WIRE = f"""
 import sys, time
-from penstock.engine.messages import EngineInfo
-from penstock.engine.wire import Wire
-Wire(sys.argv[1], {INFO!r}).start()
+from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.transport.sockets import Transport
+Transport(sys.argv[1], {INFO!r}).start()
 time.sleep(600)
 """
 
@@ -53,7 +53,7 @@ def test_a_gateway_that_disconnects_loses_its_sequences(engine: Engine, connect:
     assert len(engine.device.batches) < 310
 
 
-@pytest.mark.parametrize("num_silent_beats", [wire.MAX_SILENT_BEATS])
+@pytest.mark.parametrize("num_silent_beats", [sockets.MAX_SILENT_BEATS])
 def test_a_silent_gateway_is_declared_dead(engine: Engine, connect: Connect) -> None:
     gateway = connect()
     engine.device.step_s = 0.1  # it would go on for minutes
@@ -72,7 +72,7 @@ def test_a_gateway_that_reads_late_loses_nothing(engine: Engine, connect: Connec
     params = SamplingParams(max_tokens=300, logprobs=20)
     request = Request(request_id="a", prompt_token_ids=(1,), sampling_params=params)
     gateway.send(Submit(request=request))
-    [wired] = [one for one in engine.server._wire._gateways.values() if one.number == 1]
+    [wired] = [one for one in engine.server._transport._gateways.values() if one.number == 1]
     wired.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     other.submit("b", (2,), 100)
     engine.device.set_free()
@@ -156,7 +156,7 @@ def test_a_broken_wire_ends_the_engine(
     def fail(_: object) -> None:
         raise MemoryError("a bug")
 
-    monkeypatch.setattr(engine.server._wire, "_read", fail)
+    monkeypatch.setattr(engine.server._transport, "_read", fail)
     connect(says_hello=False).send(Hello())
     engine.thread.join(timeout=PATIENCE_S)
-    assert isinstance(engine.error, WireBrokenError)
+    assert isinstance(engine.error, TransportBrokenError)

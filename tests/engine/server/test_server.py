@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from penstock.engine.messages import Abort, DropPrefix, Heartbeat, Step, Submit
 from penstock.engine.request import FinishReason, Request, SamplingParams
+from penstock.engine.transport.messages import Abort, DropPrefix, Heartbeat, Step, Submit
 
-from ..policy.fake_device import expected_output
+from ..scheduling.fake_device import expected_output
 from .stack import Connect, Engine
 
 
@@ -48,12 +48,12 @@ def test_an_abort_frees_blocks_within_a_step(engine: Engine, connect: Connect) -
     gateway.submit("a", (1,) * 100, 1500)
     gateway.receive()
     engine.wait_for_step(2)
-    assert engine.blocks.num_used_blocks >= 7
+    assert engine.blocks.tiers.device.num_held >= 7
     gateway.send(Abort(request_ids=("a", "unknown")))
     engine.wait_for_mail()
     engine.device.allow(1)
     engine.wait_for_step(3)
-    assert engine.blocks.num_used_blocks == 0
+    assert engine.blocks.tiers.device.num_held == 0
     assert not engine.device.begun[-1].scheduled, "the step that forgets it"
     engine.device.set_free()
     gateway.submit("b", (1,), 3)

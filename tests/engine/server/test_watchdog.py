@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.messages import Heartbeat
 from penstock.engine.process import EXIT_STUCK
+from penstock.engine.transport.messages import Heartbeat
 from penstock.engine.watchdog import Watchdog, life_line
 
 from .stack import PATIENCE_S, Connect, Engine

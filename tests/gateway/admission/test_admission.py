@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from penstock.engine.messages import EngineStats
 from penstock.engine.request import SamplingParams
+from penstock.engine.transport.messages import EngineStats
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas
 from penstock.gateway.admission.refusals import NotAdmittedError
-from penstock.gateway.callers import ANYBODY, Caller, Limits
+from penstock.gateway.auth.callers import ANYBODY, Caller, TenantLimits
 
 PARAMS = SamplingParams(max_tokens=100)
 
@@ -26,7 +26,7 @@ class Bed:
         self.quotas = LocalQuotas(lambda: self.now_s)
         self.queue = EngineQueue(
             QueueBounds(**bounds),  # type: ignore[arg-type]
-            stats=lambda: self.stats,
+            engine=self,
             clock=lambda: self.now_s,
         )
         self.admission = Admission(self.quotas, self.queue)
@@ -125,7 +125,7 @@ async def test_while_nothing_is_measured_nothing_is_predicted() -> None:
 
 async def test_a_reservation_is_settled_once() -> None:
     bed = Bed()
-    caller = Caller(limits=Limits(tokens_per_minute=1000, max_concurrent_requests=1))
+    caller = Caller(limits=TenantLimits(tokens_per_minute=1000, max_concurrent_requests=1))
     reservation = await bed.admission.admit(caller, 200, PARAMS)
     assert bed.quotas.levels(caller).tokens == 700
     for _ in range(3):
@@ -138,7 +138,7 @@ async def test_a_reservation_is_settled_once() -> None:
 
 async def test_what_everybodys_queue_refuses_costs_the_tenant_nothing() -> None:
     bed = Bed(max_requests=1)
-    caller = Caller(limits=Limits(tokens_per_minute=1000, requests_per_minute=10))
+    caller = Caller(limits=TenantLimits(tokens_per_minute=1000, requests_per_minute=10))
     await bed.admission.admit(caller, 10, PARAMS)
     before = bed.quotas.levels(caller)
     await bed.refusal(caller)
@@ -147,7 +147,7 @@ async def test_what_everybodys_queue_refuses_costs_the_tenant_nothing() -> None:
 
 async def test_costs_are_learned() -> None:
     bed = Bed()
-    caller = Caller(limits=Limits(tokens_per_minute=1e6))
+    caller = Caller(limits=TenantLimits(tokens_per_minute=1e6))
     long = SamplingParams(max_tokens=4000)
 
     async def cost() -> float:

@@ -15,13 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.admission.quotas import Hold, LocalQuotas, Quotas
-from penstock.gateway.admission.redis_buckets import RedisQuotas
+from penstock.gateway.admission.quotas import Hold, LocalQuotas, Quotas, TokenBucket
+from penstock.gateway.admission.redis_quotas import RedisQuotas
 from penstock.gateway.admission.refusals import MAX_RETRY_S, NotAdmittedError, jittered
-from penstock.gateway.admission.token_bucket import TokenBucket
-from penstock.gateway.callers import Caller, Limits
-from penstock.gateway.redis_link import RedisLink
-from penstock.gateway.redis_url import RedisAddress
+from penstock.gateway.auth.callers import Caller, TenantLimits
+from penstock.gateway.storage.redis_link import RedisLink
+from penstock.gateway.storage.redis_url import RedisAddress
 
 from ...redis_server import RedisCluster, RedisServer
 from ..conftest import PATIENCE_S, until
@@ -30,7 +29,7 @@ LEASE_S = 60.0
 
 
 def caller(tenant: str = "acme", **limits: float) -> Caller:
-    return Caller(tenant=tenant, limits=Limits(**limits))  # type: ignore[arg-type]
+    return Caller(tenant=tenant, limits=TenantLimits(**limits))  # type: ignore[arg-type]
 
 
 @given(
@@ -231,7 +230,7 @@ async def test_a_changed_limit_keeps_what_was_used(bed: Bed) -> None:
     quotas, who = bed.quotas(), caller(tokens_per_minute=100)
     await quotas.reserve(who, 100)
     await refused(quotas, who, 50)
-    more = dataclasses.replace(who, limits=Limits(tokens_per_minute=1000))
+    more = dataclasses.replace(who, limits=TenantLimits(tokens_per_minute=1000))
     await quotas.reserve(more, 850)
     await refused(quotas, more, 900)
 
@@ -331,13 +330,13 @@ async def test_a_killed_node_of_a_cluster_costs_its_own_tenants_and_no_others(
         lost, well = at([killed]), at(others)
         holds = [await quotas.reserve(who, 10) for who in (lost, well)]
         asked_here: list[str] = []
-        take = fallback.take
+        reserve_now = fallback.reserve_now
 
         def noted(who: Caller, num_tokens: float) -> Hold:
             asked_here.append(who.tenant)
-            return take(who, num_tokens)
+            return reserve_now(who, num_tokens)
 
-        monkeypatch.setattr(fallback, "take", noted)
+        monkeypatch.setattr(fallback, "reserve_now", noted)
         killed.kill()
         for hold in holds:  # what is owed there is in front
             hold.settle(5)

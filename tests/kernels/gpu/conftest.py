@@ -7,8 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-
-from penstock.load.gpu.interpreter import interpret_kernels
+from tests.support.interpreter import interpret_kernels
 
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = find_spec("triton") is not None

@@ -47,3 +47,10 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a.float().nan_to_num(1e9), b.float().nan_to_num(1e9))
     integers: dict[int, Any] = {2: torch.int16, 4: torch.int32}
     return torch.equal(a.view(integers[a.itemsize]), b.view(integers[b.itemsize]))
+
+
+def fp8_scales(num_kv_heads: int, has_one_scale: bool, device: str) -> tuple[Tensor, Tensor]:
+    """Powers of two, by which numbers scale exactly."""
+    powers = torch.arange(num_kv_heads, device=device) % 3 - 1
+    scales = torch.exp2(powers), torch.exp2(-powers)
+    return (scales[0][0], scales[1][0]) if has_one_scale else scales

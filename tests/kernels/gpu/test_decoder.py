@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.layers.rope_frequencies import RopeConfig
+from penstock.engine.layers.rotary import RopeConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.runner.kv_cache import KVShape

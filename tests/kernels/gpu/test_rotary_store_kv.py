@@ -16,9 +16,8 @@ from penstock.kernels.gpu.rotary_store_kv import rotary_store_kv_triton
 from penstock.kernels.qk_norm import QKNorm
 from penstock.kernels.rotary_store_kv_reference import rotary_store_kv_reference
 
-from .kv_cases import HEAD_DIMS, empty_cache, exact_in_fp8, same_numbers, slot_lists
+from .kv_cases import HEAD_DIMS, empty_cache, exact_in_fp8, fp8_scales, same_numbers, slot_lists
 from .tensors import DTYPES, FP8, normal, poisoned_memory
-from .test_store_kv import fp8_scales
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (7, 1), (15, 5), (32, 2)]
 
@@ -177,3 +176,16 @@ def test_fp8_rounds_as_the_reference(dtype):
     (_, keys, values), expected = run_both(qkv, rotary, 8, slots, scales=(scale, 1 / scale))
     assert same_numbers(keys, expected[1])
     assert same_numbers(values, expected[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_slots_beyond_two_to_the_31_numbers():
+    qkv = normal(1, 24, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    cos = torch.ones((1, 1, 64), dtype=qkv.dtype, device="cuda")
+    num_blocks = (1 << 31) // (16 * 8 * 128) + 1
+    caches = [torch.zeros((num_blocks, 16, 8, 128), dtype=qkv.dtype, device="cuda") for _ in "kv"]
+    slots = torch.tensor([num_blocks * 16 - 1], device="cuda")
+    rotary_store_kv_triton(qkv, (cos, torch.zeros_like(cos)), *caches, slots)
+    assert torch.equal(caches[0][-1, -1], qkv[0, 8:16])
+    assert torch.equal(caches[1][-1, -1], qkv[0, 16:])

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 import triton
+from tests.support.gpu_small import small_sizes
 from torch import Tensor
 
 from penstock.kernels.gpu import paged_attention, tuning
 from penstock.kernels.gpu.sampling import config_for
 from penstock.load.gpu import tune as tuner
-from penstock.load.gpu.bench import Bench
-from penstock.load.gpu.candidates import DECODE, FEW_DECODE, seconds_of
-from penstock.load.gpu.figures import Results
-from penstock.load.gpu.sizes import small_sizes
-from penstock.load.gpu.tunables import Run, Tunable, tunables
+from penstock.load.gpu.bench import DECODE, FEW_DECODE, Bench, seconds_of
+from penstock.load.gpu.report import Results
+from penstock.load.gpu.tune import Run, Tunable, tunables
 
 KEY = "head_dim 32 group 2 block_size 16 float16 float16 paged"
 OWN, FAST, SLOW, WRONG = ({"BLOCK_N": n} for n in (0, 1, 2, 3))
@@ -151,7 +150,7 @@ def test_a_table_is_added_to_not_replaced(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(tuner, "device_name", lambda: "card")
     monkeypatch.setattr(tuner, "tunables", lambda _: iter([stub()]))
     bench.timer = StubTimer()
-    tuner.tune(bench, path, is_small=False)
+    tuner.tune(bench, path)
     found = json.loads(path.read_text())
     assert found["card"] == {"paged_decode": {"key": FAST}}
     assert found["other card"] == {"paged_decode": {"key": {"BLOCK_N": 9}}}
@@ -167,12 +166,12 @@ def test_what_gains_nothing_is_not_kept(bench, tmp_path, monkeypatch):
         lambda _: iter([Tunable(operation="x", key="y", candidates=[SLOW], runs=slow.runs)]),
     )
     bench.timer = StubTimer()
-    tuner.tune(bench, path, is_small=False)
+    tuner.tune(bench, path)
     assert json.loads(path.read_text()) == {}
 
 
 def test_it_tunes_the_kernels_themselves(bench, tmp_path: Path, capsys):
-    tuner.tune(bench, tmp_path / "tuned.json", is_small=True)
+    tuner.tune(bench, tmp_path / "tuned.json", max_classes=6, max_candidates=1)
     printed = capsys.readouterr().out
     assert printed.count("takes") == 6
     assert "wrong" not in printed

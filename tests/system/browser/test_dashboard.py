@@ -16,7 +16,7 @@ import pytest_asyncio
 from playwright.async_api import Page, expect
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.gateway.endpoints.stats_socket import series_of
+from penstock.gateway.api.status.stats_socket import series_of
 
 from ..processes import Served, serve, suspended
 

@@ -19,9 +19,9 @@ import pytest_asyncio
 from playwright.async_api import Locator, Page, WebSocketRoute, expect
 from playwright.async_api import TimeoutError as PlaywrightTimeoutError
 
-from penstock.load.toxic_proxy import ToxicProxy
 from tests.redis_server import RedisServer
 
+from ...support.toxic_proxy import ToxicProxy
 from ..processes import Served, free_port, serve, wait_gone
 from .conftest import NewPage
 from .page_flow import (

@@ -1,0 +1,110 @@
+"""Which implementation of the decoder runs: torch everywhere, C where a CPU computes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.config import Quantization
+from penstock.engine.errors import ConfigError
+from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.linear import quantize_linears
+from penstock.engine.models.cpu_decoder import CpuDecoder, StepOutput, can_run
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.kernels.cpu.cores import num_usable_cores
+from penstock.kernels.cpu.library import CpuLibrary, load_library
+
+
+class LanguageModel(Protocol):
+    """What a runner needs of a decoder."""
+
+    config: DecoderConfig
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def needs_prompt_lens(self) -> bool: ...
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads that compute."""
+        ...
+
+    def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], good until the
+        next call"""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
+        ...
+
+
+def cpu_kernels(
+    decoder: Decoder, block_size: int, *, num_threads: int | None = None
+) -> CpuLibrary | None:
+    """The kernels for a decoder on a CPU; None on a GPU or without a compiler.
+
+    Args:
+        block_size: of the KV cache.
+        num_threads: None takes one a core.
+    """
+    library = load_library(decoder.dtype) if decoder.device.type == "cpu" else None
+    if library is not None and can_run(decoder.config, block_size):
+        library.start_threads(num_threads or num_usable_cores())
+        torch.set_num_threads(1)  # one pool: what little torch does now must not wake another
+    return library
+
+
+def check_deterministic(decoder: Decoder, block_size: int, library: CpuLibrary | None) -> None:
+    """Refuse a decoder that torch has to compute: the order of its sums depends on the batch.
+
+    Raises:
+        ConfigError: saying why the kernels, where it does not, cannot run.
+    """
+    config = decoder.config
+    if library is None:
+        reason = "they could not be compiled, as the log says"
+    elif not can_run(config, block_size):
+        reason = (
+            f"they do not take head size {config.head_dim}, hidden size {config.hidden_size}, "
+            f"intermediate size {config.intermediate_size} and block size {block_size} together"
+        )
+    else:
+        return
+    raise ConfigError(f"--deterministic needs the CPU kernels, and {reason}")
+
+
+def fastest(
+    decoder: Decoder,
+    block_size: int,
+    library: CpuLibrary | None,
+    quantization: Quantization = "none",
+) -> LanguageModel:
+    """The decoder in the form that runs fastest where its weights are; they move into it."""
+    if library is not None and can_run(decoder.config, block_size):
+        return CpuDecoder(decoder, library, quantization)
+    if quantization == "int8":
+        quantize_linears(decoder)
+    return decoder
+
+
+def run_step(
+    model: LanguageModel,
+    input_ids: Tensor,
+    context: ForwardContext,
+    sampled_tokens: Tensor | None,
+    parameters: Tensor | None,
+    draws: Tensor | None,
+) -> StepOutput:
+    """One step, with the tokens it draws where the model does that too; args as in
+    `CpuDecoder.step`."""
+    if isinstance(model, CpuDecoder):
+        return model.step(input_ids, context, sampled_tokens, parameters, draws)
+    hidden = model(input_ids, context)
+    rows = hidden if sampled_tokens is None else hidden[sampled_tokens]
+    return StepOutput(hidden=hidden, logits=model.logits(rows))

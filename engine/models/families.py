@@ -1,0 +1,104 @@
+"""The model families: how each one's `config.json` and weight names map to the one decoder.
+
+Only switches and names. All families name their weights as Llama's checkpoints do; a fused
+parameter of ours is several of theirs, stacked in order.
+"""
+
+from __future__ import annotations
+
+from penstock.engine.models.config_fields import ConfigFields
+from penstock.engine.models.decoder_config import (
+    DecoderChoices,
+    DecoderConfig,
+    read_decoder_config,
+)
+
+
+def read_llama_config(fields: ConfigFields) -> DecoderConfig:
+    """`LlamaForCausalLM`: one switch each for the biases of attention and of the MLP."""
+    has_attention_bias = fields.boolean("attention_bias", False)
+    return read_decoder_config(
+        fields,
+        DecoderChoices(
+            has_qkv_bias=has_attention_bias,
+            has_output_bias=has_attention_bias,
+            has_mlp_bias=fields.boolean("mlp_bias", False),
+        ),
+    )
+
+
+def read_mistral_config(fields: ConfigFields) -> DecoderConfig:
+    """`MistralForCausalLM`: Llama with 8 key heads by default and one window for all layers."""
+    window = fields.nullable_integer("sliding_window", 4096)
+    num_layers = fields.integer("num_hidden_layers")
+    return read_decoder_config(
+        fields, DecoderChoices(num_kv_heads=8, windows=(window,) * num_layers)
+    )
+
+
+def read_qwen2_config(fields: ConfigFields) -> DecoderConfig:
+    """`Qwen2ForCausalLM`: biases on queries, keys and values; windows on upper layers."""
+    choices = DecoderChoices(num_kv_heads=32, windows=_windows(fields), has_qkv_bias=True)
+    return read_decoder_config(fields, choices)
+
+
+def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
+    """`Qwen3ForCausalLM`: queries and keys are normalised per head before they are rotated."""
+    has_attention_bias = fields.boolean("attention_bias", False)
+    choices = DecoderChoices(
+        num_kv_heads=32,
+        head_dim=128,
+        windows=_windows(fields),
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_qk_norm=True,
+    )
+    return read_decoder_config(fields, choices)
+
+
+def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
+    """Layers from `max_window_layers` up, or those that `layer_types` names, have a window."""
+    num_layers = fields.integer("num_hidden_layers")
+    window = None
+    if fields.boolean("use_sliding_window", False):
+        window = fields.nullable_integer("sliding_window", 4096)
+    if "layer_types" in fields:
+        kinds = fields.texts("layer_types")
+    else:
+        first = (
+            fields.integer("max_window_layers", 28, minimum=0) if window is not None else num_layers
+        )
+        kinds = tuple(
+            "sliding_attention" if layer >= first else "full_attention"
+            for layer in range(num_layers)
+        )
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != num_layers:
+        raise fields.error(
+            "layer_types",
+            f"expected {num_layers} of 'full_attention' and 'sliding_attention', not {kinds}",
+        )
+    if "sliding_attention" in kinds and window is None:
+        raise fields.error("layer_types", "'sliding_attention' needs use_sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def llama_weight_names(parameter: str) -> tuple[str, ...]:
+    """The checkpoint's tensors that make up one parameter of the decoder."""
+    if parameter.startswith("lm_head."):
+        return (parameter,)
+    module, _, kind = parameter.rpartition(".")
+    parent, _, name = module.rpartition(".")
+    prefix = f"model.{parent}." if parent else "model."
+    return tuple(f"{prefix}{part}.{kind}" for part in _FUSED.get(name, (name,)))
+
+
+def is_ignorable(tensor: str) -> bool:
+    """A tensor that some checkpoints carry and no decoder needs: it follows from the config."""
+    return tensor.endswith(("rotary_emb.inv_freq", ".attn.bias", ".masked_bias"))

@@ -1,0 +1,363 @@
+"""From a step's result to the outputs of requests: tokens appended, ends found, branches forked.
+
+    StopRule         when a sequence ends: EOS, stop ids, length (stop strings: `engine.text`)
+    Branches         one request, several sequences: samples of one prompt, and beams
+    OutputProcessor  a step's result, sequence by sequence
+
+Samples and beams are forks of block tables. Samples part once, when the prompt is computed: each
+computes its last token again, for a draw of its own. Beams part at every step: the next beams fork
+from those that live on, then all the old ones leave.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    SequenceStatus,
+    TokenLogprobs,
+)
+from penstock.engine.scheduling.beam_search import BeamSearchState
+from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
+
+
+class StopRule:
+    """The end of a sequence, decided token by token.
+
+    Args:
+        eos_token_ids: the model's ids that end a text.
+        max_model_len: tokens of prompt and output at most.
+    """
+
+    def __init__(self, *, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self.max_model_len = max_model_len
+
+    def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Every id that ends a sequence with these parameters."""
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self._eos_token_ids
+
+    def check(self, sequence: Sequence) -> FinishReason | None:
+        """Whether the sequence ends with its newest token."""
+        params = sequence.request.sampling_params
+        newest = sequence.token_ids[-1]
+        is_end = newest in params.stop_token_ids or (
+            newest in self._eos_token_ids and not params.ignore_eos
+        )
+        if is_end and sequence.num_output_tokens >= params.min_tokens:
+            return FinishReason.STOP
+        is_full = self.fills(sequence, num_tokens=len(sequence.token_ids))
+        return FinishReason.LENGTH if is_full else None
+
+    def fills(self, sequence: Sequence, *, num_tokens: int) -> bool:
+        """Whether `num_tokens` tokens of prompt and output reach a length limit."""
+        num_output_tokens = num_tokens - sequence.num_prompt_tokens
+        max_tokens = sequence.request.sampling_params.max_tokens
+        return num_output_tokens >= max_tokens or num_tokens >= self.max_model_len
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request and the sequences that answer it.
+
+    Attributes:
+        sequences: those not finished, by seq_id.
+        num_unforked: samples yet to part from the first.
+        aborted: indices of samples given up before they had parted.
+        beams: in the order the search knows them, and what each has reported of this step.
+        is_parked: of a beam search, whether its client was told that it is.
+    """
+
+    request: Request
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    num_unforked: int = 0
+    aborted: set[int] = field(default_factory=set)
+    num_cached_tokens: int = 0
+    search: BeamSearchState | None = None
+    beams: list[Sequence] = field(default_factory=list)
+    rows: dict[int, TokenLogprobs] = field(default_factory=dict)
+    is_parked: bool = False
+
+    @property
+    def num_forks(self) -> int:
+        """Sequences that the one running now will soon have beside it."""
+        if self.search is not None and self.beams[0].num_output_tokens == 0:
+            return self.request.sampling_params.num_branches - 1
+        return self.num_unforked
+
+    def notice(self, sequence: Sequence, notice: Notice) -> RequestOutput | None:
+        """What to tell the client when a sequence was parked or is back: of samples each, of a
+        beam search only whether all of it runs."""
+        if self.search is not None:
+            is_parked = any(
+                each.status is not SequenceStatus.RUNNING for each in self.sequences.values()
+            )
+            if is_parked == self.is_parked:
+                return None
+            self.is_parked = is_parked
+        return RequestOutput(
+            request_id=self.request.request_id,
+            index=0 if self.search is not None else sequence.index,
+            notice=notice,
+        )
+
+
+class Branches:
+    """Makes the sequences of requests."""
+
+    def __init__(self, running_set: RunningSet, stop_rule: StopRule) -> None:
+        self._running_set = running_set
+        self._stop_rule = stop_rule
+        self._next_seq_id = itertools.count()
+
+    def start(self, request: Request) -> LiveRequest:
+        """The first sequence of a request; it waits."""
+        params = request.sampling_params
+        live = LiveRequest(request)
+        root = Sequence(request, seq_id=next(self._next_seq_id))
+        live.sequences[root.seq_id] = root
+        if params.beam_search is not None:
+            room = self._stop_rule.max_model_len - len(request.prompt_token_ids)
+            live.beams = [root]
+            live.search = BeamSearchState(
+                params,
+                end_token_ids=self._stop_rule.end_token_ids(params),
+                max_output_tokens=min(params.max_tokens, room),
+            )
+        else:
+            live.num_unforked = params.num_branches - 1
+        self._running_set.enlist(root)
+        return live
+
+    def fork_samples(self, live: LiveRequest, root: Sequence) -> None:
+        """Let the other samples part from the first: its prompt is computed."""
+        self._running_set.reserved.pop(root.seq_id, None)
+        num_shared = root.num_prompt_tokens - 1  # the last is computed by each, for its draw
+        for index in range(1, live.num_unforked + 1):
+            if index in live.aborted:
+                continue
+            child = Sequence(live.request, seq_id=next(self._next_seq_id), index=index)
+            live.sequences[child.seq_id] = child
+            self._running_set.fork(root, child, num_tokens=num_shared)
+            self._running_set.place_fork(child)
+        live.num_unforked = 0
+
+    def advance_beams(
+        self, live: LiveRequest, sequence: Sequence, row: TokenLogprobs
+    ) -> tuple[RequestOutput, ...]:
+        """A beam reports its likeliest next tokens; with the last of them the search goes on.
+        What it found, when it ends."""
+        assert live.search is not None
+        live.rows[sequence.seq_id] = row
+        sequence.num_in_flight_tokens -= 1
+        self._running_set.waiting.discard(
+            sequence
+        )  # parked meanwhile, it has nothing left to compute
+        if len(live.rows) < len(live.beams):
+            return ()
+        parents = live.beams
+        # The first row is the prompt's: its sequence keeps slots for the beams to come.
+        self._running_set.reserved.pop(sequence.seq_id, None)
+        chosen = live.search.advance([live.rows[beam.seq_id] for beam in parents])
+        live.rows = {}
+        live.num_cached_tokens += sum(beam.num_cached_tokens for beam in parents)
+        live.beams = [
+            self._fork_beam(parents[parent], token_id, index=index)
+            for index, (parent, token_id) in enumerate(chosen)
+        ]
+        for beam in parents:
+            self._running_set.remove(beam, retention=live.request.retention if not chosen else None)
+        live.sequences = {beam.seq_id: beam for beam in live.beams}
+        for beam in live.beams:
+            self._running_set.place_fork(beam)
+        return () if chosen else _found(live) or (failure(live, index=0, is_last=True),)
+
+    def _fork_beam(self, parent: Sequence, token_id: int, *, index: int) -> Sequence:
+        child = Sequence(parent.request, seq_id=next(self._next_seq_id), index=index)
+        child.token_ids = [*parent.token_ids, token_id]
+        child.num_prompt_logprobs = parent.num_prompt_logprobs
+        self._running_set.fork(parent, child, num_tokens=len(parent.token_ids))
+        return child
+
+
+def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
+    """The outputs of a beam search that has ended, best first."""
+    assert live.search is not None
+    hypotheses = live.search.hypotheses
+    return tuple(
+        RequestOutput(
+            request_id=live.request.request_id,
+            index=index,
+            token_ids=hypothesis.token_ids,
+            logprobs=hypothesis.logprobs,
+            finish_reason=hypothesis.finish_reason,
+            is_last=index == len(hypotheses) - 1,
+            stop_token_id=hypothesis.stop_token_id,
+            num_cached_tokens=live.num_cached_tokens if index == 0 else 0,
+            score=hypothesis.score,
+        )
+        for index, hypothesis in enumerate(hypotheses)
+    )
+
+
+def failure(live: LiveRequest, *, index: int, is_last: bool) -> RequestOutput:
+    """The end of a sequence whose next token the model could not give."""
+    return RequestOutput(
+        request_id=live.request.request_id,
+        index=index,
+        finish_reason=FinishReason.ERROR,
+        is_last=is_last,
+        error="the model's logits are not a distribution (NaN, or every token is masked)",
+    )
+
+
+class OutputProcessor:
+    """Applies results to their sequences.
+
+    Args:
+        requests: the live ones by id; those that end are taken out.
+    """
+
+    def __init__(
+        self,
+        requests: dict[str, LiveRequest],
+        running_set: RunningSet,
+        branches: Branches,
+        stop_rule: StopRule,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._requests = requests
+        self._running_set = running_set
+        self._branches = branches
+        self._stop_rule = stop_rule
+        self._counters = counters
+
+    def process(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
+        """The outputs of the requests that a step brought forward."""
+        self._counters.swap_out_s += result.swap_out_s
+        self._counters.swap_in_s += result.swap_in_s
+        live = self._running_set.live
+        # One that fails may take others with it, so each is looked up in its turn.
+        outputs = [self._fail(live[seq_id]) for seq_id in result.failed_seq_ids if seq_id in live]
+        for item in batch.scheduled:
+            sequence = live.get(item.seq_id)
+            if sequence is None:  # aborted meanwhile
+                continue
+            prompt_logprobs = (
+                self._new_prompt_logprobs(sequence, result) if result.prompt_logprobs else ()
+            )
+            token_ids = result.token_ids.get(item.seq_id, ())
+            if token_ids:
+                logprobs = result.logprobs.get(item.seq_id, ()) if result.logprobs else ()
+                outputs += self._process_tokens(sequence, token_ids, logprobs, prompt_logprobs)
+            elif prompt_logprobs:  # still inside its prompt
+                request_id = sequence.request.request_id
+                outputs.append(
+                    RequestOutput(request_id=request_id, prompt_logprobs=prompt_logprobs)
+                )
+        return outputs
+
+    def finish(self, live: LiveRequest, sequence: Sequence, *, is_spoilt: bool = False) -> None:
+        """A sequence has ended, and with the last of them its request."""
+        self._running_set.remove(sequence, retention=live.request.retention, is_spoilt=is_spoilt)
+        del live.sequences[sequence.seq_id]
+        if not live.sequences:
+            del self._requests[live.request.request_id]
+
+    def _process_tokens(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> tuple[RequestOutput, ...]:
+        """A sequence got its next tokens."""
+        live = self._requests[sequence.request.request_id]
+        if live.search is not None:
+            return self._process_beam(live, sequence, logprobs[0], prompt_logprobs)
+        sequence.num_in_flight_tokens -= 1
+        if live.num_unforked:
+            self._branches.fork_samples(live, sequence)
+            if sequence.index in live.aborted:
+                self.finish(live, sequence)
+                return ()
+        num_kept, reason = self._append(sequence, token_ids)
+        output = RequestOutput(
+            request_id=live.request.request_id,
+            index=sequence.index,
+            token_ids=token_ids[:num_kept],
+            logprobs=logprobs[:num_kept],
+            prompt_logprobs=prompt_logprobs,
+        )
+        if sequence.num_cached_tokens:
+            output.num_cached_tokens, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
+        if reason is not None:
+            output.prefix_id = self._running_set.blocks.prefix_id(sequence)
+            self.finish(live, sequence)
+            output.finish_reason = reason
+            output.is_last = not live.sequences
+            if reason is FinishReason.STOP:
+                output.stop_token_id = sequence.token_ids[-1]
+        return (output,)
+
+    def _append(
+        self, sequence: Sequence, token_ids: tuple[int, ...]
+    ) -> tuple[int, FinishReason | None]:
+        """How many tokens the sequence keeps, and why it ends with them, if it does."""
+        if sequence.params.max_tokens == 0:
+            return 0, FinishReason.LENGTH
+        reason = None
+        num_kept = 0
+        for token_id in token_ids:
+            sequence.token_ids.append(token_id)
+            num_kept += 1
+            reason = self._stop_rule.check(sequence)
+            if reason is not None:
+                break  # what was sampled beyond the end is dropped
+        self._counters.generation_tokens += num_kept
+        return num_kept, reason
+
+    def _process_beam(
+        self,
+        live: LiveRequest,
+        sequence: Sequence,
+        row: TokenLogprobs,
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> tuple[RequestOutput, ...]:
+        request_id = live.request.request_id
+        found = self._branches.advance_beams(live, sequence, row)
+        if found:
+            self._counters.generation_tokens += sum(len(each.token_ids) for each in found)
+            del self._requests[request_id]
+        if prompt_logprobs:
+            return RequestOutput(request_id=request_id, prompt_logprobs=prompt_logprobs), *found
+        return found
+
+    def _new_prompt_logprobs(
+        self, sequence: Sequence, result: BatchResult
+    ) -> tuple[TokenLogprobs, ...]:
+        """Those a step brought that the client has not had yet."""
+        position, entries = result.prompt_logprobs.get(sequence.seq_id, (0, ()))
+        new = entries[sequence.num_prompt_logprobs + 1 - position :] if entries else ()
+        sequence.num_prompt_logprobs += len(new)
+        return new
+
+    def _fail(self, sequence: Sequence) -> RequestOutput:
+        """End a sequence whose next token the model could not give; of a beam search, all."""
+        live = self._requests[sequence.request.request_id]
+        index = 0 if live.search is not None else sequence.index
+        doomed = [sequence] if live.search is None else list(live.sequences.values())
+        if live.num_unforked:
+            live.num_unforked = 0  # the others would have the same logits
+        for each in doomed:
+            self.finish(live, each, is_spoilt=True)
+        return failure(live, index=index, is_last=not live.sequences)

@@ -1,0 +1,104 @@
+"""A process that renders chat templates which nobody vouches for: those of requests, and a model's
+own when a gateway starts.
+
+Jinja's sandbox keeps a template from reaching anything, but not from computing without end, and
+neither the event loop nor a thread can be stopped in the middle of that. A process can: each
+rendering here has CPU time and memory to spend, and what spends more ends the process.
+
+    stdin    a frame per job: a 4-byte length, then a `TemplateJob` as JSON
+    stdout   a frame per answer: a 4-byte length, then `+` and the text, or `-` and
+             {"message", "param"} as JSON
+
+Run by the gateway as `python -m penstock.engine.text.template_sandbox PARENT_PID`. Little is
+imported, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO, TypedDict
+
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.process import die_with_parent
+from penstock.engine.text.chat_template import ChatTemplate
+
+MAX_CPU_S = 2.0  # for one rendering; honest ones take milliseconds
+MAX_MEMORY_BYTES = 512 << 20  # of address space, about 100 MiB of it Python's own
+MAX_TEXT_BYTES = 8 << 20
+CPU_SIGNAL = signal.SIGPROF  # ends the process when the time is spent, whatever it is doing
+LENGTH_BYTES = 4
+
+
+class TemplateJob(TypedDict):
+    """What is to be rendered.
+
+    Attributes:
+        source: the template; in a check, the model's own.
+        arguments: of `ChatTemplate.render` beside it; None: check the template alone.
+    """
+
+    source: str | None
+    special_tokens: dict[str, str]
+    arguments: dict[str, Any] | None
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]))
+    # Not every system has all limits; CPU time is limited in any case.
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    while (job := _next_job(stdin)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        answer = _answer(job)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)  # before the answer: what is late is not told
+        stdout.write(framed(answer))
+        stdout.flush()
+
+
+def _next_job(stdin: BinaryIO) -> TemplateJob | None:
+    length = int.from_bytes(stdin.read(LENGTH_BYTES), "big")
+    job: TemplateJob | None = json.loads(stdin.read(length)) if length else None
+    return job
+
+
+def _answer(job: TemplateJob) -> bytes:
+    try:
+        return b"+" + _rendered(job)
+    except (InvalidRequestError, ModelLoadError) as error:
+        refusal = {"message": str(error), "param": getattr(error, "param", None)}
+        return b"-" + json.dumps(refusal).encode()
+
+
+def _rendered(job: TemplateJob) -> bytes:
+    """Raises: InvalidRequestError, ModelLoadError."""
+    arguments = job["arguments"]
+    if arguments is None:
+        ChatTemplate(job["source"], job["special_tokens"]).check()
+        return b""
+    template = ChatTemplate(None, job["special_tokens"])
+    text = template.render(template=job["source"], **arguments)
+    try:
+        data = text.encode()
+    except (UnicodeEncodeError, MemoryError) as error:
+        raise InvalidRequestError(
+            "chat_template writes what is not valid Unicode", param="chat_template"
+        ) from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise InvalidRequestError(
+            f"chat_template writes more than {MAX_TEXT_BYTES} bytes", param="chat_template"
+        )
+    return data
+
+
+if __name__ == "__main__":
+    main()

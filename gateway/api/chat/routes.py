@@ -1,0 +1,166 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engine.request import TokenLogprobs
+from penstock.engine.text import Tokenizer
+from penstock.gateway.api.chat.schema import ChatRequest
+from penstock.gateway.api.choices import Answer, Choice, error_events
+from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
+from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
+from penstock.gateway.api.logprobs import prompt_dictionaries, token_objects
+from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.auth.callers import caller_of, deadline_of
+from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
+from penstock.gateway.generation.generator import ChatPrompt, Generator
+from penstock.gateway.http.event_stream import EventStream, from_chunks
+
+
+class ChatCompletions:
+    """The endpoint.
+
+    Args:
+        answers: those to requests with an `Idempotency-Key`.
+        ping_s: silence on a stream after which a comment is sent.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        answers: IdempotentAnswers,
+        *,
+        max_body_bytes: int,
+        ping_s: float,
+    ) -> None:
+        self._generator = generator
+        self._answers = answers
+        self._max_body_bytes = max_body_bytes
+        self._ping_s = ping_s
+
+    async def create(self, request: Request) -> Response | EventStream:
+        body = await read_json(request, max_bytes=self._max_body_bytes)
+        chat = parse_request(ChatRequest, body)
+        model = self._generator.model.require(chat.model)
+        caller = caller_of(request.scope)
+        key = idempotency_key(request, body, caller)
+        plan = partial(self._planned, request, chat)
+        source: DeltaSource
+        if key is None:
+            source = await plan(f"chatcmpl-{uuid.uuid4().hex}")
+        else:
+            refuse_with_key(chat.beyond_one_output)
+            source = await self._answers.attach(
+                key, caller, plan, continues_prompt=chat.continues_prompt
+            )
+        answer = _Answer(chat, source, model=model, tokenizer=self._generator.model.tokenizer)
+        if chat.stream:
+            return EventStream(
+                from_chunks(answer.stream()), ping_s=self._ping_s, on_error=error_events
+            )
+        whole = await unless_gone(request, answer.whole())
+        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+    async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
+        prompt_token_ids = await self._generator.tokenise_chat(
+            ChatPrompt.of(chat),
+            must_fit=chat.truncate_prompt_tokens is None,
+            tenant=caller_of(request.scope).tenant,
+        )
+        return await self._generator.plan(
+            request_id,
+            chat.kept(prompt_token_ids),
+            request=chat,
+            param="messages",
+            caller=caller_of(request.scope),
+            deadline_s=deadline_of(request.scope),
+        )
+
+
+class _Answer(Answer):
+    """One completion in chat's shape."""
+
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(
+        self, chat: ChatRequest, source: DeltaSource, *, model: str, tokenizer: Tokenizer
+    ) -> None:
+        super().__init__(
+            [source],
+            model=model,
+            options=chat.stream_options,
+            returns_token_ids=chat.return_token_ids,
+        )
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()  # choices whose first chunk is out
+        self._extras: dict[str, Any] = {}
+        self._is_prompt_told = not chat.return_token_ids
+
+    def add_prompt(self, number: int) -> None:
+        if self._chat.return_token_ids:
+            self._extras["prompt_token_ids"] = self.generations[number].request.prompt_token_ids
+        num_top = self._chat.prompt_logprobs
+        if num_top is not None:
+            self._extras["prompt_logprobs"] = prompt_dictionaries(
+                self._tokenizer, self.generations[number].prompt_logprobs, num_top
+            )
+
+    def extras(self) -> dict[str, Any]:
+        return self._extras
+
+    def chunk_extras(self) -> dict[str, Any]:
+        if self._is_prompt_told:
+            return {}
+        self._is_prompt_told = True
+        return self._extras
+
+    def choice(self, index: int, output: Output) -> Choice:
+        tokens = self._token_objects(output.logprobs)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": {"content": tokens, "refusal": None} if self._chat.logprobs else None,
+            "finish_reason": output.finish_reason.value,
+        }
+
+    def pieces(self, index: int, delta: Delta) -> list[Choice]:
+        has_content = bool(delta.text or delta.logprobs)
+        pieces: list[Choice] = []
+        if index not in self._begun and (has_content or delta.finish_reason):
+            self._begun.add(index)  # with the first text, so the first event means progress
+            pieces.append(_piece(index, {"role": "assistant", "content": ""}))
+        if has_content:
+            tokens = self._token_objects(delta.logprobs)
+            pieces.append(_piece(index, {"content": delta.text}, tokens=tokens))
+        if delta.finish_reason is not None:
+            pieces.append(_piece(index, {}, finish_reason=delta.finish_reason.value))
+        return pieces
+
+    def _token_objects(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        as_ids = self._chat.return_tokens_as_token_ids
+        return token_objects(self._tokenizer, entries, as_ids=as_ids)
+
+
+def _piece(
+    index: int,
+    delta: dict[str, Any],
+    *,
+    tokens: list[dict[str, Any]] | None = None,
+    finish_reason: str | None = None,
+) -> Choice:
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": {"content": tokens, "refusal": None} if tokens else None,
+        "finish_reason": finish_reason,
+    }

@@ -1,0 +1,52 @@
+"""The request of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from penstock.gateway.api.schema.fields import (
+    MAX_ITEMS,
+    ChoicesRequest,
+    MaxTokens,
+    Message,
+    NumLogprobs,
+    invalid,
+)
+from penstock.gateway.api.schema.parameters import Endpoint
+
+
+class ChatRequest(ChoicesRequest):
+    endpoint: ClassVar = Endpoint.CHAT
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "needs logprobs to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("continue_final_message", "needs add_generation_prompt to be false")
+        return self
+
+    @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

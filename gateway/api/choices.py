@@ -1,0 +1,195 @@
+"""What chat completions and completions share: an answer of one or several choices, whole or as
+a stream of chunks.
+
+The shape of a choice is the endpoint's.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, ClassVar
+
+import orjson
+
+from penstock.gateway.api.schema.fields import StreamOptions
+from penstock.gateway.errors import failure_of
+from penstock.gateway.generation.generation import (
+    Delta,
+    DeltaSource,
+    Output,
+    Usage,
+    collected,
+    merged,
+)
+from penstock.gateway.http.event_stream import DONE, data
+
+_ID = re.compile("[-_]")  # between what a request is, its id, and which of several it is
+_LONG_PROMPT_TOKENS = 256  # from here on its logprobs are made into JSON off the event loop
+
+Choice = dict[str, Any]
+
+
+class Answer(abc.ABC):
+    """One answer, once.
+
+    Choices are numbered through: those of the first prompt, those of the second, and so on.
+
+    Args:
+        generations: one per prompt, with as many choices each.
+        model: the name to answer under.
+        returns_token_ids: choices and chunks say of which tokens they are made.
+    """
+
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    def __init__(
+        self,
+        generations: Sequence[DeltaSource],
+        *,
+        model: str,
+        options: StreamOptions,
+        returns_token_ids: bool,
+    ) -> None:
+        self.generations = generations
+        self.num_each = generations[0].num_wanted
+        first = generations[0].request
+        self._head = {
+            "id": f"{self.id_prefix}-{_ID.split(first.request_id)[1]}",
+            "created": int(first.arrival_s),
+            "model": model,
+            "system_fingerprint": None,
+        }
+        self._usage = StreamUsage(options)
+        self._prompts_seen: set[int] = set()
+        self._returns_token_ids = returns_token_ids
+        self._num_told: dict[int, int] = {}  # token ids that chunks have told, by choice
+
+    @abc.abstractmethod
+    def add_prompt(self, number: int) -> None:
+        """All is known of a prompt; comes once, before its choices, and maybe in a thread."""
+
+    @abc.abstractmethod
+    def choice(self, index: int, output: Output) -> Choice:
+        """A choice as a whole."""
+
+    @abc.abstractmethod
+    def pieces(self, index: int, delta: Delta) -> list[Choice]:
+        """What chunks tell of a delta, each in a chunk of its own."""
+
+    def extras(self) -> dict[str, Any]:
+        """Further fields of a whole answer."""
+        return {}
+
+    def chunk_extras(self) -> dict[str, Any]:
+        """Further fields of the next chunk."""
+        return {}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        outputs = await collected(self.generations)
+        for number in range(len(self.generations)):
+            await self._see_prompt(number)
+        return {
+            **self._head,
+            "object": self.object_name,
+            "choices": [
+                self.choice(index, output) | self._next_token_ids(index)
+                for index, output in enumerate(itertools.chain.from_iterable(outputs))
+            ],
+            "usage": self._total_usage(),
+            **self.extras(),
+        }
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events, `[DONE]` last; an exception ends it as `error_events` tells."""
+        async with contextlib.aclosing(merged(self.generations)) as batches:
+            async for number, deltas in batches:
+                await self._see_prompt(number)
+                events = [
+                    self._event([piece], self._usage.of_chunk(self.generations))
+                    for delta in deltas
+                    for piece in self._pieces(number * self.num_each + delta.index, delta)
+                ]
+                if events:
+                    yield b"".join(events)
+        last = self._event([], self._total_usage()) if self._usage.is_shown else b""
+        yield last + DONE
+
+    def _pieces(self, index: int, delta: Delta) -> list[Choice]:
+        pieces = self.pieces(index, delta)
+        if pieces:
+            pieces[-1] |= self._next_token_ids(index)
+        return pieces
+
+    def _next_token_ids(self, index: int) -> dict[str, list[int]]:
+        """Those of a choice that were not told yet, if they are to be told."""
+        if not self._returns_token_ids:
+            return {}
+        number, rank = divmod(index, self.num_each)
+        token_ids = self.generations[number].output_token_ids(rank)
+        first = self._num_told.get(index, 0)
+        self._num_told[index] = len(token_ids)
+        return {"token_ids": list(token_ids[first:])}
+
+    async def _see_prompt(self, number: int) -> None:
+        if number in self._prompts_seen:
+            return
+        self._prompts_seen.add(number)
+        num_entries = len(self.generations[number].prompt_logprobs)
+        if num_entries >= _LONG_PROMPT_TOKENS:
+            await asyncio.to_thread(self.add_prompt, number)
+        else:
+            self.add_prompt(number)
+
+    def _event(self, choices: list[Choice], usage: dict[str, Any] | None) -> bytes:
+        chunk = {
+            **self._head,
+            "object": self.chunk_name,
+            "choices": choices,
+            **self.chunk_extras(),
+        }
+        if self._usage.is_shown:
+            chunk["usage"] = usage
+        return data(orjson.dumps(chunk))
+
+    def _total_usage(self) -> dict[str, Any]:
+        return usage_object(generation.usage for generation in self.generations)
+
+
+def error_events(error: Exception) -> bytes:
+    """The end of a stream that broke off."""
+    return data(orjson.dumps(failure_of(error).body())) + DONE
+
+
+def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:
+    """Several choices' usage as one."""
+    usages = list(usages)
+    num_prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+    num_output_tokens = sum(usage.output_tokens for usage in usages)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }
+
+
+class StreamUsage:
+    """What each chunk of a stream says of usage: `stream_options` decides."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self.is_shown = options.include_usage
+        self._is_continuous = options.include_usage and options.continuous_usage_stats
+
+    def of_chunk(self, generations: Sequence[DeltaSource]) -> dict[str, Any] | None:
+        """A chunk before the last says null, unless a running count was asked for."""
+        if not self._is_continuous:
+            return None
+        return usage_object(generation.usage for generation in generations)

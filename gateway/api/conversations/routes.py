@@ -1,0 +1,265 @@
+"""`/v1/conversations`: OpenAI's Conversations API, and what is ours: the list of a tenant's
+conversations, the tree of one, and moving its head.
+
+The items of a conversation are those from the root of its tree to its head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from penstock.gateway.api.conversations.schema import (
+    ConversationUpdate,
+    NewConversation,
+    NewHead,
+    NewItems,
+    TreeQuery,
+)
+from penstock.gateway.api.items import (
+    IncludeQuery,
+    PageQuery,
+    item_objects,
+    item_page,
+    list_object,
+    read_query,
+    without_logprobs,
+)
+from penstock.gateway.api.json_api import json_response, read_json
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.auth.callers import caller_of
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.storage.conversations.ids import new_conversation_id, new_turn_id
+from penstock.gateway.storage.conversations.records import (
+    Conversation,
+    Item,
+    StoredTurn,
+    TurnSummary,
+)
+from penstock.gateway.storage.conversations.store import ConversationStore
+
+
+def conversation_routes(
+    store: ConversationStore, service: ResponseService, *, max_body_bytes: int
+) -> list[BaseRoute]:
+    """The routes below `/v1`."""
+    conversations = Conversations(store, service, max_body_bytes=max_body_bytes)
+    items = ConversationItems(store, max_body_bytes=max_body_bytes)
+    one, item = "/conversations/{conversation_id}", "/conversations/{conversation_id}/items"
+    return [
+        Route("/conversations", conversations.create, methods=["POST"]),
+        Route("/conversations", conversations.list, methods=["GET"]),
+        Route(one, conversations.retrieve, methods=["GET"]),
+        Route(one, conversations.update, methods=["POST"]),
+        Route(one, conversations.delete, methods=["DELETE"]),
+        Route(f"{one}/tree", conversations.tree, methods=["GET"]),
+        Route(f"{one}/head", conversations.set_head, methods=["POST"]),
+        Route(item, items.create, methods=["POST"]),
+        Route(item, items.list, methods=["GET"]),
+        Route(f"{item}/{{item_id}}", items.retrieve, methods=["GET"]),
+        Route(f"{item}/{{item_id}}", items.delete, methods=["DELETE"]),
+    ]
+
+
+class _Endpoints:
+    """What both share: whose conversations they are, and the requests' bodies."""
+
+    def __init__(self, store: ConversationStore, *, max_body_bytes: int) -> None:
+        self._store = store
+        self._max_body_bytes = max_body_bytes
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, max_bytes=self._max_body_bytes)
+
+    async def _conversation(self, request: Request) -> Conversation:
+        """The one that the path names. Raises: NotFoundError."""
+        return await self._store.get(_tenant(request), request.path_params["conversation_id"])
+
+    async def _add(self, conversation: Conversation, items: tuple[Item, ...]) -> None:
+        await self._store.add_items(
+            StoredTurn(
+                turn_id=new_turn_id(conversation.conversation_id),
+                conversation_id=conversation.conversation_id,
+                tenant=conversation.tenant,
+                parent_id=None,  # the store sets the head it finds
+                status="completed",
+                created_at=int(time.time()),
+                items=items,
+            )
+        )
+
+
+class Conversations(_Endpoints):
+    """Conversations themselves."""
+
+    def __init__(
+        self, store: ConversationStore, service: ResponseService, *, max_body_bytes: int
+    ) -> None:
+        super().__init__(store, max_body_bytes=max_body_bytes)
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        asked = parse_fields(NewConversation, await self._body(request))
+        conversation = Conversation(
+            conversation_id=new_conversation_id(),
+            tenant=_tenant(request),
+            created_at=int(time.time()),
+            metadata=asked.metadata or {},
+        )
+        await self._store.create(conversation)
+        if asked.items:
+            await self._add(conversation, item_objects(asked.items))
+        return json_response(_conversation_object(conversation))
+
+    async def list(self, request: Request) -> Response:
+        query = read_query(PageQuery, request.query_params)
+        page, has_more = await self._store.list_page(
+            _tenant(request),
+            limit=query.limit,
+            after=query.after,
+            newest_first=query.order == "desc",
+        )
+        return json_response(
+            list_object([_conversation_object(c) for c in page], has_more=has_more)
+        )
+
+    async def retrieve(self, request: Request) -> Response:
+        return json_response(_conversation_object(await self._conversation(request)))
+
+    async def update(self, request: Request) -> Response:
+        asked = parse_fields(ConversationUpdate, await self._body(request))
+        conversation = await self._store.set_metadata(
+            _tenant(request), request.path_params["conversation_id"], asked.metadata or {}
+        )
+        return json_response(_conversation_object(conversation))
+
+    async def delete(self, request: Request) -> Response:
+        conversation_id = request.path_params["conversation_id"]
+        await self._service.delete_conversation(caller_of(request.scope), conversation_id)
+        return json_response(
+            {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+        )
+
+    async def tree(self, request: Request) -> Response:
+        query = read_query(TreeQuery, request.query_params)
+        conversation = await self._conversation(request)
+        turns = await self._store.tree(conversation.tenant, conversation.conversation_id)
+        end = conversation.running or conversation.head
+        path = await self._store.path(conversation.tenant, end) if query.items and end else ()
+        said = {turn.turn_id: turn for turn in path}
+        return json_response(
+            {
+                "object": "conversation.tree",
+                "conversation_id": conversation.conversation_id,
+                "head": conversation.head,
+                "running": conversation.running,
+                "data": [_turn_object(turn, said.get(turn.turn_id)) for turn in turns],
+            }
+        )
+
+    async def set_head(self, request: Request) -> Response:
+        asked = parse_fields(NewHead, await self._body(request))
+        conversation_id = request.path_params["conversation_id"]
+        await self._store.set_head(
+            _tenant(request), conversation_id, asked.turn, expected=asked.expected
+        )
+        return json_response(
+            {
+                "object": "conversation.head",
+                "conversation_id": conversation_id,
+                "turn": asked.turn,
+            }
+        )
+
+
+class ConversationItems(_Endpoints):
+    """The items of a conversation."""
+
+    async def create(self, request: Request) -> Response:
+        query = read_query(IncludeQuery, request.query_params)
+        asked = parse_fields(NewItems, await self._body(request))
+        items = item_objects(asked.items)
+        await self._add(await self._conversation(request), items)
+        return json_response(list_object([_shown(item, query) for item in items], has_more=False))
+
+    async def list(self, request: Request) -> Response:
+        path = await self._path(await self._conversation(request))
+        items = [item for turn in path for item in _items_of(turn)]
+        return json_response(item_page(items, request.query_params))
+
+    async def retrieve(self, request: Request) -> Response:
+        query = read_query(IncludeQuery, request.query_params)
+        _, item = await self._find(request, await self._conversation(request))
+        return json_response(_shown(item, query))
+
+    async def delete(self, request: Request) -> Response:
+        conversation = await self._conversation(request)
+        turn, item = await self._find(request, conversation)
+        await self._store.replace_items(
+            dataclasses.replace(
+                turn,
+                items=tuple(other for other in turn.items if other["id"] != item["id"]),
+                output=None if turn.output is item else turn.output,
+            )
+        )
+        return json_response(_conversation_object(conversation))
+
+    async def _path(self, conversation: Conversation) -> Sequence[StoredTurn]:
+        if conversation.head is None:
+            return []
+        return await self._store.path(conversation.tenant, conversation.head)
+
+    async def _find(self, request: Request, conversation: Conversation) -> tuple[StoredTurn, Item]:
+        """The item that the path names, and its turn."""
+        item_id = request.path_params["item_id"]
+        for turn in await self._path(conversation):
+            for item in _items_of(turn):
+                if item["id"] == item_id:
+                    return turn, item
+        raise RequestRefusedError(
+            f"the conversation has no item {item_id!r}",
+            code="item_not_found",
+            param="item_id",
+            status=404,
+        )
+
+
+def _tenant(request: Request) -> str:
+    return caller_of(request.scope).tenant
+
+
+def _items_of(turn: StoredTurn) -> tuple[Item, ...]:
+    return turn.items if turn.output is None else (*turn.items, turn.output)
+
+
+def _shown(item: Item, query: IncludeQuery) -> Item:
+    return item if query.has_logprobs else without_logprobs(item)
+
+
+def _conversation_object(conversation: Conversation) -> dict[str, Any]:
+    return {
+        "id": conversation.conversation_id,
+        "object": "conversation",
+        "created_at": conversation.created_at,
+        "metadata": dict(conversation.metadata),
+    }
+
+
+def _turn_object(turn: TurnSummary, said: StoredTurn | None) -> dict[str, Any]:
+    is_response = turn.turn_id.startswith("resp_")
+    items = {} if said is None else {"items": said.items, "output": said.output}
+    return {
+        "turn": turn.turn_id,
+        "parent": turn.parent_id,
+        "status": turn.status,
+        "response_id": turn.turn_id if is_response else None,
+        "created_at": turn.created_at,
+        **items,
+    }

@@ -1,0 +1,43 @@
+"""The requests of `/v1/conversations`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from penstock.gateway.api.items import Query
+from penstock.gateway.api.schema.fields import Message, Metadata, Model
+
+_MAX_ADDED = 20  # OpenAI's limit
+_MAX_ID_CHARS = 128
+
+
+class TreeQuery(Query):
+    """A tree, with what was said on the path to its head if `items` is set."""
+
+    items: bool = False
+
+
+_Added = Annotated[list[Message], Field(max_length=_MAX_ADDED, fail_fast=True)]
+_TurnId = Annotated[str, Field(max_length=_MAX_ID_CHARS)]
+
+
+class NewConversation(Model):
+    items: _Added | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(Model):
+    metadata: Metadata | None
+
+
+class NewItems(Model):
+    items: Annotated[_Added, Field(min_length=1)]
+
+
+class NewHead(Model):
+    """Compare and set: `expected` is what the head is believed to be; null is no turn at all."""
+
+    turn: _TurnId | None
+    expected: _TurnId | None

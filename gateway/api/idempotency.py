@@ -1,0 +1,172 @@
+"""`Idempotency-Key`: an answer that may be asked for again, whatever became of its first reader.
+
+    POST, key → id of a log, derived from tenant, endpoint and key
+              → the log is there: read it from the start · it is not: plan, log, run
+
+Such an answer is kept, and runs on, as a response is; it is in no conversation. One that failed
+stays failed for those who read it, and the next POST tries again under the next id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import orjson
+from starlette.requests import Request
+
+from penstock.gateway.api.items import new_item_id
+from penstock.gateway.api.responses.logged_generation import LoggedGeneration
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.auth.callers import Caller
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.generation import Generation
+from penstock.gateway.storage.conversations.ids import conversation_of, derived_response_id
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.log_store import LogExistsError
+from penstock.gateway.storage.response_log.record import ResponseHeader
+
+HEADER = "Idempotency-Key"
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_DIGEST = "body_digest"  # in a header's echo
+Plan = Callable[[str], Awaitable[Generation]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdempotencyKey:
+    """What a request is known by.
+
+    Attributes:
+        tenant: whose key it is.
+        endpoint: keys of different endpoints have nothing to do with each other.
+        key: as the client sent it.
+        digest: of the body.
+    """
+
+    tenant: str
+    endpoint: str
+    key: str
+    digest: str
+
+    def response_id(self, attempt: int) -> str:
+        return derived_response_id(self.tenant, self.endpoint, self.key, str(attempt))
+
+
+def idempotency_key(
+    request: Request, body: Mapping[str, Any], caller: Caller
+) -> IdempotencyKey | None:
+    """The key that a request carries, if it does.
+
+    Raises:
+        RequestRefusedError: it is no key.
+    """
+    key = request.headers.get(HEADER)
+    if key is None:
+        return None
+    if _KEY.fullmatch(key) is None:
+        raise _refused("must be 1 to 255 visible ASCII characters")
+    return IdempotencyKey(
+        tenant=caller.tenant,
+        endpoint=request.url.path,
+        key=key,
+        digest=hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest(),
+    )
+
+
+def refuse_with_key(params: Iterable[str]) -> None:
+    """
+    Raises:
+        RequestRefusedError: a request with a key has one of these parameters.
+    """
+    for param in params:
+        raise _refused(f"cannot be used with {param}: only a single output is logged")
+
+
+class IdempotentAnswers:
+    """The answers to requests with a key."""
+
+    def __init__(self, service: ResponseService) -> None:
+        self._service = service
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def attach(
+        self, key: IdempotencyKey, caller: Caller, plan: Plan, *, continues_prompt: bool
+    ) -> LoggedGeneration:
+        """The answer that there is, running or ended, or a new one.
+
+        Args:
+            plan: makes the generation of a new one, under the id it is given.
+            continues_prompt: its text is the prompt's next words.
+
+        Raises:
+            RequestRefusedError: 409 `idempotency_key_reused`: the key came with another body.
+            StoreUnavailableError: it cannot be logged now.
+            Exception: what `plan` raises.
+        """
+        for attempt in itertools.count():
+            response_id = key.response_id(attempt)
+            # Of several at once on this gateway one begins it; those on others the store sorts out.
+            async with self._locks.setdefault(response_id, asyncio.Lock()):
+                log = await self._find(caller, response_id)
+                if log is None:
+                    generation = await plan(response_id)
+                    header = _header(generation, key, continues_prompt=continues_prompt)
+                    try:
+                        log = await self._service.answer(generation, header)
+                    except LogExistsError:
+                        log = await self._find(caller, response_id)
+            if log is None:
+                continue  # there is one that cannot be read any more
+            if log.header.echo.get(_DIGEST) != key.digest:
+                raise _reused()
+            if log.end is None or log.end.error is None:
+                find_again = partial(self._service.answer_log, caller, response_id)
+                return LoggedGeneration(log, find_again=find_again)
+        raise AssertionError("unreachable")
+
+    async def _find(self, caller: Caller, response_id: str) -> ResponseLog | None:
+        try:
+            return await self._service.answer_log(caller, response_id)
+        except RequestRefusedError as error:
+            if error.code != "response_expired":
+                raise
+            return None
+
+
+def _header(
+    generation: Generation, key: IdempotencyKey, *, continues_prompt: bool
+) -> ResponseHeader:
+    request = generation.request
+    return ResponseHeader(
+        response_id=request.request_id,
+        conversation_id=conversation_of(request.request_id) or "",
+        tenant=key.tenant,
+        item_id=new_item_id(),
+        created_at=int(request.arrival_s),
+        echo={_DIGEST: key.digest},
+        request=request,
+        is_turn=False,
+        continues_prompt=continues_prompt,
+    )
+
+
+def _reused() -> RequestRefusedError:
+    error = RequestRefusedError(
+        f"this {HEADER} came with another body before",
+        code="idempotency_key_reused",
+        param=HEADER,
+        status=409,
+    )
+    error.headers = {"x-should-retry": "false"}  # clients try again after other 409s
+    return error
+
+
+def _refused(rule: str) -> RequestRefusedError:
+    return RequestRefusedError(f"{HEADER} {rule}", code="invalid_value", param=HEADER)

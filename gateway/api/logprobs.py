@@ -1,0 +1,135 @@
+"""Log-probabilities in the APIs' three shapes: a list of objects, the older parallel lists, and
+vLLM's list of dictionaries for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.engine.request import TokenLogprobs
+from penstock.engine.text import Tokenizer
+from penstock.engine.text.detokenizer import new_detokenizer
+
+_LEAST = -9999.0  # JSON has no -inf
+Lists = dict[str, list[Any]]
+
+
+def token_name(token_id: int) -> str:
+    """vLLM's name of a token by its id, where texts would not tell tokens apart."""
+    return f"token_id:{token_id}"
+
+
+def token_objects(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """As chat completions and responses have them: one object per token.
+
+    Args:
+        as_ids: tokens by id instead of by text.
+    """
+    name = token_name if as_ids else tokenizer.token_text
+
+    def token_object(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": name(token_id),
+            "logprob": max(logprob, _LEAST),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    return [
+        {
+            **token_object(entry.token_id, entry.logprob),
+            "top_logprobs": [token_object(*candidate) for candidate in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+def prompt_dictionaries(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """As vLLM has them: null for the first token, then token id → object, the token's own first.
+
+    Args:
+        entries: of the prompt's tokens from the second on.
+        num_top: alternatives wanted; there may be more in the entries.
+    """
+
+    def entry_object(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        return {"logprob": max(logprob, _LEAST), "rank": rank, "decoded_token": text}
+
+    dictionaries: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        objects = {str(entry.token_id): entry_object(entry.token_id, entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(entry.top[:num_top], start=1):
+            objects.setdefault(str(token_id), entry_object(token_id, logprob, rank))
+        dictionaries.append(objects)
+    return dictionaries
+
+
+class TokenLists:
+    """As completions has them: parallel lists, with each token's offset in the choice's text.
+
+    Args:
+        num_top: alternatives wanted; there may be more in the entries.
+        context: ids that come before, whose text does not count.
+        as_ids: tokens by id instead of by text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        num_top: int,
+        skip_special_tokens: bool,
+        context: Sequence[int] = (),
+        next_offset: int = 0,
+        as_ids: bool = False,
+    ) -> None:
+        self._name = token_name if as_ids else tokenizer.token_text
+        self._num_top = num_top
+        self._next_offset = next_offset
+        self._detokenizer = new_detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, context=context
+        )
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> Lists:
+        """The lists of the next tokens."""
+        name = self._name
+        return {
+            "tokens": [name(entry.token_id) for entry in entries],
+            "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
+            # The token itself is always among them, as OpenAI has it.
+            "top_logprobs": [
+                {
+                    name(token_id): max(logprob, _LEAST)
+                    for token_id, logprob in (
+                        *entry.top[: self._num_top],
+                        (entry.token_id, entry.logprob),
+                    )
+                }
+                for entry in entries
+            ],
+            "text_offset": [self._offset(entry.token_id) for entry in entries],
+        }
+
+    def add_prompt(self, first_token_id: int, entries: Sequence[TokenLogprobs]) -> Lists:
+        """The lists of a prompt, of whose first token nothing is known."""
+        first: Lists = {
+            "tokens": [self._name(first_token_id)],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [self._offset(first_token_id)],
+        }
+        return joined(first, self.add(entries))
+
+    def _offset(self, token_id: int) -> int:
+        """Where the token's text begins: also inside a character that it does not complete."""
+        offset = self._next_offset
+        self._next_offset += len(self._detokenizer.push(token_id))
+        return offset
+
+
+def joined(first: Lists, second: Lists) -> Lists:
+    return {name: [*first[name], *second[name]] for name in first}

@@ -1,0 +1,41 @@
+"""`GET /v1/models` and `GET /v1/models/{id}`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.gateway.api.json_api import json_response
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.generation.served_model import ServedModel
+
+
+class Models:
+    """The endpoints."""
+
+    def __init__(self, engine: EngineClient, model: ServedModel) -> None:
+        self._engine = engine
+        self._model = model
+        self._created = int(time.time())
+
+    async def list(self, _: Request) -> Response:
+        return json_response(
+            {"object": "list", "data": [self._card(name) for name in self._model.names]}
+        )
+
+    async def retrieve(self, request: Request) -> Response:
+        return json_response(self._card(self._model.require(request.path_params["model"])))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        info = self._engine.info
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "penstock",
+            "root": self._model.name,
+            "max_model_len": None if info is None else info.max_model_len,
+        }

@@ -1,0 +1,1 @@
+"""The Responses API, over HTTP and WebSocket: create, run, read, carry on."""

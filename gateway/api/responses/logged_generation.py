@@ -1,0 +1,122 @@
+"""A generation read from a log: of the same shape as one that is computed here, as often as wanted,
+on any gateway, from the start.
+
+Used for answers that are no Responses (`ResponseHeader.is_turn` is False).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import Request, TokenLogprobs
+from penstock.gateway.errors import GenerationFailedError, RequestRefusedError
+from penstock.gateway.generation.generation import Delta, Usage
+from penstock.gateway.storage.response_log.log import FindAgain, LogNotice, ResponseLog
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry
+
+
+class LoggedGeneration:
+    """A `DeltaSource` of one output.
+
+    Args:
+        find_again: see `ResponseLog.read`.
+    """
+
+    def __init__(self, log: ResponseLog, *, find_again: FindAgain) -> None:
+        self.request: Request = log.header.request
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._reader = log.read(find_again=find_again)
+        self._due: deque[Entry] = deque()
+        self._token_ids: list[int] = []
+        self._end: EndEntry | None = None
+
+    def __enter__(self) -> LoggedGeneration:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._reader.__exit__()
+
+    @property
+    def usage(self) -> Usage:
+        """What was cached is known at the end."""
+        if self._end is not None:
+            prompt, cached, output = self._end.usage
+            return Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+        num_prompt, num_output = len(self.request.prompt_token_ids), len(self._token_ids)
+        return Usage(prompt_tokens=num_prompt, output_tokens=num_output, cached_tokens=0)
+
+    @property
+    def num_wanted(self) -> int:
+        return 1
+
+    def best(self) -> Sequence[int]:
+        return (0,)
+
+    def output_token_ids(self, rank: int) -> Sequence[int]:
+        assert rank == 0
+        return self._token_ids
+
+    async def next(self) -> list[Delta] | None:
+        """As `DeltaSource.next`, but one entry of the log at a time: what is told of a replay is
+        cut where it was cut for its first reader.
+
+        Raises:
+            InvalidRequestError: the engine refused the request.
+            GenerationFailedError: it failed otherwise.
+            RequestRefusedError: 503: the log cannot be followed to its end from here.
+        """
+        while not self._due:
+            try:
+                entries = await self._reader.next()
+            except RequestRefusedError as error:
+                if error.code != "response_expired":
+                    raise
+                raise _lost() from error
+            if entries is None:
+                return None
+            self._due += [entry for entry in entries if not isinstance(entry, LogNotice)]
+        return [self._delta(self._due.popleft())]
+
+    def _delta(self, entry: Entry) -> Delta:
+        if isinstance(entry, DeltaEntry):
+            self._token_ids += entry.token_ids
+            return Delta(index=0, text=entry.text, logprobs=unpacked(entry.logprobs))
+        self._end = entry
+        if entry.error is not None:
+            code, message = entry.error
+            kind = InvalidRequestError if code == "invalid_prompt" else GenerationFailedError
+            raise kind(message)
+        return Delta(index=0, text="", finish_reason=entry.reason)
+
+
+def _lost() -> RequestRefusedError:
+    """Its storage lost a log that was being read: asked for again, the answer begins anew."""
+    return RequestRefusedError(
+        "what was stored of this answer is lost; ask again",
+        code="session_store_unavailable",
+        status=503,
+    )
+
+
+def packed(entries: Iterable[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
+    """Logprobs as the log of such an answer has them: free of any API's shape."""
+    return tuple(
+        {"id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top": entry.top}
+        for entry in entries
+    )
+
+
+def unpacked(entries: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            token_id=entry["id"],
+            logprob=entry["logprob"],
+            rank=entry["rank"],
+            top=tuple((token_id, logprob) for token_id, logprob in entry["top"]),
+        )
+        for entry in entries
+    )

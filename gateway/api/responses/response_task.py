@@ -1,0 +1,356 @@
+"""A response being computed: a generation's deltas go into its log, to the end, whoever reads.
+
+One task per running response, and for what comes a callback. It merges what came since its last
+turn into one entry, stores the turn before anyone sees its end, and ends what nobody has listened
+to for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import orjson
+
+from penstock.engine.request import FinishReason, TokenLogprobs
+from penstock.engine.text import Tokenizer
+from penstock.gateway.api.logprobs import token_objects
+from penstock.gateway.api.responses.events import num_closing_events, response_object
+from penstock.gateway.api.responses.logged_generation import packed
+from penstock.gateway.errors import (
+    Failure,
+    GenerationFailedError,
+    RequestRefusedError,
+    SupersededError,
+    failure_of,
+)
+from penstock.gateway.generation.generation import Delta, Generation
+from penstock.gateway.storage.conversations.prompt_ids import rendering_of
+from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
+from penstock.gateway.storage.conversations.store import DEFAULT_LEASE_S, ConversationStore
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+
+_LOG = logging.getLogger(__name__)
+_TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
+_STATUS: dict[FinishReason, TurnStatus] = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.ABORT: "cancelled",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTaskSettings:
+    """How responses run.
+
+    Attributes:
+        grace_s: how long one goes on that nobody reads.
+        interval_s: at least this long between two entries; 0: one per iteration of the engine.
+    """
+
+    grace_s: float = 60.0
+    interval_s: float = 0.0
+
+
+class ResponseTask:
+    """Runs one response.
+
+    Args:
+        turn: what is stored of it while it runs; None if nothing is to be.
+        prompt_text: what its prompt was tokenised from, where that is known.
+
+    Attributes:
+        log: what comes of it.
+        failure: what ended it, if it failed.
+        on_unstored: told of its turn at the end, before its readers, if it is not stored.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        log: ResponseLog,
+        *,
+        tokenizer: Tokenizer,
+        turn: StoredTurn | None,
+        prompt_text: str | None = None,
+        conversations: ConversationStore,
+        settings: ResponseTaskSettings,
+    ) -> None:
+        self.log = log
+        self.failure: Failure | None = None
+        self.on_unstored: Callable[[StoredTurn], None] | None = None
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._turn = turn
+        # Who reads it may come back. (The turn of a response without storage is None, too.)
+        self._is_logged = turn is not None or not log.header.is_turn
+        self._prompt_text = prompt_text
+        self._conversations = conversations
+        self._settings = settings
+        self._num_logged = len(log.token_ids)  # of the branch's ids
+        self._grace: asyncio.TimerHandle | None = None
+        self._touch: asyncio.TimerHandle | None = None
+        self._touching: asyncio.Future[None] | None = None  # the event loop holds it weakly
+        self._looking: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_over: asyncio.Future[None] | None = None  # while there is something to take
+        self._is_cancelled = False
+        self._is_abandoned = False
+        self._is_superseded = False
+        self._has_been_read = False
+
+    def start(self, *, after: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
+        """Begin, once `after` has returned; whatever happens, the log gets its end."""
+        self.log.on_cancel = self._cancel
+        self.log.on_lost = self._lose
+        if not self.log.header.is_background:
+            self.log.on_readers = self._watch_readers
+            self._watch_readers()
+        self._touch_later()
+        self._task = asyncio.create_task(self._run(after))
+        return self._task
+
+    async def _run(self, after: Callable[[], Awaitable[None]] | None) -> None:
+        try:
+            end = await self._generate(after)
+        finally:
+            self.log.on_readers = self.log.on_cancel = self.log.on_lost = None
+            self._stop_grace()
+            if self._looking is not None:
+                self._looking.cancel()
+            if self._touch is not None:
+                self._touch.cancel()
+        is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_natural or await self.log.verify(is_superseded=self._is_superseded)):
+            self.failure = None
+            return  # another gateway runs it on, and knows of no such end
+        await self._store(end)
+        self.log.append(end)
+
+    async def _generate(self, after: Callable[[], Awaitable[None]] | None) -> EndEntry:
+        generation = self._generation
+        try:
+            if after is not None:
+                await after()
+            with generation:
+                if self._is_cancelled:  # before it was submitted
+                    generation.cancel()
+                await self._take_all()
+            if self._is_abandoned:
+                raise GenerationFailedError(
+                    f"nobody read this response for {self._settings.grace_s:.0f} s"
+                )
+            branch = generation.branches[0]
+            reason = branch.finish_reason
+            assert reason is not None
+            if not self.log.header.is_turn and self._num_logged < len(branch.token_ids):
+                self._log("", ())  # an answer may name all of its tokens
+            return self._end(reason)
+        except Exception as error:  # whatever it was, the response ends with a terminal event
+            self._is_superseded = isinstance(error, SupersededError)
+            self.failure = failure_of(error)
+            code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
+            return self._end(None, error=(code, self.failure.message))
+
+    async def _take_all(self) -> None:
+        self._is_over = self._loop.create_future()
+        self._take_what_came()
+        try:
+            await self._is_over
+        finally:
+            self._is_over = None  # an exception in it knows us
+
+    def _take_what_came(self) -> None:
+        """Called whenever something did: a task would cost more to wake than there is to do."""
+        generation, interval_s = self._generation, self._settings.interval_s
+        if self._is_over is None or self._is_over.done():
+            return
+        try:
+            deltas = generation.take()
+            self._log_deltas(deltas)
+        except Exception as error:
+            self._is_over.set_exception(error)
+            return
+        if generation.is_finished:
+            self._is_over.set_result(None)
+        elif deltas and interval_s > 0:
+            self._loop.call_later(interval_s, self._take_what_came)
+        else:
+            generation.when_ready(self._take_soon)
+
+    def _take_soon(self) -> None:
+        # Not at once: what else the engine has sent by now is taken with it.
+        self._loop.call_soon(self._take_what_came)
+
+    def _log_deltas(self, deltas: Sequence[Delta]) -> None:
+        """What came since the last time, as one entry."""
+        text = ""
+        logprobs: tuple[dict[str, Any], ...] = ()
+        for delta in deltas:
+            if delta.notice is not None or delta.queue_position is not None:
+                if text or logprobs:
+                    self._log(text, logprobs)
+                text, logprobs = "", ()
+                self._notify(delta)
+            text += delta.text
+            if delta.logprobs:
+                logprobs += self._written(delta.logprobs)
+        if text or logprobs:
+            self._log(text, logprobs)
+
+    def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
+        if self.log.header.is_turn:
+            return tuple(token_objects(self._tokenizer, entries))
+        return packed(entries)
+
+    def _notify(self, delta: Delta) -> None:
+        if delta.notice is not None:
+            self.log.notify(delta.notice.value)
+        if delta.queue_position is not None:
+            wait_ms = delta.estimated_wait_ms
+            self.log.notify("queue", position=delta.queue_position, estimated_wait_ms=wait_ms)
+
+    def _log(self, text: str, logprobs: tuple[dict[str, Any], ...]) -> None:
+        token_ids = self._generation.branches[0].token_ids
+        new = tuple(token_ids[self._num_logged :])
+        self._num_logged += len(new)
+        self.log.append(DeltaEntry(self.log.next_number, text, new, logprobs))
+
+    def _end(
+        self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
+    ) -> EndEntry:
+        usage = self._generation.usage
+        return EndEntry(
+            number=self.log.next_number,
+            num_events=num_closing_events(self.log.header, reason),
+            reason=reason,
+            usage=(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
+            ended_at=int(time.time()),
+            error=error,
+            prefix_id=self._generation.prefix_id,
+        )
+
+    # -- what is kept ------------------------------------------------------------------------
+
+    async def _store(self, end: EndEntry) -> None:
+        """Before anybody sees the end: who does may continue from it at once."""
+        if self.on_unstored is not None:
+            self.on_unstored(self._finished(turn_of(self.log.header), end))
+        if self._turn is None:
+            return
+        try:
+            await self._conversations.finish_turn(self._finished(self._turn, end))
+        except RequestRefusedError as error:  # the stream ends well, only its turn is not kept
+            _LOG.warning("the turn %s is not stored: %s", self._turn.turn_id, error)
+        except Exception:  # a bug of ours; whoever reads must still see the end
+            _LOG.exception("the turn %s is not stored", self._turn.turn_id)
+
+    def _finished(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
+        header, branch = self.log.header, self._generation.branches[0]
+        status = "failed" if end.reason is None else _STATUS[end.reason]
+        if not header.generates and status == "incomplete":
+            status = "completed"
+        response = response_object(self.log, end)
+        return dataclasses.replace(
+            turn,
+            status=status,
+            output=response["output"][0] if header.generates else None,
+            output_token_ids=array("I", branch.token_ids),
+            whole=self._whole(branch.token_ids),
+            prefix_id=end.prefix_id,
+            response=orjson.dumps(response),
+        )
+
+    def _whole(self, output_token_ids: Sequence[int]) -> Rendering | None:
+        if self._prompt_text is None:
+            return None
+        text = self._tokenizer.decode(output_token_ids, skip_special_tokens=False)
+        return rendering_of(self._prompt_text + text)
+
+    def _touch_later(self) -> None:
+        if self._turn is not None:
+            loop = asyncio.get_running_loop()
+            self._touch = loop.call_later(_TOUCH_EVERY_S, self._touch_now, self._turn)
+
+    def _touch_now(self, turn: StoredTurn) -> None:
+        self._touching = asyncio.ensure_future(self._say_it_runs(turn))
+        self._touch_later()
+
+    async def _say_it_runs(self, turn: StoredTurn) -> None:
+        try:
+            await self._conversations.touch_turn(turn.tenant, turn.turn_id)
+        except RequestRefusedError as error:
+            _LOG.warning("the turn %s cannot be kept locked: %s", turn.turn_id, error)
+
+    # -- who listens -------------------------------------------------------------------------
+
+    def _watch_readers(self) -> None:
+        if self.log.readers:
+            self._has_been_read = True
+            self._stop_grace()
+        elif not self._is_logged and self._has_been_read:
+            self._abandon()  # nobody can come back to it
+        elif self._grace is None:
+            loop = asyncio.get_running_loop()
+            self._grace = loop.call_later(self._settings.grace_s, self._look_elsewhere)
+
+    def _stop_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _look_elsewhere(self) -> None:
+        self._looking = asyncio.ensure_future(self._abandon_unless_read())
+
+    async def _abandon_unless_read(self) -> None:
+        grace = self._grace
+        is_read = await self.log.is_read_elsewhere()
+        if self._grace is not grace or self.log.is_ended:
+            return  # somebody read it here meanwhile, or it is over
+        self._grace = None
+        if is_read:
+            self._watch_readers()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._is_abandoned = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        self._generation.cancel()
+
+    def _lose(self) -> None:
+        """Another gateway runs it now."""
+        if self._task is not None:
+            self._task.cancel()
+
+
+def turn_of(header: ResponseHeader) -> StoredTurn:
+    """What is stored of a response while it runs."""
+    request = header.request
+    return StoredTurn(
+        turn_id=header.response_id,
+        conversation_id=header.conversation_id,
+        tenant=header.tenant,
+        parent_id=header.parent_id,
+        status="in_progress",
+        created_at=header.created_at,
+        items=header.input_items,
+        continues=header.continues,
+        prompt_token_ids=array("I", request.prompt_token_ids),
+        prompt=(
+            None
+            if header.rendering is None
+            else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
+        ),
+        cache_salt=request.cache_salt,
+    )

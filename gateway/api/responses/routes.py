@@ -1,0 +1,149 @@
+"""`/v1/responses`: create, read back, follow again, cancel, delete, and list what came in.
+
+The events come from `events`, the same ones that the WebSocket sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.gateway.api.items import item_page
+from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
+from penstock.gateway.api.responses.events import Event, response_object
+from penstock.gateway.api.responses.prompt import items_of
+from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.responses.subscriber import Subscriber
+from penstock.gateway.api.schema.parsing import parse_request
+from penstock.gateway.auth.callers import caller_of, deadline_of
+from penstock.gateway.errors import RequestRefusedError, failure_of
+from penstock.gateway.http.event_stream import EventStream, named
+from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
+
+
+class Responses:
+    """The endpoints.
+
+    Args:
+        ping_s: silence on a stream after which a comment is sent.
+    """
+
+    def __init__(self, service: ResponseService, *, max_body_bytes: int, ping_s: float) -> None:
+        self._service = service
+        self._max_body_bytes = max_body_bytes
+        self._ping_s = ping_s
+
+    def routes(self) -> list[Route]:
+        one = "/responses/{response_id}"
+        return [
+            Route("/responses", self.create, methods=["POST"]),
+            Route(one, self.retrieve, methods=["GET"]),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/cancel", self.cancel, methods=["POST"]),
+            Route(f"{one}/input_items", self.input_items, methods=["GET"]),
+        ]
+
+    async def create(self, request: Request) -> Response | EventStream:
+        body = await read_json(request, max_bytes=self._max_body_bytes)
+        asked = parse_request(ResponsesRequest, body)
+        task = await self._service.create(
+            asked, caller_of(request.scope), deadline_s=deadline_of(request.scope)
+        )
+        if asked.stream:
+            return self._stream(request, task.log, notices=asked.penstock.events)
+        if asked.background:
+            return json_response(response_object(task.log))
+        whole = await unless_gone(request, self._whole(request, task.log))
+        if task.failure is not None:
+            return task.failure.response()
+        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+    async def retrieve(self, request: Request) -> Response | EventStream:
+        response_id = request.path_params["response_id"]
+        caller = caller_of(request.scope)
+        if _flag(request, "stream"):
+            log = await self._service.resume(caller, response_id)
+            return self._stream(request, log, after=_starting_after(request))
+        if "starting_after" in request.query_params:
+            raise _invalid("starting_after", "needs stream=true")
+        turn = await self._service.turn(caller, response_id)
+        if turn.status == "in_progress":
+            return json_response(response_object(await self._service.log(caller, response_id)))
+        return Response(turn.response, media_type="application/json")
+
+    async def cancel(self, request: Request) -> Response:
+        """Stop it, and answer with what became of it."""
+        response_id = request.path_params["response_id"]
+        caller = caller_of(request.scope)
+        turn = await self._service.cancel(caller, response_id)
+        if turn.status != "in_progress":
+            return Response(turn.response, media_type="application/json")
+        log = await self._service.log(caller, response_id)
+        whole = await unless_gone(request, self._whole(request, log))
+        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        await self._service.delete(caller_of(request.scope), response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        """All that a response was made from: earlier turns, then what came in."""
+        path = await self._service.path(
+            caller_of(request.scope), request.path_params["response_id"]
+        )
+        return json_response(item_page(items_of(path), request.query_params))
+
+    def _stream(
+        self, request: Request, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
+    ) -> EventStream:
+        find_again = self._find_again(request, log)
+        subscriber = Subscriber(log, after=after, notices=notices, find_again=find_again)
+        source = partial(subscriber.write_to, payloads=_joined)
+        return EventStream(source, ping_s=self._ping_s, on_error=_broken)
+
+    async def _whole(self, request: Request, log: ResponseLog) -> dict[str, Any]:
+        """The response at its end, whoever runs it to there."""
+        with log.read(find_again=self._find_again(request, log)) as reader:
+            while await reader.next() is not None:
+                pass
+            return response_object(reader.log)
+
+    def _find_again(self, request: Request, log: ResponseLog) -> FindAgain:
+        return partial(self._service.log, caller_of(request.scope), log.header.response_id)
+
+
+def _joined(events: Sequence[Event]) -> Iterable[bytes]:
+    return (b"".join([named(event.type, event.json) for event in events]),)
+
+
+def _broken(error: Exception) -> bytes:
+    """The log cannot be followed any further here: no terminal event, so that the client comes
+    back for the rest."""
+    return named("error", orjson.dumps({**failure_of(error).body()["error"], "type": "error"}))
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "false")
+    if value not in ("true", "false"):
+        raise _invalid(name, "must be true or false")
+    return value == "true"
+
+
+def _starting_after(request: Request) -> int:
+    value = request.query_params.get("starting_after", "-1")
+    try:
+        return max(-1, int(value))
+    except ValueError:
+        raise _invalid("starting_after", "must be a sequence number") from None
+
+
+def _invalid(param: str, rule: str) -> RequestRefusedError:
+    return RequestRefusedError(f"{param} {rule}", code="invalid_value", param=param)

@@ -1,0 +1,159 @@
+"""The request of `POST /v1/responses`, and of `response.create` on its WebSocket."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.gateway.api.schema.fields import (
+    MAX_ITEMS,
+    ConversationId,
+    Includes,
+    MaxTokens,
+    Message,
+    Metadata,
+    Model,
+    NumLogprobs,
+    SamplingRequest,
+    invalid,
+)
+from penstock.gateway.api.schema.parameters import Endpoint
+from penstock.gateway.errors import RequestRefusedError
+
+_MAX_EVENTS = 8
+
+
+class Extensions(Model):
+    """What of penstock's own a client asks for.
+
+    Attributes:
+        continues: `continue` on the wire: go on where the previous response broke off.
+        events: kinds of `penstock.*` events to send beside OpenAI's.
+    """
+
+    continues: bool = Field(default=False, alias="continue")
+    events: Annotated[
+        list[Literal["preempted", "resumed", "queue"]],
+        Field(max_length=_MAX_EVENTS, fail_fast=True),
+    ] = Field(default_factory=list)
+
+
+class ResponseStreamOptions(Model):
+    """OpenAI's; streams are not padded here, whatever is asked."""
+
+    include_obfuscation: bool = False
+
+
+class CacheOptions(Model):
+    """OpenAI's; where and how long it caches is the engine's business here."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    comparison_response_id: str | None = None
+    prewarm: bool | None = None
+
+
+class ResponsesRequest(SamplingRequest):
+    endpoint: ClassVar = Endpoint.RESPONSES
+
+    input: str | Annotated[list[Message], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    metadata: Metadata = Field(default_factory=dict)
+    previous_response_id: str | None = None
+    conversation: ConversationId | None = None
+    store: bool = True
+    background: bool = False
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    include: Includes = Field(default_factory=list)
+    top_logprobs: NumLogprobs | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    prompt_cache_options: CacheOptions = CacheOptions()
+    penstock: Extensions = Extensions()
+
+    @model_validator(mode="after")
+    def _check_input(self) -> ResponsesRequest:
+        if self.penstock.continues:
+            self._check_continue()
+        elif self.input in (None, []) and not (self.previous_response_id or self.conversation):
+            raise RequestRefusedError(
+                "input is needed, unless previous_response_id or conversation names something to "
+                "continue",
+                code="missing_required_parameter" if self.input is None else "invalid_value",
+                param="input",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_storage(self) -> ResponsesRequest:
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise RequestRefusedError(
+                "only one of previous_response_id and conversation can be given",
+                code="mutually_exclusive_parameters",
+                param="previous_response_id",
+            )
+        if self.background and not self.store:
+            raise invalid("background", "needs store to be true")
+        return self
+
+    def _check_continue(self) -> None:
+        if self.previous_response_id is None:
+            raise RequestRefusedError(
+                "penstock.continue needs previous_response_id: the response to go on with",
+                code="missing_required_parameter",
+                param="previous_response_id",
+            )
+        if self.input not in (None, [], ""):
+            raise invalid("input", "must be empty with penstock.continue")
+        if not self.generates:
+            raise invalid("penstock.continue", "needs output to be generated")
+
+    @property
+    def items(self) -> list[Message]:
+        if self.penstock.continues:
+            return []
+        if isinstance(self.input, str):
+            return [Message(role="user", content=(self.input,))]
+        return self.input or []
+
+    @property
+    def wants_queue_position(self) -> bool:
+        return "queue" in self.penstock.events
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is to be output; otherwise the prompt is only prepared."""
+        return not self.prompt_cache_options.prewarm
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_output_tokens if self.generates else 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        wants = "message.output_text.logprobs" in self.include or bool(self.top_logprobs)
+        return (self.top_logprobs or 0) if wants else None
+
+
+class SocketRequest(ResponsesRequest):
+    """`response.create` of the WebSocket mode."""
+
+    endpoint: ClassVar = Endpoint.RESPONSES_SOCKET
+
+    generate: bool = True
+
+    @model_validator(mode="after")
+    def _check_background(self) -> SocketRequest:
+        if self.background:
+            raise RequestRefusedError(
+                "background is not supported over WebSocket",
+                code="unsupported_parameter",
+                param="background",
+            )
+        return self
+
+    @property
+    def generates(self) -> bool:
+        return self.generate and super().generates

@@ -1,0 +1,366 @@
+"""The Responses API, whatever carries it: create, carry on, read back, cancel, delete.
+
+    request → prompt → (admitted) → turn begun → log → task
+
+What a response does in which order, and what is stored of it. Its events are made in `events`, and
+sent by `routes` and `websocket`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.errors import EngineDeadError
+from penstock.engine.request import Retention, SamplingParams
+from penstock.gateway.api.items import new_item_id
+from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
+from penstock.gateway.api.responses.response_task import ResponseTask, ResponseTaskSettings, turn_of
+from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.auth.callers import Caller
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.generator import Generator
+from penstock.gateway.storage.conversations.ids import new_response_id
+from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
+from penstock.gateway.storage.conversations.store import (
+    ConversationStore,
+    NotFoundError,
+    StoreUnavailableError,
+)
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.log_store import LogStore, response_expired
+from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.telemetry.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseServiceSettings:
+    """What is decided at start.
+
+    Attributes:
+        task: how responses run.
+        retention_s: how long the KV of a stored turn is worth keeping; 0 gives no hint.
+        engine_wait_s: how long a response that another gateway left waits for an engine.
+        needs_storage: whether a response that asks to be stored, and cannot be, is refused.
+    """
+
+    task: ResponseTaskSettings = field(default_factory=ResponseTaskSettings)
+    retention_s: float = 0.0
+    engine_wait_s: float = 60.0
+    needs_storage: bool = True
+
+
+class ResponseService:
+    """All responses of one gateway."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        engine: EngineClient,
+        conversations: ConversationStore,
+        logs: LogStore,
+        settings: ResponseServiceSettings,
+        metrics: Metrics,
+    ) -> None:
+        self._metrics = metrics
+        self._generator = generator
+        self._engine = engine
+        self._conversations = conversations
+        self._logs = logs
+        self._settings = settings
+        self._prompts = PromptBuilder(generator, conversations)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Take part: from now on responses of gateways that died may come here."""
+        await self._logs.start(self._carry_on)
+
+    async def close(self) -> None:
+        """Stop what still runs; another gateway, if there is one, goes on with it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- new ones ----------------------------------------------------------------------------
+
+    async def create(
+        self,
+        request: ResponsesRequest,
+        caller: Caller,
+        *,
+        deadline_s: float | None = None,
+        memory: LaneMemory | None = None,
+    ) -> ResponseTask:
+        """A response that runs from now on, on its own.
+
+        Args:
+            memory: where it is remembered if it is not to be stored.
+
+        Raises:
+            InvalidRequestError: it cannot be served, or what it continues is not here.
+            RequestRefusedError: it was not admitted, or another turn holds the conversation.
+            EngineDeadError: no engine answers.
+        """
+        model = self._generator.model.require(request.model)
+        prompt = await self._prompts.build(request, caller, memory)
+        response_id = new_response_id(prompt.place.conversation_id)
+        generation = await self._generator.plan(
+            response_id,
+            prompt.token_ids,
+            request=request,
+            param="input",
+            caller=caller,
+            deadline_s=deadline_s,
+            retention=self._retention if request.store else None,
+        )
+        try:
+            header = _header(request, caller, prompt=prompt, generation=generation, model=model)
+            log = await self._stored(header, prompt) if request.store else None
+        except BaseException:
+            generation.discard()
+            raise
+        turn = None if log is None else turn_of(header)
+        task = self._task(generation, log or ResponseLog(header), turn=turn, text=prompt.text)
+        if memory is not None and not request.store:
+            task.on_unstored = memory.keep
+        self._keep(task.start(after=self._engine_is_there))  # it may have died meanwhile
+        return task
+
+    async def answer(self, generation: Generation, header: ResponseHeader) -> ResponseLog:
+        """The log of an answer that is no turn; it runs from now on, on its own.
+
+        Raises:
+            LogExistsError: it runs or ran already.
+            StoreUnavailableError: it cannot be logged now.
+        """
+        try:
+            log = await self._logs.create(header)
+        except BaseException:
+            generation.discard()
+            raise
+        task = self._task(generation, log, turn=None, text=None)
+        self._keep(task.start(after=self._engine_is_there))
+        return log
+
+    async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
+        """The log of a response whose turn is begun; None if it is to run without storage."""
+        place = prompt.place
+        try:
+            if place.is_new:
+                await self._conversations.create(
+                    Conversation(
+                        conversation_id=place.conversation_id,
+                        tenant=header.tenant,
+                        created_at=header.created_at,
+                        is_listed=False,
+                    )
+                )
+            turn = turn_of(header)
+            await self._conversations.begin_turn(turn, takes_head=place.takes_head)
+            self._metrics.count("turns")
+            if turn.parent_id is None:
+                self._metrics.count("sessions")
+            return await self._logs.create(header)
+        except StoreUnavailableError:
+            if self._settings.needs_storage or place.takes_head:
+                raise
+            return None
+
+    def _task(
+        self, generation: Generation, log: ResponseLog, *, turn: StoredTurn | None, text: str | None
+    ) -> ResponseTask:
+        return ResponseTask(
+            generation,
+            log,
+            tokenizer=self._generator.model.tokenizer,
+            turn=turn,
+            prompt_text=text,
+            conversations=self._conversations,
+            settings=self._settings.task,
+        )
+
+    # -- another gateway's ------------------------------------------------------------------
+
+    def _carry_on(self, log: ResponseLog) -> None:
+        """Go on with a response whose gateway is gone, from the last entry it stored."""
+        generation = self._generator.resume(
+            log.header.request,
+            output_token_ids=log.token_ids,
+            shown_text=log.text,
+            epoch=log.epoch,
+            continues_prompt=log.header.continues_prompt,
+        )
+        turn = turn_of(log.header) if log.header.is_turn else None
+        task = self._task(generation, log, turn=turn, text=None)
+        self._keep(task.start(after=self._engine_is_there))
+
+    async def _engine_is_there(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.engine_wait_s):
+                await self._engine.wait_ready()
+        except TimeoutError as error:
+            raise EngineDeadError("the engine is not available") from error
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)  # the event loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+    # -- those that are there ---------------------------------------------------------------
+
+    async def log(self, caller: Caller, response_id: str) -> ResponseLog:
+        """The events of a response, running or ended; raises as `LogStore.find`."""
+        log = await self._logs.find(caller.tenant, response_id)
+        if not log.header.is_turn:
+            raise response_expired(response_id)
+        return log
+
+    async def answer_log(self, caller: Caller, response_id: str) -> ResponseLog:
+        """The log of what `answer` began; raises as `LogStore.find`."""
+        return await self._logs.find(caller.tenant, response_id)
+
+    async def resume(self, caller: Caller, response_id: str) -> ResponseLog:
+        """The same, for a reader that wants to go on; raises as `log`."""
+        log = await self.log(caller, response_id)
+        self._metrics.count("resumes")
+        return log
+
+    @property
+    def num_running(self) -> int:
+        """Responses that are computed for this gateway."""
+        return len(self._tasks)
+
+    async def turn(self, caller: Caller, response_id: str) -> StoredTurn:
+        """What is stored of a response.
+
+        Raises:
+            RequestRefusedError: 404 `response_not_found`.
+        """
+        try:
+            return await self._conversations.turn(caller.tenant, response_id)
+        except NotFoundError as error:
+            raise _not_found(response_id) from error
+
+    async def path(self, caller: Caller, response_id: str) -> list[StoredTurn]:
+        """The turns up to and including a response; raises as `turn`."""
+        try:
+            return await self._conversations.path(caller.tenant, response_id)
+        except NotFoundError as error:
+            raise _not_found(response_id) from error
+
+    async def cancel(self, caller: Caller, response_id: str) -> StoredTurn:
+        """Stop a response wherever it runs; one that has ended is left alone. Raises as `turn`.
+
+        Returns: what was stored of it before.
+        """
+        turn = await self.turn(caller, response_id)
+        if turn.status == "in_progress":
+            await self._logs.cancel(caller.tenant, response_id)
+        return turn
+
+    async def delete(self, caller: Caller, response_id: str) -> None:
+        """Forget a response and its KV; what continued it cannot be continued any more. One that
+        runs is stopped. Raises as `turn`."""
+        self._drop_prefix_of(await self.cancel(caller, response_id))
+        await self._conversations.delete_turn(caller.tenant, response_id)
+        await self._logs.delete(caller.tenant, response_id)
+
+    async def delete_conversation(self, caller: Caller, conversation_id: str) -> None:
+        """Forget a conversation with its responses; those that run are stopped. Raises:
+        NotFoundError."""
+        turns = await self._conversations.tree(caller.tenant, conversation_id)
+        for turn in turns:
+            if turn.status == "in_progress":
+                await self._stop(caller, turn.turn_id)
+        await self._conversations.delete(caller.tenant, conversation_id)
+        for turn in turns:
+            await self._logs.delete(caller.tenant, turn.turn_id)
+
+    async def _stop(self, caller: Caller, response_id: str) -> None:
+        try:
+            await self._logs.cancel(caller.tenant, response_id)
+        except RequestRefusedError as error:
+            if error.code != "response_expired":  # it has no log (any more), and does not run
+                raise
+
+    async def drop_prefix(self, caller: Caller, response_id: str) -> None:
+        """Have the engine forget the KV of a conversation up to and including a response; raises
+        as `turn`."""
+        self._drop_prefix_of(await self.turn(caller, response_id))
+
+    def _drop_prefix_of(self, turn: StoredTurn) -> None:
+        self._engine.drop_prefix([*turn.prompt_token_ids, *turn.output_token_ids], turn.cache_salt)
+
+    @property
+    def _retention(self) -> Retention | None:
+        seconds = self._settings.retention_s
+        return Retention(duration_s=seconds) if seconds > 0 else None
+
+
+def _header(
+    request: ResponsesRequest,
+    caller: Caller,
+    *,
+    prompt: Prompt,
+    generation: Generation,
+    model: str,
+) -> ResponseHeader:
+    place, rendering = prompt.place, prompt.rendering
+    return ResponseHeader(
+        response_id=generation.request.request_id,
+        conversation_id=place.conversation_id,
+        tenant=caller.tenant,
+        item_id=new_item_id(),
+        created_at=int(time.time()),
+        echo=_echo_of(request, model=model, params=generation.request.sampling_params),
+        request=generation.request,
+        parent_id=None if place.parent is None else place.parent.turn_id,
+        takes_head=place.takes_head,
+        generates=request.generates,
+        is_background=request.background,
+        continues=request.penstock.continues,
+        input_items=prompt.items,
+        rendering=None if rendering is None else (rendering.num_chars, rendering.digest),
+    )
+
+
+def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -> dict[str, Any]:
+    """What a Response object repeats of the request that made it.
+
+    Args:
+        model: the name to answer under.
+        params: the sampling parameters in force.
+    """
+    conversation = request.conversation
+    return {
+        "model": model,
+        "instructions": request.instructions,
+        "metadata": dict(request.metadata),
+        "previous_response_id": request.previous_response_id,
+        "conversation": None if conversation is None else {"id": conversation},
+        "max_output_tokens": request.max_output_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_logprobs": params.logprobs or 0,
+        "store": request.store,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "background": request.background,
+        "service_tier": "default",
+    }
+
+
+def _not_found(response_id: str) -> RequestRefusedError:
+    return NotFoundError(
+        f"no response {response_id!r} is stored here",
+        code="response_not_found",
+        param="response_id",
+        status=404,
+    )

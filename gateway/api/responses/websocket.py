@@ -1,0 +1,361 @@
+"""The Responses WebSocket mode: many responses on one socket, one JSON event a message.
+
+    client → response.create {…, stream_id?} · response.steer (refused) ·
+             penstock.resume {response_id, starting_after?, stream_id?} ·
+             penstock.cancel {response_id | stream_id} · penstock.drop_prefix {response_id} ·
+             penstock.ping
+    server → the events of `events`, with `stream_id` where one was given ·
+             penstock.recovered · penstock.prefix_dropped · penstock.pong · error
+
+`PROTOCOL.md` has them in full. Responses of one lane (`stream_id`) come in order, those of other
+lanes side by side, so many at a time. One task always receives, so a cancel is read while tokens
+are sent. Nothing is queued for a slow reader: each lane waits for the socket, and reads on from its
+place in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from penstock.gateway.api.responses.events import Event
+from penstock.gateway.api.responses.prompt import LaneMemory
+from penstock.gateway.api.responses.schema import SocketRequest
+from penstock.gateway.api.responses.service import ResponseService
+from penstock.gateway.api.responses.subscriber import Subscriber
+from penstock.gateway.api.schema.parsing import parse_json, parse_request
+from penstock.gateway.auth.callers import caller_of
+from penstock.gateway.auth.guard import KEY_SUBPROTOCOL
+from penstock.gateway.errors import RequestRefusedError, failure_of
+from penstock.gateway.http.raw_writer import raw_writer_of
+from penstock.gateway.storage.conversations.records import StoredTurn
+from penstock.gateway.storage.response_log.log import ResponseLog
+
+MAX_IN_FLIGHT = 16
+MAX_OPEN = 64  # in flight, and waiting to be
+MAX_LANES = 32  # with a name
+MAX_AGE_S = 3600.0
+_Message = Mapping[str, Any]
+_LANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+
+
+class ResponsesSocket:
+    """The endpoint: a `Connection` per WebSocket."""
+
+    def __init__(self, service: ResponseService, *, max_age_s: float = MAX_AGE_S) -> None:
+        self._service = service
+        self._max_age_s = max_age_s
+
+    async def serve(self, websocket: WebSocket) -> None:
+        await websocket.accept(subprotocol=accepted_subprotocol(websocket.scope["subprotocols"]))
+        connection = Connection(websocket, self._service)
+        try:
+            async with asyncio.timeout(self._max_age_s):
+                await connection.run()
+        except WebSocketDisconnect:
+            pass
+        except TimeoutError:
+            await connection.expire()
+        finally:
+            await connection.close()
+
+
+def accepted_subprotocol(offered: list[str]) -> str | None:
+    """A browser drops the connection unless one it offered comes back: a real one if there is
+    any."""
+    return next((name for name in offered if not name.startswith(KEY_SUBPROTOCOL)), None) or next(
+        iter(offered), None
+    )
+
+
+class Connection:
+    """One client's socket and what runs on it."""
+
+    __slots__ = ("_lanes", "_service", "_unstored", "_websocket", "caller", "in_flight", "writer")
+
+    def __init__(self, websocket: WebSocket, service: ResponseService) -> None:
+        self.caller = caller_of(websocket.scope)
+        self._websocket = websocket
+        writer = raw_writer_of(websocket.scope)
+        assert writer is not None, "the server is not ours"
+        self.writer = writer
+        self._service = service
+        self._lanes: dict[str | None, Lane] = {}
+        self._unstored: dict[str | None, StoredTurn] = {}  # by lane
+        self.in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def run(self) -> None:
+        """Take messages until the client leaves."""
+        while True:
+            message = await self._websocket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            await self._handle(message.get("text") or message.get("bytes") or b"")
+
+    async def close(self) -> None:
+        """The client is gone: nobody here reads any more. What is stored runs on for a while."""
+        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # They know each other, and what they held must not wait for the garbage collector.
+        for lane in self._lanes.values():
+            lane.task = None
+        self._lanes.clear()
+
+    async def expire(self) -> None:
+        """It has lived as long as one may; its streams can be resumed on another."""
+        limit = RequestRefusedError(
+            "this connection has reached its age limit; open another",
+            code="websocket_connection_limit_reached",
+        )
+        await self.send(failure_of(limit).websocket_event())
+        await self._websocket.close(1000)
+
+    async def send(self, event: _Message) -> None:
+        await self.send_text(orjson.dumps(event))
+
+    async def send_text(self, text: bytes) -> None:
+        if not self.writer.write(text):
+            await self.writer.drained()
+
+    async def _handle(self, data: str | bytes) -> None:
+        stream_id = None
+        try:
+            message = parse_json(data)
+            stream_id = _stream_id_of(message)
+            kind = message.get("type")
+            handler = _HANDLERS.get(kind) if isinstance(kind, str) else None
+            if handler is None:
+                raise RequestRefusedError(
+                    f"unknown event type {kind!r}; this server takes {', '.join(_HANDLERS)}",
+                    code="unknown_event_type",
+                    param="type",
+                )
+            await handler(self, message, stream_id)
+        except WebSocketDisconnect:
+            raise
+        except Exception as error:  # one bad message must not end the others' streams
+            await self.send(failure_of(error).websocket_event(stream_id))
+
+    async def _create(self, message: _Message, stream_id: str | None) -> None:
+        body = {k: v for k, v in message.items() if k not in ("type", "stream_id")}
+        lane = self._lane(stream_id)
+        lane.add(lambda: self._begin(lane, body))
+
+    async def _begin(self, lane: Lane, body: _Message) -> Subscriber:
+        request = parse_request(SocketRequest, body)
+        memory = LaneMemory(self._unstored, lane.stream_id)
+        task = await self._service.create(request, self.caller, memory=memory)
+        lane.log = task.log
+        return self._subscriber(task.log, notices=request.penstock.events)
+
+    async def _resume(self, message: _Message, stream_id: str | None) -> None:
+        response_id = _response_id_of(message, "penstock.resume")
+        after = _starting_after_of(message)
+        lane = self._lane(stream_id)
+        lane.add(lambda: self._follow(lane, response_id, after=after))
+
+    async def _follow(self, lane: Lane, response_id: str, *, after: int) -> Subscriber | None:
+        event = {"type": "penstock.recovered", "response_id": response_id}
+        try:
+            lane.log = await self._service.resume(self.caller, response_id)
+        except RequestRefusedError as error:
+            said = {"recovered": False, "error": failure_of(error).body()["error"]}
+            await self.send(_on_lane({**event, **said}, lane.stream_id))
+            return None
+        await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
+        return self._subscriber(lane.log, after=after)
+
+    def _subscriber(
+        self, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
+    ) -> Subscriber:
+        find_again = partial(self._service.log, self.caller, log.header.response_id)
+        return Subscriber(log, after=after, notices=notices, find_again=find_again)
+
+    def _lane(self, stream_id: str | None) -> Lane:
+        """The lane for another response.
+
+        Raises:
+            RequestRefusedError: the connection has enough of them.
+        """
+        if sum(lane.num_open for lane in self._lanes.values()) >= MAX_OPEN:
+            raise _limit_reached(f"at most {MAX_OPEN} responses may run or wait on a connection")
+        if stream_id not in self._lanes:
+            if stream_id is not None and len(self._lanes.keys() - {None}) >= MAX_LANES:
+                raise _limit_reached(f"a connection may use at most {MAX_LANES} stream ids")
+            self._lanes[stream_id] = Lane(self, stream_id=stream_id)
+        return self._lanes[stream_id]
+
+    async def _cancel(self, message: _Message, stream_id: str | None) -> None:
+        if message.get("response_id") is None and stream_id is not None:
+            lane = self._lanes.get(stream_id)
+            if lane is None:
+                return  # a cancel may cross the end of its response: then nothing is left to do
+        else:
+            response_id = _response_id_of(message, "penstock.cancel")
+            lane = next((lane for lane in self._lanes.values() if lane.reads(response_id)), None)
+            if lane is None:
+                await self._service.cancel(self.caller, response_id)
+                return
+        if lane.log is None or lane.log.on_cancel is not None:
+            lane.cancel()
+        elif not lane.log.is_ended:  # it runs on another gateway
+            await self._service.cancel(self.caller, lane.log.header.response_id)
+
+    async def _drop_prefix(self, message: _Message, stream_id: str | None) -> None:
+        response_id = _response_id_of(message, "penstock.drop_prefix")
+        await self._service.drop_prefix(self.caller, response_id)
+        event = {"type": "penstock.prefix_dropped", "response_id": response_id}
+        await self.send(_on_lane(event, stream_id))
+
+    async def _ping(self, _: _Message, stream_id: str | None) -> None:
+        await self.send(_on_lane({"type": "penstock.pong"}, stream_id))
+
+    async def _steer(self, message: _Message, stream_id: str | None) -> None:
+        event = {
+            "type": "response.steer.failed",
+            "sequence_number": 0,
+            "error": {
+                "type": "invalid_request_error",
+                "code": "steering_not_supported",
+                "message": "this server does not steer running responses",
+            },
+            "steer": {
+                "input": message.get("input"),
+                "previous_response_id": message.get("previous_response_id"),
+            },
+        }
+        await self.send(_on_lane(event, stream_id))
+
+
+_Handler = Callable[[Connection, _Message, str | None], Awaitable[None]]
+_HANDLERS: Mapping[str, _Handler] = {
+    "response.create": Connection._create,
+    "response.steer": Connection._steer,
+    "penstock.resume": Connection._resume,
+    "penstock.cancel": Connection._cancel,
+    "penstock.drop_prefix": Connection._drop_prefix,
+    "penstock.ping": Connection._ping,
+}
+
+
+class Lane:
+    """Responses that come one after the other. It has a task while it has work.
+
+    Attributes:
+        log: of the response that it is reading.
+    """
+
+    def __init__(self, connection: Connection, *, stream_id: str | None) -> None:
+        self.stream_id = stream_id
+        self.log: ResponseLog | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._connection = connection
+        self._waiting: deque[Callable[[], Awaitable[Subscriber | None]]] = deque()
+        self._is_running = False
+        self._is_cancelled = False  # while its response was still being prepared
+        self._suffix = (
+            None if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id) + b"}"
+        )
+
+    @property
+    def num_open(self) -> int:
+        return len(self._waiting) + self._is_running
+
+    def add(self, begin: Callable[[], Awaitable[Subscriber | None]]) -> None:
+        """A response, begun only when it is its turn: it may continue the one before it."""
+        self._waiting.append(begin)
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._run())
+
+    def reads(self, response_id: str) -> bool:
+        return self.log is not None and self.log.header.response_id == response_id
+
+    def cancel(self) -> None:
+        """Stop the response that runs here or is about to; those queued behind it go on."""
+        if self.log is not None:
+            self.log.cancel()
+        else:
+            self._is_cancelled = self.num_open > 0
+
+    async def _run(self) -> None:
+        while self._waiting:
+            try:
+                async with self._connection.in_flight:
+                    self._is_running = True
+                    await self._pass_on(self._waiting.popleft())
+            except WebSocketDisconnect:
+                return
+            except Exception as error:
+                await self._connection.send(failure_of(error).websocket_event(self.stream_id))
+            finally:
+                self.log = None
+                self._is_running = self._is_cancelled = False
+
+    async def _pass_on(self, begin: Callable[[], Awaitable[Subscriber | None]]) -> None:
+        subscriber = await begin()
+        if subscriber is None:
+            return
+        if self._is_cancelled:
+            self.cancel()
+        await subscriber.write_to(self._connection.writer, self._labelled)
+
+    def _labelled(self, events: Sequence[Event]) -> list[bytes]:
+        """A message each."""
+        if self._suffix is None:
+            return [event.json for event in events]
+        return [event.json[:-1] + self._suffix for event in events]
+
+
+# -- fields of messages that are read before anything else is ---------------------------------
+
+
+def _response_id_of(message: _Message, kind: str) -> str:
+    response_id = message.get("response_id")
+    if not isinstance(response_id, str):
+        raise RequestRefusedError(
+            f"{kind} needs a response_id",
+            code="missing_required_parameter",
+            param="response_id",
+        )
+    return response_id
+
+
+def _starting_after_of(message: _Message) -> int:
+    after = message.get("starting_after")
+    if after is None:
+        return -1
+    if not isinstance(after, int) or isinstance(after, bool):
+        raise RequestRefusedError(
+            "starting_after must be a sequence number", code="invalid_type", param="starting_after"
+        )
+    return max(-1, after)
+
+
+def _stream_id_of(message: _Message) -> str | None:
+    stream_id = message.get("stream_id")
+    if stream_id is not None and not (
+        isinstance(stream_id, str) and _LANE_NAME.fullmatch(stream_id)
+    ):
+        raise RequestRefusedError(
+            "stream_id must be 1 to 256 letters, digits, '_', '.' or '-'",
+            code="invalid_stream_id",
+            param="stream_id",
+        )
+    return stream_id
+
+
+def _on_lane(event: dict[str, Any], stream_id: str | None) -> dict[str, Any]:
+    return event if stream_id is None else {**event, "stream_id": stream_id}
+
+
+def _limit_reached(message: str) -> RequestRefusedError:
+    return RequestRefusedError(message, code="websocket_stream_limit_reached", param="stream_id")

@@ -1,0 +1,356 @@
+"""What request schemas are made of: strict models, bounded values, text and messages; and the
+parameters that several endpoints share: how tokens are chosen, and how many outputs there are.
+
+What is particular to an endpoint is in its own `schema`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.engine.request import MAX_BRANCHES, MAX_LOGPROBS, BeamSearch
+from penstock.gateway.api.schema.parameters import Endpoint
+from penstock.gateway.errors import RequestRefusedError
+
+MAX_ITEMS = 4096  # messages or input items of a request
+_MAX_KEYS = 128  # of one object
+_MAX_METADATA = 16
+_MAX_METADATA_KEY_CHARS = 64
+_MAX_METADATA_CHARS = 512
+_MAX_INCLUDES = 32
+_MAX_ID_CHARS = 128
+_PART_KEYS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
+_MAX_STOPS = 16
+_MAX_STOP_CHARS = 1024
+_MAX_LOGIT_BIAS = 1024
+_MAX_SALT_CHARS = 256
+_MAX_PRIORITY = 1 << 31
+
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+_Stops = Annotated[list[_Stop], Field(max_length=_MAX_STOPS, fail_fast=True)]
+NumBranches = Annotated[int, Field(ge=1, le=MAX_BRANCHES)]
+
+
+class Model(BaseModel):
+    """Validation stops at a list's first fault and at an object with too many keys, so that a
+    body made of faults costs no more than a good one."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_keys(cls, value: Any) -> Any:
+        return bounded(value, _MAX_KEYS)
+
+
+def bounded(value: Any, max_keys: int) -> Any:
+    if isinstance(value, dict) and len(value) > max_keys:
+        raise PydanticCustomError("too_long", "at most {max} keys", {"max": max_keys})
+    return value
+
+
+def _texts_of(content: Any) -> Any:
+    """Content as its texts; lists may hold text parts only."""
+    if isinstance(content, str):
+        return (content,)
+    if isinstance(content, tuple):  # texts already, which no JSON is
+        return content
+    if not isinstance(content, list):
+        raise PydanticCustomError(
+            "invalid_type", "content must be a string or a list of text parts"
+        )
+    return tuple(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "input_text", "output_text"):
+        raise PydanticCustomError(
+            "unsupported_parameter", "content parts must be text, not {kind}", {"kind": repr(kind)}
+        )
+    unknown = sorted({key for key, value in part.items() if value is not None} - _PART_KEYS)
+    if unknown:
+        raise PydanticCustomError(
+            "unknown_parameter", "a text part has no {name}", {"name": repr(unknown[0])}
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise PydanticCustomError("invalid_type", "a text part needs a string `text`")
+    return text
+
+
+def listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _supported_role(role: Any) -> Any:
+    if role in ("tool", "function"):
+        raise PydanticCustomError("unsupported_parameter", "this server does not support tools")
+    return role
+
+
+def _message_type(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "message":
+        raise PydanticCustomError(
+            "unsupported_parameter", "input items must be messages, not {kind}", {"kind": kind}
+        )
+    return kind
+
+
+def _id_of(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    unknown = sorted(set(value) - {"id"}, key=str)
+    if unknown:
+        raise PydanticCustomError(
+            "unknown_parameter", "a conversation has no {name}", {"name": repr(unknown[0])}
+        )
+    if "id" not in value:
+        raise PydanticCustomError("missing", "a conversation is named by its id")
+    return value["id"]
+
+
+class TextPart(Model):
+    """How `_texts_of` takes a part: for the description of the API alone."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class ConversationName(Model):
+    """How `_id_of` takes a conversation; as `TextPart`."""
+
+    id: Annotated[str, Field(max_length=_MAX_ID_CHARS)]
+
+
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(_texts_of, json_schema_input_type=str | list[TextPart])
+]
+Role = Annotated[
+    Literal["system", "developer", "user", "assistant"], BeforeValidator(_supported_role)
+]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+MaxTokens = Annotated[int, Field(ge=1)]
+NumKept = Annotated[int, Field(ge=1)]
+# OpenAI's limits.
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=_MAX_METADATA_KEY_CHARS)],
+        Annotated[str, Field(max_length=_MAX_METADATA_CHARS)],
+    ],
+    BeforeValidator(lambda value: bounded(value, _MAX_METADATA)),
+]
+ConversationId = Annotated[
+    str,
+    Field(max_length=_MAX_ID_CHARS),
+    BeforeValidator(_id_of, json_schema_input_type=str | ConversationName),
+]
+Includable = Literal[
+    "message.output_text.logprobs",
+    # Of tools, images and hidden reasoning, of which there are none here.
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+]
+Includes = Annotated[list[Includable], Field(max_length=_MAX_INCLUDES, fail_fast=True)]
+
+
+class Message(Model):
+    """One message of a conversation, of chat's `messages` and responses' `input` alike.
+
+    Attributes:
+        content: the text of each part.
+    """
+
+    role: Role
+    content: Texts
+    name: str | None = None
+    # What a response's output carries when it is sent back as input.
+    type: Annotated[Literal["message"], BeforeValidator(_message_type)] = "message"
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kind = value.get("type")
+        if kind not in (None, "message"):
+            return {"type": kind, "role": "user", "content": ""}  # refused by its type alone
+        return {key: item for key, item in value.items() if item is not None and item != []}
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates know it."""
+        return template_message(self.role, self.content, self.name)
+
+
+def template_message(role: str, texts: Sequence[str], name: str | None = None) -> dict[str, str]:
+    """A message as chat templates know it: of one text, and there is no developer."""
+    named = {} if name is None else {"name": name}
+    known_role = "system" if role == "developer" else role
+    return {"role": known_role, "content": "\n".join(texts), **named}
+
+
+class StreamOptions(Model):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branching:
+    """How many outputs answer one prompt, as `SamplingParams` has it."""
+
+    n: int = 1
+    best_of: int | None = None
+    beam_search: BeamSearch | None = None
+
+
+class SamplingRequest(Model):
+    """What all endpoints share. Absent values take the model's defaults, then OpenAI's.
+
+    Attributes:
+        endpoint: whose rows of `parameters` say what it may have.
+        default_output_limit: output tokens where the caller names no limit; None: what fits.
+    """
+
+    endpoint: ClassVar[Endpoint]
+    default_output_limit: ClassVar[int | None] = None
+
+    model: str | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+        BeforeValidator(lambda value: bounded(value, _MAX_LOGIT_BIAS)),
+    ] = Field(default_factory=dict)
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
+    stop: Annotated[_Stops, BeforeValidator(listed, json_schema_input_type=_Stop | _Stops)] = Field(
+        default_factory=list
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LOGIT_BIAS, fail_fast=True)] = (
+        Field(default_factory=list)
+    )
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-_MAX_PRIORITY, lt=_MAX_PRIORITY)] = 0
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the output is the prompt's next words, not a text of its own."""
+        return False
+
+    @property
+    def output_limit(self) -> int | None:
+        """Output tokens asked for at most, under whatever name the endpoint has for it."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None, or how many alternatives to report beside each token."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of each token of the prompt."""
+        return None
+
+    @property
+    def wants_queue_position(self) -> bool:
+        """Whether the caller is to be told of its place in the engine's queue."""
+        return False
+
+    @property
+    def branching(self) -> Branching:
+        """How many outputs are wanted."""
+        return Branching()
+
+
+class ChoicesRequest(SamplingRequest):
+    """What chat completions and completions share: several choices, and OpenAI's stream options.
+
+    Of a beam search, `n` is the width and the number of hypotheses, as in vLLM.
+
+    Attributes:
+        truncate_prompt_tokens: only that many tokens of a prompt are taken, its last ones.
+    """
+
+    stream_options: StreamOptions = StreamOptions()
+    n: NumBranches = 1
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: NumKept | None = None
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> ChoicesRequest:
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "cannot be used with stream")
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise invalid(name, "needs use_beam_search to be true")
+        return self
+
+    def kept(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+        """What is taken of a prompt."""
+        num_kept = self.truncate_prompt_tokens
+        return prompt_token_ids if num_kept is None else prompt_token_ids[-num_kept:]
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def branching(self) -> Branching:
+        return Branching(n=self.n, beam_search=self._beam_search)
+
+    @property
+    def beyond_one_output(self) -> Iterator[str]:
+        """What it asks for beside one output, by the parameter that does."""
+        if self.n > 1:
+            yield "n above 1"
+        if self.use_beam_search:
+            yield "use_beam_search"
+        if self.prompt_logprobs is not None:
+            yield "prompt_logprobs"
+
+    @property
+    def _beam_search(self) -> BeamSearch | None:
+        if not self.use_beam_search:
+            return None
+        return BeamSearch(
+            width=self.n, length_penalty=self.length_penalty, early_stopping=self.early_stopping
+        )
+
+
+def invalid(param: str, rule: str) -> RequestRefusedError:
+    return RequestRefusedError(f"{param} {rule}", code="invalid_value", param=param)

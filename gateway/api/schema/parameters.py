@@ -1,0 +1,173 @@
+"""One table: what becomes of every parameter of the generating endpoints.
+
+    honoured   read by the endpoint's schema
+    neutral    OpenAI's (or vLLM's), cannot change the text: accepted and left alone
+    refused    could change the output and is not built: 400 `unsupported_parameter`
+    (absent)   in neither API: 400 `unknown_parameter`
+
+`null`, an empty list and the documented default are accepted for every parameter in the table.
+The types of honoured parameters are in each endpoint's `schema`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.gateway.errors import RequestRefusedError
+
+
+class Endpoint(enum.Enum):
+    CHAT = "chat.completions"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    RESPONSES_SOCKET = "responses over WebSocket"
+
+
+class Use(enum.Enum):
+    HONOURED = "honoured"
+    NEUTRAL = "neutral"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """How a parameter is used; `defaults` are the values of a refused one that ask nothing."""
+
+    use: Use
+    defaults: tuple[Any, ...] = ()
+
+
+_CHAT, _COMPLETIONS = (Endpoint.CHAT,), (Endpoint.COMPLETIONS,)
+_BOTH = (Endpoint.CHAT, Endpoint.COMPLETIONS)
+_RESPONSES = (Endpoint.RESPONSES, Endpoint.RESPONSES_SOCKET)
+_MESSAGES = (*_CHAT, *_RESPONSES)
+_ALL = tuple(Endpoint)
+_TEXT_FORMATS = ({"type": "text"},)
+
+_Row = tuple[tuple[Endpoint, ...], Use, str, tuple[Any, ...]]
+_ROWS: tuple[_Row, ...] = (
+    # OpenAI's
+    (_ALL, Use.HONOURED, "model stream temperature top_p", ()),
+    (_BOTH, Use.HONOURED, "stream_options max_tokens logprobs", ()),
+    (_CHAT, Use.HONOURED, "messages max_completion_tokens top_logprobs", ()),
+    (_COMPLETIONS, Use.HONOURED, "prompt", ()),
+    (_RESPONSES, Use.HONOURED, "input instructions max_output_tokens metadata", ()),
+    (_RESPONSES, Use.HONOURED, "previous_response_id conversation background", ()),
+    (_RESPONSES, Use.HONOURED, "store stream_options include top_logprobs", ()),
+    (_ALL, Use.NEUTRAL, "user", ()),
+    (_MESSAGES, Use.NEUTRAL, "service_tier safety_identifier parallel_tool_calls", ()),
+    (_RESPONSES, Use.HONOURED, "prompt_cache_options", ()),
+    (_MESSAGES, Use.NEUTRAL, "prompt_cache_key prompt_cache_retention", ()),
+    (_CHAT, Use.NEUTRAL, "prompt_cache_options", ()),
+    (_CHAT, Use.NEUTRAL, "metadata store prediction", ()),
+    (_RESPONSES, Use.NEUTRAL, "max_tool_calls", ()),
+    (_BOTH, Use.HONOURED, "n", ()),
+    (_COMPLETIONS, Use.HONOURED, "best_of echo", ()),
+    (_COMPLETIONS, Use.REFUSED, "suffix", ("",)),
+    (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
+    (_MESSAGES, Use.REFUSED, "tools moderation", ()),
+    (_MESSAGES, Use.REFUSED, "tool_choice", ("none", "auto")),
+    (_CHAT, Use.REFUSED, "function_call", ("none", "auto")),
+    (_CHAT, Use.REFUSED, "modalities", (["text"],)),
+    (_CHAT, Use.REFUSED, "reasoning_effort", ("none",)),
+    (_CHAT, Use.REFUSED, "verbosity", ("medium",)),
+    (_CHAT, Use.REFUSED, "response_format", _TEXT_FORMATS),
+    (
+        _RESPONSES,
+        Use.REFUSED,
+        "text",
+        (
+            {"format": {"type": "text"}},
+            {"verbosity": "medium"},
+            {"format": {"type": "text"}, "verbosity": "medium"},
+        ),
+    ),
+    (_RESPONSES, Use.REFUSED, "reasoning", ({"effort": "none"},)),
+    (_RESPONSES, Use.REFUSED, "truncation", ("disabled",)),
+    (_RESPONSES, Use.REFUSED, "prompt context_management", ()),
+    (_RESPONSES, Use.REFUSED, "access_programs", ({"cyber": "standard"},)),
+    (_RESPONSES, Use.REFUSED, "image", ({"context_compression": "auto"},)),
+    ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # of the WebSocket mode
+    ((Endpoint.RESPONSES_SOCKET,), Use.HONOURED, "generate", ()),
+    # OpenAI's in one endpoint, everybody's here
+    (_BOTH, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
+    (_RESPONSES, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
+    # vLLM's extras at top level
+    (_ALL, Use.HONOURED, "top_k min_p repetition_penalty stop_token_ids min_tokens", ()),
+    (_ALL, Use.HONOURED, "ignore_eos skip_special_tokens include_stop_str_in_output", ()),
+    (_MESSAGES, Use.HONOURED, "chat_template chat_template_kwargs", ()),
+    (_CHAT, Use.HONOURED, "add_generation_prompt continue_final_message add_special_tokens", ()),
+    (_COMPLETIONS, Use.HONOURED, "add_special_tokens", ()),
+    (_ALL, Use.NEUTRAL, "request_id", ()),
+    (_ALL, Use.HONOURED, "priority cache_salt", ()),
+    (_BOTH, Use.HONOURED, "use_beam_search length_penalty early_stopping prompt_logprobs", ()),
+    (_BOTH, Use.HONOURED, "return_token_ids return_tokens_as_token_ids", ()),
+    (_BOTH, Use.HONOURED, "truncate_prompt_tokens", ()),
+    (_BOTH, Use.REFUSED, "spaces_between_special_tokens", (True,)),
+    (_BOTH, Use.REFUSED, "allowed_token_ids bad_words", ()),
+    (_BOTH, Use.REFUSED, "guided_json guided_regex guided_choice guided_grammar", ()),
+    (_BOTH, Use.REFUSED, "structured_outputs logits_processors kv_transfer_params", ()),
+    (_BOTH, Use.REFUSED, "prompt_embeds logprob_token_ids", ()),
+    (_ALL, Use.REFUSED, "vllm_xargs", ()),
+    (_CHAT, Use.REFUSED, "include_reasoning", (True,)),
+    (_CHAT, Use.REFUSED, "documents mm_processor_kwargs", ()),
+    (_COMPLETIONS, Use.REFUSED, "response_format", _TEXT_FORMATS),
+    # our own
+    (_RESPONSES, Use.HONOURED, "penstock", ()),
+)
+
+
+_NEEDED = frozenset({"messages", "prompt", "input"})  # an empty one is a mistake, not a default
+
+
+def _build(rows: Iterable[_Row]) -> dict[Endpoint, dict[str, Parameter]]:
+    table: dict[Endpoint, dict[str, Parameter]] = {endpoint: {} for endpoint in Endpoint}
+    for endpoints, use, names, defaults in rows:
+        for endpoint in endpoints:
+            for name in names.split():
+                assert name not in table[endpoint], f"{name} stands in the table twice"
+                table[endpoint][name] = Parameter(use, defaults)
+    return table
+
+
+PARAMETERS: Mapping[Endpoint, Mapping[str, Parameter]] = _build(_ROWS)
+
+
+def honoured(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a request that its schema is to read.
+
+    Raises:
+        RequestRefusedError: a parameter is unknown, or asks for what is not built.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        parameter = PARAMETERS[endpoint].get(name)
+        if parameter is None:
+            raise RequestRefusedError(
+                f"unknown parameter: {name!r}", code="unknown_parameter", param=name
+            )
+        if value is None or (value == [] and name not in _NEEDED):
+            continue
+        if parameter.use is Use.HONOURED:
+            kept[name] = value
+        elif parameter.use is Use.REFUSED and not _asks_nothing(value, parameter.defaults):
+            raise RequestRefusedError(
+                f"parameter {name!r} is not supported by this server, other than "
+                f"{_allowed(parameter.defaults)}",
+                code="unsupported_parameter",
+                param=name,
+            )
+    return kept
+
+
+def _asks_nothing(value: Any, defaults: tuple[Any, ...]) -> bool:
+    if isinstance(value, dict):  # of an object, only what is set can ask for something
+        value = {name: item for name, item in value.items() if item is not None}
+    return value in defaults or (value == {} and any(isinstance(d, dict) for d in defaults))
+
+
+def _allowed(defaults: tuple[Any, ...]) -> str:
+    return " or ".join(["null", *(repr(default) for default in defaults[:2])])

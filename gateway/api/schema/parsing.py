@@ -1,0 +1,158 @@
+"""From bytes to a typed request, or to a `RequestRefusedError` that names the parameter at fault.
+
+Lives here: JSON with its traps, and pydantic's findings as the API's errors
+(`messages[0].content`). Which parameters exist at all is `parameters`' business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.gateway.api.schema.fields import Model, SamplingRequest
+from penstock.gateway.api.schema.parameters import honoured
+from penstock.gateway.errors import RequestRefusedError
+
+_MAX_DIAGNOSED_BYTES = 64 << 10
+# A body of 4 MB may hold a million lists; making and freeing them took 0.2 s, all of it with
+# Python's lock held. Of honest bodies the largest, 4096 messages in parts, has 50,000 of these.
+MAX_JSON_PARTS = 200_000  # objects, lists, and strings, keys among them
+MAX_JSON_NUMBERS = 1 << 20
+_NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))
+# OpenAI's fields of messages and items that ask for what is not built; others are unknown.
+_UNSUPPORTED_FIELDS = frozenset(
+    {"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "logprobs"}
+)
+_Request = TypeVar("_Request", bound=SamplingRequest)
+_Model = TypeVar("_Model", bound=Model)
+
+
+def parse_json(data: bytes | str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        RequestRefusedError: it is not UTF-8, not JSON (NaN and Infinity are not), no object, or
+            has too many parts.
+    """
+    _check_num_parts(data)
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        param = _parameter_that_is_no_number(data)
+        if param is not None:
+            raise RequestRefusedError(
+                f"{param}: NaN and Infinity are no JSON numbers", code="invalid_value", param=param
+            ) from error
+        raise RequestRefusedError(f"not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise RequestRefusedError("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def _check_num_parts(data: bytes | str) -> None:
+    """Refuse JSON that would take long to read, without reading it.
+
+    Raises:
+        RequestRefusedError: it has too many parts.
+    """
+    if len(data) < MAX_JSON_PARTS:
+        return
+    raw = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+    if len(raw.translate(None, _NO_MARKS)) <= MAX_JSON_PARTS:  # nearly all, in a millisecond
+        return
+    # Text may have more of these characters: every second piece between quotes is no text.
+    raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_strings = raw.count(b'"') // 2
+    if num_strings <= MAX_JSON_PARTS:
+        outside = b"".join(raw.split(b'"')[::2])
+        num_parts = num_strings + outside.count(b"[") + outside.count(b"{")
+        if num_parts <= MAX_JSON_PARTS and outside.count(b",") <= MAX_JSON_NUMBERS:
+            return
+    raise RequestRefusedError(
+        f"the body has more than {MAX_JSON_PARTS} objects, lists and strings, or more than "
+        f"{MAX_JSON_NUMBERS} numbers",
+        code="request_too_large",
+        status=413,
+    )
+
+
+def _parameter_that_is_no_number(data: bytes | str) -> str | None:
+    """The parameter whose value is NaN or Infinity, if that is what is wrong with a small body:
+    Python's own JSON writes them."""
+    if len(data) > _MAX_DIAGNOSED_BYTES:
+        return None
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    values = body.items() if isinstance(body, dict) else ()
+    return next((k for k, v in values if isinstance(v, float) and not math.isfinite(v)), None)
+
+
+def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
+    """A typed request out of a JSON object.
+
+    Raises:
+        RequestRefusedError: a parameter is unknown, unsupported, missing or wrong.
+    """
+    return parse_fields(kind, honoured(kind.endpoint, body))
+
+
+def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
+    """Fields of any schema, all that are given.
+
+    Raises:
+        RequestRefusedError: a field is unknown, missing or wrong.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _refusal(_most_telling(error.errors(include_url=False))) from error
+
+
+def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
+    """Of a union every arm complains: the one that got furthest was meant."""
+    first = details[0]["loc"][:1]
+    return max(
+        (detail for detail in details if detail["loc"][:1] == first),
+        key=lambda detail: (
+            len(detail["loc"]),
+            [part for part in detail["loc"] if isinstance(part, int)],
+            not detail["type"].endswith("_type"),
+        ),
+    )
+
+
+def _refusal(detail: ErrorDetails) -> RequestRefusedError:
+    param = _path(detail["loc"])
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        is_known = detail["loc"][-1] in _UNSUPPORTED_FIELDS
+        code = "unsupported_parameter" if is_known else "unknown_parameter"
+        message = f"{'unsupported' if is_known else 'unknown'} parameter: {param!r}"
+        return RequestRefusedError(message, code=code, param=param)
+    if kind == "missing":
+        code = "missing_required_parameter"
+    elif kind in ("unknown_parameter", "unsupported_parameter", "invalid_type"):
+        code = kind
+    else:
+        code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return RequestRefusedError(f"{param}: {detail['msg']}", code=code, param=param or None)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "content")` as `messages[0].content`, without pydantic's names for the
+    arms of a union."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "bool"):
+            path += f".{part}" if path else part
+    return path

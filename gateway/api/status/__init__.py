@@ -1,0 +1,1 @@
+"""How the server is: health, metrics, and the numbers of `/dashboard`."""

@@ -1,0 +1,51 @@
+"""How the server is: `/health`, `/ready` and `/metrics`; what it offers: `/openapi.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.gateway.api.json_api import json_response
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.errors import refusal
+from penstock.gateway.telemetry.metrics import CONTENT_TYPE, Metrics
+
+
+class Status:
+    """The endpoints."""
+
+    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    async def health(self, _: Request) -> Response:
+        """200 unless an engine was lost: a server that still starts up is not ill."""
+        if self._engine.is_lost:
+            return refusal(503, code="engine_unavailable", message="the engine died").response()
+        return json_response({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """200 when a request would be served."""
+        if not self._engine.is_alive:
+            return refusal(
+                503, code="engine_unavailable", message="no engine answers yet"
+            ).response()
+        return json_response({"status": "ready"})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+class Description:
+    """`GET /openapi.json`."""
+
+    def __init__(self, model_names: Sequence[str]) -> None:
+        self._model_names = model_names
+
+    async def read(self, _: Request) -> Response:
+        # Few ever ask, and it takes memory.
+        from penstock.gateway.api.openapi import document
+
+        return json_response(document(self._model_names))

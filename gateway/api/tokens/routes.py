@@ -1,0 +1,88 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM has them: what the server makes of a text or a
+conversation, and what text ids stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.gateway.api.json_api import json_response, read_json
+from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.generation.generator import ChatPrompt, Generator
+
+_MANY_TOKENS = 16 << 10  # from here on looking at each would stall the event loop for everybody
+
+
+class Tokens:
+    """The endpoints."""
+
+    def __init__(self, generator: Generator, engine: EngineClient, *, max_body_bytes: int) -> None:
+        self._generator = generator
+        self._engine = engine
+        self._max_body_bytes = max_body_bytes
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        asked: TokenizeChat | TokenizePrompt
+        if "messages" in body:
+            asked = parse_fields(TokenizeChat, body)
+        else:
+            asked = parse_fields(TokenizePrompt, body)
+        model = self._generator.model
+        model.require(asked.model)
+        token_ids = await self._token_ids(asked)
+        info = self._engine.info
+        return json_response(
+            {
+                "count": len(token_ids),
+                "max_model_len": None if info is None else info.max_model_len,
+                "tokens": token_ids,
+                "token_strs": await self._pieces(token_ids) if asked.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = parse_fields(Detokenize, await self._body(request))
+        model = self._generator.model
+        model.require(asked.model)
+        piece = model.tokenizer.token_piece
+        unknown = next((i for i in set(asked.tokens) if piece(i) is None), None)
+        if unknown is not None:
+            raise InvalidRequestError(
+                f"token id {unknown} is not in the vocabulary", param="tokens"
+            )
+        text = await self._generator.detokenise(asked.tokens, skip_special_tokens=False)
+        return json_response({"prompt": text})
+
+    async def _pieces(self, token_ids: Sequence[int]) -> list[str | None]:
+        pieces = map(self._generator.model.tokenizer.token_piece, token_ids)
+        return await self._generator.long_work.run(
+            lambda: list(pieces), is_long=len(token_ids) >= _MANY_TOKENS
+        )
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        body = await read_json(request, max_bytes=self._max_body_bytes)
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def _token_ids(self, asked: TokenizeChat | TokenizePrompt) -> Sequence[int]:
+        if isinstance(asked, TokenizePrompt):
+            return await self._generator.tokenise(
+                asked.prompt,
+                add_special_tokens=asked.add_special_tokens,
+                param="prompt",
+                must_fit=False,
+            )
+        return await self._generator.tokenise_chat(ChatPrompt.of(asked), must_fit=False)

@@ -1,0 +1,43 @@
+"""The requests of `/tokenize` and `/detokenize`, in vLLM's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from penstock.gateway.api.schema.fields import Message, Model, TokenId, invalid
+
+_MAX_MESSAGES = 4096
+_MAX_TOKENS = 1 << 20
+
+
+class TokenizePrompt(Model):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChat(Model):
+    model: str | None = None
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+    ]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # templates write their own
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_continue(self) -> TokenizeChat:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("continue_final_message", "needs add_generation_prompt to be false")
+        return self
+
+
+class Detokenize(Model):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=_MAX_TOKENS, fail_fast=True)]

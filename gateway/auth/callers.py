@@ -1,0 +1,109 @@
+"""Who asks: the tenant behind an API key, and what it may do.
+
+`guard` finds it and leaves it in the ASGI scope; everybody else only reads it here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.telemetry.request_record import CURRENT_REQUEST
+
+_SCOPE_KEY = "penstock.caller"
+_DEADLINE_HEADER = "x-request-deadline-ms"
+_MAX_DEADLINE_MS = 1e9
+_ANY_PRIORITY = (-(1 << 31), (1 << 31) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What a tenant may use, over all its keys and all gateways. None: no limit."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_concurrent_requests: int | None = None
+
+
+NO_LIMITS = TenantLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A tenant, by one of its keys.
+
+    Attributes:
+        tenant: whose conversations, responses and prefix cache these are.
+        key_id: names the key in logs; no secret.
+        weight: its share of the engine beside others' shares.
+        priority: of requests that carry none, or may not.
+        priority_bounds: least and greatest priority that a request may carry, clamped to them;
+            None: what it carries does not count.
+        allows_cache_salt: whether a request's own cache salt counts.
+        cache_salt: keeps its prefix cache apart from other tenants'; empty shares it.
+    """
+
+    tenant: str = "default"
+    key_id: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    priority_bounds: tuple[int, int] | None = _ANY_PRIORITY
+    allows_cache_salt: bool = True
+    cache_salt: str = ""
+    limits: TenantLimits = NO_LIMITS
+
+    def priority_of(self, asked: int | None) -> int:
+        """What a request runs with that asks for a priority, or for none."""
+        if asked is None or self.priority_bounds is None:
+            return self.priority
+        least, greatest = self.priority_bounds
+        return min(max(asked, least), greatest)
+
+    def salt_of(self, asked: str | None) -> str:
+        """The cache salt of a request that brings one, or none."""
+        own = (asked or "") if self.allows_cache_salt else ""
+        # A tenant's salt has no line break, so no other pair makes the same text.
+        return f"{self.cache_salt}\n{own}" if self.cache_salt else own
+
+
+ANYBODY = Caller()
+
+
+def caller_of(scope: MutableMapping[str, Any]) -> Caller:
+    """The caller of an HTTP request or a WebSocket."""
+    caller: Caller = scope.get(_SCOPE_KEY, ANYBODY)
+    return caller
+
+
+def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
+    scope[_SCOPE_KEY] = caller
+    record = CURRENT_REQUEST.get()
+    if record is not None:
+        record.tenant = caller.tenant
+
+
+def deadline_of(scope: MutableMapping[str, Any]) -> float | None:
+    """Seconds within which the caller wants its first token; None if it does not say.
+
+    Raises:
+        RequestRefusedError: `x-request-deadline-ms` is no such number.
+    """
+    text = Headers(scope=scope).get(_DEADLINE_HEADER)
+    if text is None:
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds <= _MAX_DEADLINE_MS:
+        raise RequestRefusedError(
+            f"{_DEADLINE_HEADER} must be a number of milliseconds more than 0",
+            code="invalid_value",
+            param=_DEADLINE_HEADER,
+        )
+    return milliseconds / 1e3

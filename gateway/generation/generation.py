@@ -1,0 +1,473 @@
+"""From a planned request to deltas of text, whatever the transport.
+
+    engine → outputs of branches → deltas → finish reasons and usage
+
+Lives here: stop strings, the choice of the best branches, the promise that a generation that is
+left early is aborted, and going on from the middle of one. A `Branch` is one output as it grows:
+an engine's tokens in, what a reader is told out. `DeltaSource` is what answers are made from; a
+`Generation` has its deltas from an engine, `api.responses.logged_generation` from a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from penstock.engine.text import OutputText
+from penstock.gateway.admission.admission import Reservation
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_stream import EngineStream
+from penstock.gateway.errors import GenerationFailedError, SupersededError
+from penstock.gateway.telemetry.metrics import StreamMeter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A whole branch."""
+
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+
+
+class Generation:
+    """One prompt and the branches of output that answer it. Used as a context: entering submits
+    the request, leaving before the end aborts it.
+
+        with generation:
+            while (deltas := await generation.next()) is not None:
+                ...
+        generation.branches[0].finish_reason, generation.usage
+
+    A request with `output_token_ids` goes on from the middle, wherever its beginning was computed:
+    what those tokens make of text beyond `shown_text` (half a character may be held back at the
+    cut) is the first delta.
+
+    Args:
+        texts: one per branch that is computed.
+        shown_text: what has been delivered of the output.
+        epoch: see `EngineClient.submit`.
+        reservation: what it holds until it is left or discarded; None: nothing.
+
+    Attributes:
+        prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; all of
+            them are there when the first delta comes.
+        prefix_id: names the KV of all full blocks of prompt and output to an engine; None before
+            the end, and where only the gateway knew the end.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        request: Request,
+        *,
+        texts: Sequence[OutputText],
+        meter: StreamMeter,
+        shown_text: str = "",
+        epoch: int = 1,
+        reservation: Reservation | None = None,
+    ) -> None:
+        self.request = request
+        self._epoch = epoch
+        self._reservation = reservation or Reservation()
+        self.branches = [
+            Branch(index, text, request.sampling_params) for index, text in enumerate(texts)
+        ]
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prefix_id: bytes | None = None
+        self._num_running = len(self.branches)
+        self._shown_text = shown_text
+        self._due: list[Delta] = []
+        self._engine = engine
+        self._stream: EngineStream | None = None
+        self._meter = meter
+        self._num_cached_tokens = 0
+
+    def __enter__(self) -> Generation:
+        """
+        Raises:
+            EngineDeadError: no engine answers.
+            GenerationFailedError: the output so far is not what its tokens say.
+        """
+        if self.request.output_token_ids:
+            self._catch_up(self.request.output_token_ids)
+        if not self.is_finished:
+            self._stream = self._engine.submit(self.request, epoch=self._epoch)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Not a coroutine, so no cancellation can come between the client's leaving and this.
+        if self._stream is not None:
+            self._engine.abort(self._stream)
+        self._stream = None
+        is_error = kind is not None and issubclass(kind, Exception)
+        is_error &= kind is not SupersededError
+        rest = FinishReason.ERROR if is_error else FinishReason.ABORT
+        reason = self.branches[0].finish_reason if self.is_finished else None
+        self._meter.finished((reason or rest).value)
+        self._settle_reservation()
+
+    def discard(self) -> None:
+        """It will not be entered: give back what it holds."""
+        self._reservation.settle()
+
+    def cancel(self) -> None:
+        """Stop it; what has come so far is still delivered, and then the end."""
+        if self._stream is None:
+            return
+        self._engine.abort(self._stream)
+        request_id = self.request.request_id
+        for index, branch in enumerate(self.branches):
+            if branch.finish_reason is None:
+                self._stream.push(
+                    RequestOutput(
+                        request_id=request_id, index=index, finish_reason=FinishReason.ABORT
+                    )
+                )
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_running == 0
+
+    @property
+    def num_wanted(self) -> int:
+        """Branches that the caller is to see; more of them may be computed."""
+        return self.request.sampling_params.n
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt once, and the tokens of all branches that were computed."""
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            output_tokens=sum(len(branch.token_ids) for branch in self.branches),
+            cached_tokens=self._num_cached_tokens,
+        )
+
+    def best(self) -> Sequence[int]:
+        """The indices of the branches wanted: all, or the likeliest per token, best first."""
+        indices = range(len(self.branches))
+        if self.num_wanted == len(indices):
+            return indices
+        ranked = sorted(indices, key=lambda index: -self.branches[index].mean_logprob)
+        return ranked[: self.num_wanted]
+
+    def output_token_ids(self, rank: int) -> Sequence[int]:
+        """Of a branch wanted, so far."""
+        return self.branches[self.best()[rank]].token_ids
+
+    async def next(self) -> list[Delta] | None:
+        """All that came since the last call, in order; None at the end.
+
+        Raises:
+            EngineDeadError: the engine died.
+            InvalidRequestError: the engine refused this request.
+            GenerationFailedError: the engine gave up on this request.
+        """
+        if self._due:
+            due, self._due = self._due, []
+            return due
+        while self._num_running:
+            assert self._stream is not None, "next() outside of its context"
+            deltas = self._deltas(await self._stream.next())
+            if deltas:
+                return deltas
+        return None
+
+    def take(self) -> list[Delta]:
+        """What `next` would give if it did not wait; nothing if it would. For who is called by
+        `when_ready` at every token, and needs no task for it.
+
+        Raises:
+            Exception: as `next`.
+        """
+        due, self._due = self._due, []
+        if self._num_running and self._stream is not None:
+            due += self._deltas(self._stream.take())
+        return due
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Have this called, once, as soon as there is something to take; maybe at once."""
+        assert self._stream is not None, "when_ready() outside of its context"
+        self._stream.when_ready(call)
+
+    def _deltas(self, outputs: Sequence[RequestOutput]) -> list[Delta]:
+        deltas = []
+        is_over = False
+        for output in outputs:  # per branch, so the last may come first
+            delta = self._delta_of(output)
+            if delta is not None:
+                deltas.append(delta)
+            is_over = is_over or output.is_last
+        assert not (is_over and self._num_running), "an end with branches left"
+        return deltas
+
+    def _catch_up(self, token_ids: tuple[int, ...]) -> None:
+        """Take what is known of the output, as if it had just come."""
+        assert len(self.branches) == 1, "only a single output can be continued"
+        reason = self._end_of(token_ids)
+        delta = self.branches[0].add(
+            RequestOutput(
+                request_id=self.request.request_id,
+                token_ids=token_ids,
+                finish_reason=reason,
+                stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
+            )
+        )
+        if not delta.text.startswith(self._shown_text):
+            raise GenerationFailedError("the text that was delivered is not that of its tokens")
+        delta.text = delta.text[len(self._shown_text) :]
+        self._num_running -= delta.finish_reason is not None
+        if delta.text or delta.finish_reason:
+            self._due.append(delta)
+
+    def _end_of(self, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Why the output ends with these tokens, if it does: its last words may have been lost."""
+        info, params = self._engine.info_for_running(), self.request.sampling_params
+        ends = params.stop_token_ids + (() if params.ignore_eos else info.eos_token_ids)
+        if len(token_ids) >= params.min_tokens and token_ids[-1] in ends:
+            return FinishReason.STOP
+        num_tokens = len(self.request.prompt_token_ids) + len(token_ids)
+        is_full = len(token_ids) >= params.max_tokens or num_tokens >= info.max_model_len
+        return FinishReason.LENGTH if is_full else None
+
+    def _delta_of(self, output: RequestOutput) -> Delta | None:
+        if output.finish_reason is FinishReason.ERROR:
+            message = output.error or "the engine gave no reason"
+            if output.is_superseded:
+                raise SupersededError(message)
+            if output.is_refused:
+                raise InvalidRequestError(message, param=output.param)
+            raise GenerationFailedError(message)
+        branch = self.branches[output.index]
+        if branch.finish_reason is not None:
+            return None  # on its way when the branch was stopped
+        if output.num_cached_tokens:
+            self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs:
+            self.prompt_logprobs += output.prompt_logprobs
+        self._meter.output(
+            output.index,
+            num_tokens=len(output.token_ids),
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+        )
+        delta = branch.add(output)
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+            if output.finish_reason is None:
+                self._stop(output.index)
+            elif output.index == 0:
+                self.prefix_id = output.prefix_id
+        if output.token_ids:
+            self._reservation.started()
+        if output.queue_position is not None:
+            delta.queue_position = output.queue_position
+            wait_s = self._reservation.wait_s(output.num_tokens_ahead)
+            delta.estimated_wait_ms = round(wait_s * 1e3)
+            return delta
+        is_telling = delta.text or delta.logprobs or delta.finish_reason or delta.notice
+        return delta if is_telling else None
+
+    def _settle_reservation(self) -> None:
+        used = self.usage
+        self._reservation.settle(
+            num_prompt=used.prompt_tokens if used.output_tokens else 0,
+            num_cached=used.cached_tokens if used.output_tokens else 0,
+            num_output=used.output_tokens,
+            num_branches=len(self.branches),
+        )
+
+    def _stop(self, index: int) -> None:
+        """A stop string was found: only the gateway knows, so the engine must be told."""
+        assert self._stream is not None
+        if self.is_finished:
+            self._engine.abort(self._stream)
+        else:
+            self._engine.abort_branch(self._stream, index)
+
+
+async def merged(
+    generations: Sequence[DeltaSource],
+) -> AsyncGenerator[tuple[int, list[Delta]], None]:
+    """Enters several generations, and gives their deltas as they come, each with its number."""
+    with contextlib.ExitStack() as stack:
+        for generation in generations:
+            stack.enter_context(generation)
+        if len(generations) == 1:  # no tasks on the usual path
+            while (deltas := await generations[0].next()) is not None:
+                yield 0, deltas
+            return
+        waiting = {
+            asyncio.ensure_future(generation.next()): number
+            for number, generation in enumerate(generations)
+        }
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    number, deltas = waiting.pop(task), task.result()
+                    if deltas is not None:
+                        waiting[asyncio.ensure_future(generations[number].next())] = number
+                        yield number, deltas
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def collected(generations: Sequence[DeltaSource]) -> list[list[Output]]:
+    """The outputs wanted of each generation, whole."""
+    deltas: dict[tuple[int, int], list[Delta]] = {}  # by generation and branch
+    async with contextlib.aclosing(merged(generations)) as batches:
+        async for number, batch in batches:
+            for delta in batch:
+                deltas.setdefault((number, delta.index), []).append(delta)
+    return [
+        [_whole(deltas[number, index]) for index in generation.best()]
+        for number, generation in enumerate(generations)
+    ]
+
+
+def _whole(deltas: Sequence[Delta]) -> Output:
+    reason = deltas[-1].finish_reason
+    assert reason is not None
+    return Output(
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        finish_reason=reason,
+    )
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
+class Delta:
+    """What came of one branch since its last delta.
+
+    Attributes:
+        index: which branch.
+        text: may be empty while a character or a stop string is incomplete.
+        logprobs: one entry per token that has text; empty unless asked for.
+        finish_reason: set on the branch's last delta, and only there.
+        notice: what happened to the branch before this text came.
+        queue_position: of a request that waits and asked for it: how many are served before it.
+        estimated_wait_ms: with it, until its own turn; 0 while nothing is measured.
+    """
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    notice: Notice | None = None
+    queue_position: int | None = None
+    estimated_wait_ms: int = 0
+
+
+class Branch:
+    """One of a request's outputs.
+
+    Attributes:
+        finish_reason: None until the end.
+        token_ids: the output so far, without what came after a stop string.
+    """
+
+    __slots__ = ("_index", "_params", "_sum_logprobs", "_text", "finish_reason", "token_ids")
+
+    def __init__(self, index: int, text: OutputText, params: SamplingParams) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.token_ids: list[int] = []
+        self._index = index
+        self._text = text
+        self._params = params
+        self._sum_logprobs = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token of output; 0 if its logprobs were not reported."""
+        return self._sum_logprobs / max(len(self.token_ids), 1)
+
+    def add(self, output: RequestOutput) -> Delta:
+        """What an output of the engine adds, until it ends or a stop string is found."""
+        params = self._params
+        # A token that ended the sequence counts, but carries no text.
+        is_silent = output.stop_token_id is not None and not params.include_stop_str_in_output
+        spoken = output.token_ids[:-1] if is_silent else output.token_ids
+        pushed = self._text.push(spoken)
+        text, counted, reason = pushed.text, output.token_ids, output.finish_reason
+        if pushed.stop is not None:
+            counted, reason = spoken[: pushed.num_tokens], FinishReason.STOP
+        elif reason is not None:
+            rest = self._text.finish()
+            text += rest.text
+            reason = reason if rest.stop is None else FinishReason.STOP
+        self.token_ids += counted
+        logprobs = output.logprobs
+        if logprobs:
+            self._sum_logprobs += sum(entry.logprob for entry in logprobs[: len(counted)])
+            logprobs = () if params.logprobs is None else logprobs[: pushed.num_tokens]
+        self.finish_reason = reason
+        return Delta(
+            index=self._index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            notice=output.notice,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+class DeltaSource(Protocol):
+    """Used as a context, as `Generation` is."""
+
+    def __enter__(self) -> DeltaSource: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    async def next(self) -> list[Delta] | None:
+        """All that came since the last call, in order; None at the end.
+
+        Raises:
+            Exception: it failed.
+        """
+        ...
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of the prompt's tokens from the second on, if they were asked for."""
+        ...
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        ...
+
+    @property
+    def num_wanted(self) -> int:
+        """Outputs that the caller is to see."""
+        ...
+
+    def best(self) -> Sequence[int]:
+        """The indices of the outputs wanted, best first."""
+        ...
+
+    def output_token_ids(self, rank: int) -> Sequence[int]:
+        """So far, of one of the outputs wanted."""
+        ...

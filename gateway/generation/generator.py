@@ -1,0 +1,402 @@
+"""Plans generations: everything that can be refused is refused before one exists.
+
+    prompt → token ids → (fits the context and KV memory?) → Generation
+
+Lives here: tokenising off the event loop when it is long, and sampling parameters with every
+default filled in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from penstock.engine.model_files import GenerationDefaults
+from penstock.engine.request import Request, Retention, SamplingParams
+from penstock.engine.text import OutputText
+from penstock.engine.transport.messages import EngineInfo
+from penstock.gateway.admission.admission import Admission, Reservation
+from penstock.gateway.api.chat.schema import ChatRequest
+from penstock.gateway.api.schema.fields import SamplingRequest
+from penstock.gateway.api.tokens.schema import TokenizeChat
+from penstock.gateway.auth.callers import ANYBODY, Caller
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.context_limits import (
+    check_prompt_bytes,
+    check_vocabulary,
+    fit_branches,
+    fitting_priority,
+    output_limit,
+)
+from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.prompt_memory import PromptMemory
+from penstock.gateway.generation.served_model import ServedModel
+from penstock.gateway.generation.template_process import TemplateProcess
+from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
+
+LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
+_LONG_TEXT_TOKENS = 16 << 10
+_MANY_MESSAGES = 256  # a template is a program, and may look at each for each
+NUM_CONTEXT_TOKENS = 64  # of a prompt, as many as the text that continues it can depend on
+_SEED_MASK = (1 << 64) - 1
+# What a draw is shaped by has no sense in a search: only what the caller asks for is looked at.
+_SEARCH_DEFAULTS = GenerationDefaults(temperature=0.0)
+_MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
+_MAX_OPEN = 64  # running and waiting; each has its text in memory
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A conversation and how to render it."""
+
+    messages: Sequence[Mapping[str, str]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # templates write their own
+    template: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, asked: ChatRequest | TokenizeChat) -> ChatPrompt:
+        """As a request has it."""
+        return cls(
+            messages=[message.for_template() for message in asked.messages],
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            add_special_tokens=asked.add_special_tokens,
+            template=asked.chat_template,
+            kwargs=asked.chat_template_kwargs,
+        )
+
+
+class Generator:
+    """Tokenises prompts and plans what answers them.
+
+    Args:
+        templates: renders those that requests bring; None: they may not bring any.
+        max_prompt_bytes: see `GatewayConfig`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ServedModel,
+        *,
+        metrics: Metrics,
+        admission: Admission,
+        templates: TemplateProcess | None = None,
+        max_prompt_bytes: int | None = None,
+    ) -> None:
+        self.model = model
+        self.long_work = LongWork()
+        self._engine = engine
+        self._metrics = metrics
+        self._admission = admission
+        self._memory = PromptMemory(model.tokenizer)
+        self._templates = templates
+        self._max_prompt_bytes = max_prompt_bytes
+
+    async def close(self) -> None:
+        """End what runs beside the event loop."""
+        self.long_work.close()
+        if self._templates is not None:
+            await self._templates.close()
+
+    async def tokenise_chat(
+        self, prompt: ChatPrompt, *, must_fit: bool, tenant: str = ""
+    ) -> list[int]:
+        """The ids of a rendered conversation; raises as `render_chat` and `tokenise`."""
+        text = await self.render_chat(prompt)
+        if prompt.add_special_tokens:
+            return await self.tokenise(
+                text, add_special_tokens=True, param="messages", must_fit=must_fit
+            )
+        reused = await self.long_work.run(
+            partial(self._memory.search(tenant), text), is_long=len(text) >= LONG_TEXT_CHARS
+        )
+        rest = await self.tokenise(
+            reused.rest,
+            add_special_tokens=False,
+            param="messages",
+            must_fit=must_fit,
+            num_known_tokens=len(reused.token_ids),
+        )
+        token_ids = [*reused.token_ids, *rest]
+        self._memory.remember(tenant, text, token_ids)
+        return token_ids
+
+    async def render_chat(self, prompt: ChatPrompt) -> str:
+        """A conversation as the model's template writes it.
+
+        Raises:
+            InvalidRequestError: the template refuses it, or is not to be trusted.
+        """
+        arguments: dict[str, Any] = {
+            "messages": prompt.messages,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+            "kwargs": prompt.kwargs,
+        }
+        template = self.model.chat_template
+        if prompt.template is None:
+            num_chars = sum(len(message["content"]) for message in prompt.messages)
+            return await self.long_work.run(
+                partial(template.render, **arguments),
+                is_long=num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES,
+            )
+        if self._templates is None:
+            raise RequestRefusedError(
+                "this server takes no templates from requests; it was started without "
+                "--trust-request-chat-template",
+                code="unsupported_parameter",
+                param="chat_template",
+            )
+        return await self._templates.render(prompt.template, template.special_tokens, arguments)
+
+    async def tokenise(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        param: str,
+        must_fit: bool,
+        num_known_tokens: int = 0,
+    ) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            param: the parameter that it came from.
+            must_fit: all of it has to fit the context, behind `num_known_tokens` others.
+
+        Raises:
+            PromptTooLongError: its length alone says that it does not fit, or that it takes too
+                long.
+            EngineDeadError: no engine answers, and it must fit.
+            RequestRefusedError: 503: too many long texts wait.
+        """
+        info = self._engine.require_info() if must_fit else self._engine.info
+        tokenizer = self.model.tokenizer
+        check_prompt_bytes(
+            text,
+            max_model_len=0 if info is None else info.max_model_len,
+            longest_token_bytes=tokenizer.longest_token_bytes if must_fit else None,
+            max_bytes=self._max_prompt_bytes,
+            param=param,
+            num_known_tokens=num_known_tokens,
+        )
+        return await self.long_work.run(
+            partial(tokenizer.encode, text, add_special_tokens=add_special_tokens),
+            is_long=len(text) >= LONG_TEXT_CHARS,
+        )
+
+    async def detokenise(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return await self.long_work.run(
+            partial(
+                self.model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens
+            ),
+            is_long=len(token_ids) >= _LONG_TEXT_TOKENS,
+        )
+
+    async def plan(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        request: SamplingRequest,
+        param: str,
+        caller: Caller = ANYBODY,
+        deadline_s: float | None = None,
+        retention: Retention | None = None,
+    ) -> Generation:
+        """A generation that fits and is admitted, not yet begun. It is to be entered or discarded.
+
+        Args:
+            param: the parameter that the prompt came from, for error messages.
+            deadline_s: within which its first token is wanted, from now.
+
+        Raises:
+            InvalidRequestError: the prompt or a sampling parameter cannot be served.
+            RequestRefusedError: 429 or 503: it was not admitted.
+            EngineDeadError: no engine answers.
+        """
+        info = self._engine.require_info()
+        priority = fitting_priority(caller, request, info.scheduling_policy)
+        params = self._fitting_params(request, len(prompt_token_ids), info=info, param=param)
+        for name, token_ids in (
+            (param, prompt_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            check_vocabulary(token_ids, info.vocab_size, param=name)
+        reservation = await self._admission.admit(
+            caller, len(prompt_token_ids), params, deadline_s=deadline_s
+        )
+        now_s = time.time()
+        return self._generation(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt_token_ids),
+                sampling_params=params,
+                arrival_s=now_s,
+                tenant=caller.tenant,
+                weight=caller.weight,
+                priority=priority,
+                cache_salt=caller.salt_of(request.cache_salt),
+                wants_queue_position=request.wants_queue_position,
+                deadline_s=None if deadline_s is None else now_s + deadline_s,
+                retention=retention,
+            ),
+            continues_prompt=request.continues_prompt,
+            reservation=reservation,
+        )
+
+    def resume(
+        self,
+        request: Request,
+        *,
+        output_token_ids: Sequence[int],
+        shown_text: str,
+        epoch: int,
+        continues_prompt: bool = False,
+    ) -> Generation:
+        """A generation that goes on from the middle, wherever it was begun; it was admitted then.
+
+        Args:
+            output_token_ids, shown_text, epoch: see `Generation`.
+            continues_prompt: its text is the prompt's next words.
+        """
+        return self._generation(
+            dataclasses.replace(request, output_token_ids=tuple(output_token_ids)),
+            continues_prompt=continues_prompt,
+            shown_text=shown_text,
+            epoch=epoch,
+        )
+
+    def _generation(
+        self,
+        request: Request,
+        *,
+        continues_prompt: bool,
+        shown_text: str = "",
+        epoch: int = 1,
+        reservation: Reservation | None = None,
+    ) -> Generation:
+        params = request.sampling_params
+        context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
+        texts = [
+            OutputText(self.model.tokenizer, params, context=context)
+            for _ in range(params.num_branches)
+        ]
+        generation = Generation(
+            self._engine,
+            request,
+            texts=texts,
+            meter=StreamMeter(self._metrics, request.tenant),
+            shown_text=shown_text,
+            epoch=epoch,
+            reservation=reservation,
+        )
+        if reservation is not None:
+            # A client may leave before anybody comes to enter or discard it.
+            loop = asyncio.get_running_loop()
+            weakref.finalize(generation, _give_back, reservation, loop).atexit = False
+        return generation
+
+    def _fitting_params(
+        self, request: SamplingRequest, num_prompt_tokens: int, *, info: EngineInfo, param: str
+    ) -> SamplingParams:
+        max_tokens = output_limit(
+            request, num_prompt_tokens, max_model_len=info.max_model_len, param=param
+        )
+        return fit_branches(
+            self._sampling_params(request, max_tokens),
+            num_prompt_tokens,
+            info=info,
+            is_limit_given=request.output_limit is not None,
+        )
+
+    def _sampling_params(self, request: SamplingRequest, max_tokens: int) -> SamplingParams:
+        branching = request.branching
+        defaults = self.model.defaults if branching.beam_search is None else _SEARCH_DEFAULTS
+        seed = secrets.randbits(63) if request.seed is None else request.seed & _SEED_MASK
+        return SamplingParams(
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=_first(request.top_p, defaults.top_p, 1.0),
+            top_k=_first(request.top_k, defaults.top_k, 0),
+            min_p=_first(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias={int(token_id): bias for token_id, bias in request.logit_bias.items()},
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            ignore_eos=request.ignore_eos,
+            stop_token_ids=tuple(request.stop_token_ids),
+            logprobs=request.num_logprobs,
+            prompt_logprobs=request.num_prompt_logprobs,
+            n=branching.n,
+            best_of=branching.best_of,
+            beam_search=branching.beam_search,
+            stop=tuple(request.stop),
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+
+
+def _give_back(reservation: Reservation, loop: asyncio.AbstractEventLoop) -> None:
+    # In whatever thread the garbage was found.
+    if not (reservation.is_settled or loop.is_closed()):
+        loop.call_soon_threadsafe(reservation.settle)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _first(*values: _Number | None) -> _Number:
+    return next(value for value in values if value is not None)
+
+
+class LongWork:
+    """Work on long texts: few at a time, in order of arrival, and no more waiting than there is
+    memory for. Short work is done at once."""
+
+    def __init__(self) -> None:
+        num_threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-text")
+        self._num_open = 0
+
+    async def run(self, work: Callable[[], _Result], *, is_long: bool) -> _Result:
+        """What `work` returns.
+
+        Raises:
+            RequestRefusedError: 503: too much waits.
+        """
+        if not is_long:
+            return work()
+        if self._num_open >= _MAX_OPEN:
+            raise RequestRefusedError(
+                f"{_MAX_OPEN} long prompts are being tokenised already",
+                code="server_overloaded",
+                status=503,
+            )
+        self._num_open += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_open -= 1
+
+    def close(self) -> None:
+        """Nothing more is begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,66 @@
+"""Prompts that were tokenised lately: who sends a whole conversation every turn has only the new
+part of it tokenised.
+
+Each tenant has its own, so that nobody learns from the time an answer takes what others asked. All
+of them together are bounded (16 MiB of ids), and nothing has to be there: no flag for that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from penstock.engine.text import Tokenizer
+from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse_any
+from penstock.gateway.storage.conversations.records import Rendering
+
+_MIN_CHARS = 1024  # shorter ones are tokenised faster than found
+_MAX_PROMPTS = 128  # of a tenant
+_MAX_TENANTS = 64
+_MAX_TOKENS = 4 << 20  # of all; four bytes each
+_Prompts = OrderedDict[Rendering, "array[int]"]
+
+
+class PromptMemory:
+    """The least recently used go first."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tenants: OrderedDict[str, _Prompts] = OrderedDict()
+        self.num_tokens = 0
+
+    def search(self, tenant: str) -> Callable[[str], Reused]:
+        """What finds the longest beginning of a text that is known as ids, and the rest of it. It
+        keeps to what is known now, and may be called in a thread."""
+        prompts = self._tenants.get(tenant, _Prompts())
+        known = [(rendering, (token_ids,)) for rendering, token_ids in prompts.items()]
+
+        def find(text: str) -> Reused:
+            if not known or len(text) < _MIN_CHARS:
+                return Reused((), text)
+            return reuse_any(text, known, self._tokenizer)
+
+        return find
+
+    def remember(self, tenant: str, text: str, token_ids: Sequence[int]) -> None:
+        """A prompt was tokenised."""
+        if len(text) < _MIN_CHARS or len(token_ids) > _MAX_TOKENS // 4:
+            return
+        prompts = self._tenants.setdefault(tenant, OrderedDict())
+        self._tenants.move_to_end(tenant)
+        rendering = rendering_of(text)
+        self._forget(prompts, rendering)
+        prompts[rendering] = array("I", token_ids)
+        self.num_tokens += len(token_ids)
+        if len(prompts) > _MAX_PROMPTS:
+            self._forget(prompts, next(iter(prompts)))
+        while self.num_tokens > _MAX_TOKENS or len(self._tenants) > _MAX_TENANTS:
+            oldest, theirs = next(iter(self._tenants.items()))
+            self._forget(theirs, next(iter(theirs)))
+            if not theirs or len(self._tenants) > _MAX_TENANTS:
+                self.num_tokens -= sum(map(len, theirs.values()))
+                del self._tenants[oldest]
+
+    def _forget(self, prompts: _Prompts, rendering: Rendering) -> None:
+        self.num_tokens -= len(prompts.pop(rendering, ()))

@@ -1,0 +1,72 @@
+"""The model as the gateway knows it: its names, tokenizer, chat template and sampling defaults.
+
+Read once at start-up. No weights and no torch: the engine has those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.model_files import (
+    GenerationDefaults,
+    read_generation_defaults,
+    resolve_model,
+)
+from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.engine.text.chat_template import TemplateFiles
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.template_process import TemplateCheck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    defaults: GenerationDefaults
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def require(self, name: str | None) -> str:
+        """The name to answer under; a request without one means this model.
+
+        Raises:
+            RequestRefusedError: no such model here.
+        """
+        if name is None:
+            return self.name
+        if name not in self.names:
+            raise RequestRefusedError(
+                f"the model {name!r} does not exist; this server has {', '.join(self.names)}",
+                code="model_not_found",
+                param="model",
+                status=404,
+            )
+        return name
+
+
+def load_model(config: GatewayConfig, *, checks_template: bool = False) -> ServedModel:
+    """Find and read the model's small files.
+
+    Args:
+        checks_template: render the chat template in a process of its own first: one that does not
+            end must not keep the gateway from saying so.
+
+    Raises:
+        ModelLoadError: they are missing or broken.
+    """
+    path = resolve_model(config.model, weights=False)
+    files = TemplateFiles.read(path)
+    check = TemplateCheck(files) if checks_template and files.source is not None else None
+    tokenizer = Tokenizer.from_directory(path)  # meanwhile
+    if check is not None:
+        check.result()
+    return ServedModel(
+        names=config.model_names,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(*files),
+        defaults=read_generation_defaults(path, config.model.generation_config),
+    )

@@ -1,0 +1,1 @@
+"""Connections: uvicorn's protocols with limits, event streams, the chat page."""

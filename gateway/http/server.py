@@ -1,0 +1,179 @@
+"""uvicorn's server with an accept loop of its own, so that a limit holds from the accept on.
+
+uvloop's listener neither counts nor tells: a TLS handshake is no connection to it and has 60 s, and
+without a free descriptor it closes what it accepts without a word. Here a connection counts, and is
+timed, from the moment it is accepted. Beyond `max_connections` some are taken to be answered 503;
+beyond those, connections are closed at once. What is turned away is said in the log, summed up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from typing import Any, cast
+
+import uvicorn
+
+from penstock.gateway.http.http_protocol import LimitedHttpProtocol
+
+_LOG = logging.getLogger(__name__)
+_MAX_ACCEPTS = 64  # in one turn of the event loop
+_RETRY_S = 0.5  # after an accept for which the system had no descriptor or no memory
+_REPORT_TICKS = 20  # of uvicorn's, 10 a second
+_SWEEP_TICKS = 100
+_TLS_CLOSE_S = 5.0  # for the peer's close_notify
+
+
+class HttpServer(uvicorn.Server):
+    """Serves listening sockets; `http` of its settings is a `limited_protocol`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._protocol = cast("type[LimitedHttpProtocol]", config.http)
+        self._limits = self._protocol.limits
+        self._listeners: list[socket.socket] = []
+        self._retry: asyncio.TimerHandle | None = None
+        self._closing: set[Any] = set()  # connections that were closing at the last sweep
+        self._events: Counter[tuple[int, str]] = Counter()  # not yet in the log
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])  # which listens on none
+        self._listeners = list(sockets or ())
+        for listener in self._listeners:
+            listener.setblocking(False)
+            listener.listen(self.config.backlog)
+        self._start_accepting()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.stop_accepting()
+        await super().shutdown(sockets)
+        self._report()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _REPORT_TICKS == 0:
+            self._report()
+        if counter % _SWEEP_TICKS == 0:
+            self._abort_what_does_not_close()
+        return await super().on_tick(counter)
+
+    # -- accepting ----------------------------------------------------------------------------
+
+    def _start_accepting(self) -> None:
+        self._retry = None
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.add_reader(listener, self._accept, listener)
+
+    def _pause_accepting(self) -> None:
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+
+    def stop_accepting(self) -> None:
+        """For good; the connections there are stay."""
+        self._pause_accepting()
+        self._listeners = []
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor is free, or no memory
+                self._note(logging.WARNING, f"failed accepts: {error.strerror}")
+                self._pause_accepting()
+                loop = asyncio.get_running_loop()
+                self._retry = loop.call_later(_RETRY_S, self._start_accepting)
+                return
+            self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        connections, limits = self.server_state.connections, self._limits
+        is_beyond = len(connections) >= limits.max_connections
+        if len(connections) >= limits.max_connections + limits.max_refused_connections:
+            connection.close()
+            self._note(logging.WARNING, "connections closed at once, beyond those answered 503")
+            return
+        if is_beyond:
+            self._note(
+                logging.WARNING, f"connections beyond --max-connections ({limits.max_connections})"
+            )
+        arrival = _Arrival(self, is_beyond=is_beyond)
+        connections.add(arrival)  # type: ignore[arg-type]
+        arrival.opening = asyncio.get_running_loop().create_task(self._open(connection, arrival))
+
+    async def _open(self, connection: socket.socket, arrival: _Arrival) -> None:
+        tls = self.config.ssl
+        options: dict[str, Any] = {}
+        if tls is not None:
+            options = {
+                "ssl": tls,
+                "ssl_handshake_timeout": self._limits.header_timeout_s,
+                "ssl_shutdown_timeout": _TLS_CLOSE_S,
+            }
+        loop = asyncio.get_running_loop()
+        try:
+            connection.setblocking(False)
+            await loop.connect_accepted_socket(lambda: arrival, connection, **options)
+        except OSError:  # the peer is gone, its TLS is not ours, or it took too long
+            if tls is not None:
+                self._note(logging.INFO, "TLS handshakes that failed or took too long")
+        finally:
+            arrival.opening = None
+            self.server_state.connections.discard(arrival)
+
+    def make_protocol(self) -> LimitedHttpProtocol:
+        return self._protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
+    # -- what has no end of itself ------------------------------------------------------------
+
+    def _abort_what_does_not_close(self) -> None:
+        """A connection that is closed with data unsent stays until its peer has read them."""
+        closing = {
+            connection
+            for connection in self.server_state.connections
+            if connection.transport is not None and connection.transport.is_closing()
+        }
+        for connection in closing & self._closing:
+            connection.transport.abort()
+        self._closing = closing
+
+    def _note(self, level: int, event: str) -> None:
+        self._events[level, event] += 1
+
+    def _report(self) -> None:
+        for (level, event), num in self._events.items():
+            _LOG.log(level, "%d %s", num, event)
+        self._events.clear()
+
+
+class _Arrival(asyncio.Protocol):
+    """An accepted connection whose transport is not up yet: until its TLS handshake is done it has
+    no HTTP protocol, and is small."""
+
+    transport = None
+
+    def __init__(self, server: HttpServer, *, is_beyond: bool) -> None:
+        self.opening: asyncio.Task[None] | None = None
+        self._server = server
+        self._is_beyond = is_beyond
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._server.server_state.connections.discard(self)
+        protocol = self._server.make_protocol()
+        if self._is_beyond:
+            protocol.refuse_connection()
+        transport.set_protocol(protocol)
+        protocol.connection_made(cast("asyncio.Transport", transport))
+
+    def shutdown(self) -> None:
+        """As uvicorn asks every connection to when the server ends."""
+        if self.opening is not None:
+            self.opening.cancel()

@@ -1,0 +1,164 @@
+"""uvicorn's WebSocket protocol with an end to its patience with readers, and RFC 6455's close codes
+where uvicorn has only a traceback.
+
+    1007   a text message that is not UTF-8 (RFC 6455 §8.1)
+    1013   "try again later": the reader was too slow; it connects again and resumes
+
+A code is heard: uvicorn closes at once, and what the client was still sending then resets the
+connection, often before the client has read why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from starlette.types import Scope
+from starlette.websockets import WebSocketDisconnect
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidMessage
+from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from penstock.gateway.errors import refusal
+from penstock.gateway.http.http_protocol import MAX_STALL_S, StallTimer, after_reading, last_answer
+from penstock.gateway.http.raw_writer import offer_raw_writer
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
+
+_FAREWELL_S = 5.0  # for the close code to be read
+
+
+class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
+    """One connection."""
+
+    max_stall_s: ClassVar[float] = MAX_STALL_S
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stall = StallTimer(self.loop)
+        self._has_failed = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stall.stop()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._stall.start(self.max_stall_s, self._on_stall)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stall.stop()
+        super().resume_writing()
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if not self.handshake_complete:  # it was not refused
+            offer_raw_writer(
+                cast("Scope", self.scope), _Messages(self.conn, self.transport, self.writable)
+            )
+
+    def start_keepalive(self) -> None:
+        del self.request, self.response  # the handshake is over, and an idle socket is to be small
+        super().start_keepalive()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # by an answer; uvicorn would log it as an error
+
+    def data_received(self, data: bytes) -> None:
+        if self._has_failed:
+            return
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self._refuse_handshake(self.conn.handshake_exc)
+
+    def _refuse_handshake(self, error: Exception) -> None:
+        """websockets could not read the request: it has tighter limits than HTTP. uvicorn would
+        say nothing, and wait."""
+        self._has_failed = self.handshake_complete = self.close_sent = True
+        if isinstance(error, InvalidMessage):
+            failure = refusal(400, code="invalid_upgrade", message=str(error))
+        else:
+            failure = refusal(431, code="header_too_large", message=str(error))
+        self.transport.write(last_answer(failure, self.default_headers))
+        self.transport.close()
+
+    def handle_ping(self) -> None:
+        if not self._has_failed:
+            super().handle_ping()
+
+    def keepalive_timeout(self) -> None:
+        self.pong_timer = after_reading(self.loop, super().keepalive_timeout)
+
+    def handle_parser_exception(self) -> None:
+        """Tell both sides of the close code that is due, and wait for the client to go."""
+        close = self.conn.close_sent
+        assert close is not None
+        self._has_failed = self.close_sent = self.disconnected = True
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": close.code, "reason": close.reason}
+        )
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.close_timer = self.loop.call_later(_FAREWELL_S, self.transport.abort)
+
+    def send_receive_event_to_app(self) -> None:
+        is_text = self.curr_msg_data_type == "text" and not self.close_sent
+        if is_text and not _is_utf8(b"".join(self.frames)):
+            self.frames = []
+            self.conn.send_close(1007, "text must be UTF-8")
+            self.handle_parser_exception()
+            return
+        super().send_receive_event_to_app()
+
+    def _on_stall(self) -> None:
+        """Say why, behind what is in the buffer; who never reads is cut off."""
+        if not (self.close_sent or self.transport.is_closing()):
+            self.conn.send_close(1013, "too slow; connect again and resume")
+            self.handle_parser_exception()
+        self.loop.call_later(_FAREWELL_S, self.transport.abort)
+
+
+class _Messages:
+    """The `RawWriter` of a WebSocket: text messages."""
+
+    __slots__ = ("_conn", "_transport", "_writable")
+
+    def __init__(
+        self, conn: ServerProtocol, transport: asyncio.Transport, writable: asyncio.Event
+    ) -> None:
+        self._conn = conn
+        self._transport = transport
+        self._writable = writable
+
+    def write(self, payload: bytes) -> bool:
+        if self._conn.state is not State.OPEN or self._transport.is_closing():
+            raise WebSocketDisconnect(1006)
+        self._transport.write(text_frame(payload))
+        return self._writable.is_set()
+
+    async def drained(self) -> None:
+        await self._writable.wait()
+
+
+def text_frame(payload: bytes) -> bytes:
+    """An unmasked text message in one frame (RFC 6455 §5.2)."""
+    size = len(payload)
+    if size < 126:
+        return b"\x81%c%b" % (size, payload)
+    if size < 1 << 16:
+        return b"\x81\x7e%b%b" % (size.to_bytes(2, "big"), payload)
+    return b"\x81\x7f%b%b" % (size.to_bytes(8, "big"), payload)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Starting and keeping running: the command line, the supervisor and its children."""

@@ -1,0 +1,228 @@
+"""A child of the supervisor: how it is started, what it says, how it ends, when it starts again.
+
+Settings go through a pipe, so that no secret shows in a command line, and one JSON line comes
+back: ready, or why not (`engine.process`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.process import EXIT_STUCK, PULSE_FD
+
+MAX_FAILED_STARTS = 5
+LOOK_INTERVAL_S = 1.0
+_LOOKS_FOR_STACKS = 2  # between asking for them and the end
+_HEALTHY_S = 30.0  # ready for so long, it starts again as for the first time
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 10.0
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """When what died starts again: at once, then after ever longer waits; and when it is hopeless.
+
+    Attributes:
+        num_deaths: in a row, without a healthy time between.
+        num_failed_starts: the last of them that came before it was ready.
+    """
+
+    num_deaths: int = 0
+    num_failed_starts: int = 0
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.num_failed_starts >= MAX_FAILED_STARTS
+
+    def note_death(self, ready_for_s: float | None) -> float:
+        """Count a death; the seconds to wait.
+
+        Args:
+            ready_for_s: how long it was ready; None: it never was.
+        """
+        if ready_for_s is None:
+            self.num_failed_starts += 1
+        else:
+            self.num_failed_starts = 0
+            if ready_for_s >= _HEALTHY_S:
+                self.num_deaths = 0
+        self.num_deaths += 1
+        if self.num_deaths == 1:
+            return 0.0
+        return float(min(_FIRST_DELAY_S * 2 ** min(self.num_deaths - 2, 16), _MAX_DELAY_S))
+
+
+@dataclass(slots=True)
+class Child:
+    """Engine or a gateway, in whichever of its lives.
+
+    Attributes:
+        label: in messages, as `the engine`.
+        module: what is run.
+        values: its settings.
+        listener: a socket that it inherits.
+        ready: what it said when it was ready, in this life.
+        failure: why it could not start, in its own words.
+        max_silent_looks: in a row, at a child that is ready; then it is killed. 0: nobody looks for
+            signs of life.
+        num_silent_looks: in a row so far.
+        pulse_fd: where signs of life come from.
+        restart_at_s: on the monotonic clock; None while it runs.
+        died_at_s: when its last life ended.
+    """
+
+    label: str
+    module: str
+    values: Mapping[str, Any]
+    listener: socket.socket | None = None
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    process: subprocess.Popen[bytes] | None = None
+    status_fd: int | None = None
+    ready: dict[str, Any] | None = None
+    failure: str | None = None
+    max_silent_looks: int = 0
+    num_silent_looks: int = 0
+    pulse_fd: int | None = None
+    restart_at_s: float | None = None
+    died_at_s: float = 0.0
+    _ready_at_s: float | None = None
+    _buffer: bytes = b""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process has ended, and nobody took note yet."""
+        return self.process is not None and self.process.poll() is not None
+
+    def start(self) -> None:
+        """Begin a life; `status_fd` is then to be watched."""
+        config_read, config_write = os.pipe()
+        self.status_fd, status_write = os.pipe()
+        os.set_blocking(self.status_fd, False)
+        inherited = {"PENSTOCK_CONFIG_FD": config_read, "PENSTOCK_STATUS_FD": status_write}
+        if self.listener is not None:
+            inherited["PENSTOCK_LISTEN_FD"] = self.listener.fileno()
+        pulse_write = None
+        if self.max_silent_looks:
+            self.pulse_fd, pulse_write = os.pipe()
+            os.set_blocking(self.pulse_fd, False)
+            inherited[PULSE_FD] = pulse_write
+        self.ready = self.failure = self.restart_at_s = self._ready_at_s = None
+        self.num_silent_looks = 0
+        self._buffer = b""
+        try:
+            self.process = subprocess.Popen(  # noqa: S603  (our own module)
+                [sys.executable, "-m", self.module],
+                env={
+                    **os.environ,
+                    **{name: str(number) for name, number in inherited.items()},
+                    "PENSTOCK_SUPERVISOR_PID": str(os.getpid()),
+                },
+                pass_fds=list(inherited.values()),
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C reaches the supervisor alone, which tells us in order
+            )
+        finally:
+            os.close(config_read)
+            os.close(status_write)
+            if pulse_write is not None:
+                os.close(pulse_write)
+            with contextlib.suppress(BrokenPipeError), os.fdopen(config_write, "wb") as pipe:
+                if self.process is not None:
+                    pipe.write(json.dumps(self.values).encode())
+
+    def read_status(self) -> bool:
+        """Take what it says; whether that was all of it, and `ready` or `failure` is set."""
+        assert self.status_fd is not None
+        try:
+            data = os.read(self.status_fd, 65536)
+        except BlockingIOError:
+            return False
+        self._buffer += data
+        if data:
+            return False  # the line ends with the pipe
+        with contextlib.suppress(ValueError):  # cut short by its death
+            event = json.loads(self._buffer or b"{}")
+            if event.get("event") == "ready":
+                self.ready, self._ready_at_s = event, time.monotonic()
+            self.failure = event.get("message")
+        return True
+
+    def look(self) -> bool:
+        """Look for a sign of life, once every `LOOK_INTERVAL_S`; whether it has just become clear
+        that none comes. Then its stacks are asked for, and some looks later it is killed.
+
+        Looks are counted, not seconds, and not those at a child that was made to stand still.
+        """
+        if self.pulse_fd is None or self.process is None or self.ready is None:
+            return False
+        try:
+            is_silent = not os.read(self.pulse_fd, 65536)  # it has ended
+        except BlockingIOError:
+            is_silent = True
+        if is_silent and _is_stopped(self.process.pid):
+            return False
+        self.num_silent_looks = self.num_silent_looks + 1 if is_silent else 0
+        if self.num_silent_looks >= self.max_silent_looks + _LOOKS_FOR_STACKS:
+            self.process.kill()
+        elif self.num_silent_looks == self.max_silent_looks:
+            self.process.send_signal(signal.SIGUSR1)
+            return True
+        return False
+
+    def bury(self) -> str:
+        """End a life that ended; how it did. `restart_at_s` is when the next begins."""
+        assert self.process is not None
+        code = self.process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if code == EXIT_STUCK:
+            how += ": a step did not end"
+        self.process = None
+        if self.pulse_fd is not None:
+            os.close(self.pulse_fd)
+            self.pulse_fd = None
+        self.died_at_s = time.monotonic()
+        ready_for_s = None if self._ready_at_s is None else self.died_at_s - self._ready_at_s
+        self.restart_at_s = self.died_at_s + self.restarts.note_death(ready_for_s)
+        if self.failure is not None:
+            return f"{self.label} could not start: {self.failure}"
+        return f"{self.label} died ({how})"
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def stop(self, deadline_s: float) -> bool:
+        """Wait for the end that SIGTERM asked for, and kill at the deadline; whether it ended
+        by itself.
+
+        Args:
+            deadline_s: on the monotonic clock.
+        """
+        if self.process is None:
+            return True
+        try:
+            code = self.process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return code in (0, -signal.SIGTERM)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or a debugger holds it; where that cannot be told, it does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"

@@ -1,0 +1,255 @@
+"""The gateway as its own process: settings from a pipe, an inherited listening socket, uvicorn.
+
+Run by the supervisor as `python -m penstock.gateway.launch.process`.
+
+SIGTERM: no connection is taken any more, `/ready` says 503, and streams have `shutdown_grace_s` to
+end by themselves. The rest is handed over where a store can (Redis), or ends with its terminal
+event. A second SIGTERM ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.engine.errors import ConfigError
+from penstock.engine.logs import LogWriter, configure_logging
+from penstock.engine.process import Status, run_child
+from penstock.gateway.app import create_app
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.generation.served_model import load_model
+from penstock.gateway.http.http_protocol import (
+    MAX_REFUSED_CONNECTIONS,
+    HttpLimits,
+    RefuseConnections,
+    limited_protocol,
+)
+from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
+from penstock.gateway.telemetry.access_log import tag_log_lines
+
+_LOG = logging.getLogger(__name__)
+LISTEN_FD = "PENSTOCK_LISTEN_FD"
+_HELLO_S = 1.0  # an engine that runs answers in much less
+_HAND_OVER_S = 2.0
+_PONG_S = 20.0  # a reader that is behind has its pings behind all the rest
+_FLUSH_S = 2  # for connections to close once their streams have ended
+_GC_OBJECTS = 50_000  # made, and not freed, between two collections
+_SPARE_FILES = 128  # for what is no connection: Redis, the engine, the log, …
+_TRIM_EVERY_S = 1.0
+_MAX_TRIM_PAUSE_S = 30.0  # between two tries that give nothing
+_MIN_TRIM_BYTES = 16 << 20  # less than that is not worth it
+_STATM = Path("/proc/self/statm")
+
+
+def serve(settings: Mapping[str, Any], status: Status) -> None:
+    """The process: read the model, connect, report ready, serve until SIGTERM.
+
+    Raises:
+        ConfigError: certificate or key cannot be used.
+        ModelLoadError: the model's tokenizer or settings cannot be read.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    config = GatewayConfig.from_settings(settings)
+    log = configure_logging(config.log_level, config.log_format)
+    tag_log_lines()
+    config = replace(config, max_connections=_make_room_for(config.max_connections))
+    app = create_app(config, load_model(config, checks_template=True), log=log)
+    server = _Server(_uvicorn_config(config, app), app, log=log, grace_s=config.shutdown_grace_s)
+    _calm_collector()
+    listener = socket.socket(fileno=int(os.environ[LISTEN_FD]))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(server, listener, status=status))
+
+
+def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
+    limits = HttpLimits(
+        max_connections=config.max_connections,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        keep_alive_s=config.keep_alive_s,
+    )
+    result = uvicorn.Config(
+        RefuseConnections(_start_with_engine(app)),
+        http=limited_protocol(limits),
+        ws=PatientWebSocketProtocol,
+        ws_max_size=config.max_websocket_message_bytes,
+        ws_ping_interval=config.ping_interval_s,
+        ws_ping_timeout=max(config.ping_interval_s, _PONG_S),
+        ws_per_message_deflate=False,
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        log_level="warning",  # its start and stop are the supervisor's to tell
+        server_header=False,
+        timeout_graceful_shutdown=_FLUSH_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        # Without any, OpenSSL would ask the terminal.
+        ssl_keyfile_password=config.ssl_keyfile_password or "none was given",
+    )
+    try:
+        result.load()
+    except (OSError, ssl.SSLError) as error:
+        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
+        raise ConfigError(f"cannot use the certificate and key of {files}: {error}") from error
+    if result.ssl is not None:
+        result.ssl.options |= ssl.OP_NO_RENEGOTIATION  # OpenSSL's default only since 3.0
+    return result
+
+
+def _start_with_engine(app: Starlette) -> ASGIApp:
+    """The application; its start waits a moment for an engine that is there, so that connections
+    which waited for a gateway to start again find it able to serve them."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_after_hello(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(app.state.engine.wait_ready(), _HELLO_S)
+            await send(message)
+
+        await app(scope, receive, send_after_hello if scope["type"] == "lifespan" else send)
+
+    return run
+
+
+def _calm_collector() -> None:
+    """Every token makes objects that live as long as their response. Looked through as often as by
+    default, they cost as much as all else that is done for a token; nothing here makes many cycles.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_OBJECTS, 20, 100)
+
+
+def _make_room_for(max_connections: int) -> int:
+    """Raise the limit of open files as far as we may; a connection is one.
+
+    Returns:
+        How many connections there can be, with some files to spare: fewer than asked for if need
+        be, as without a file Redis could not be reached, nor anybody be told that there is none.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    num_spare = _SPARE_FILES + MAX_REFUSED_CONNECTIONS
+    if hard == resource.RLIM_INFINITY or hard >= max_connections + num_spare:
+        return max_connections
+    room = max(1, hard - num_spare)
+    _LOG.warning(
+        "only %d files may be open, %d of them connections: fewer than --max-connections (%d)",
+        hard,
+        room,
+        max_connections,
+    )
+    return room
+
+
+class _Server(HttpServer):
+    """Ends streams with a terminal event before uvicorn, which would just cut them, shuts down."""
+
+    def __init__(
+        self, config: uvicorn.Config, app: Starlette, *, log: LogWriter, grace_s: float
+    ) -> None:
+        super().__init__(config)
+        self.app = app
+        self._log = log
+        self._grace_s = grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.stop_accepting()  # uvicorn would do so only after the streams
+        await self.app.state.engine.drain(self._grace_s, hand_over=self._hand_over)
+        # uvicorn closes WebSockets at once: let the last events out. That takes turns of this loop,
+        # of which a single sleep would leave none if we stood still for as long.
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        await super().shutdown(sockets)
+        self._log.drain()  # the process dies of the signal that uvicorn then raises again
+
+    async def _hand_over(self) -> None:
+        """Leave unfinished responses to another gateway, where the log's store can do that."""
+        log_store = getattr(self.app.state, "log_store", None)
+        hand_over = getattr(log_store, "hand_over", None)
+        if hand_over is None:
+            return
+        try:
+            await asyncio.wait_for(hand_over(), _HAND_OVER_S)
+        except Exception as error:
+            _LOG.warning("could not hand responses over: %s", type(error).__name__)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
+
+async def _serve(server: _Server, listener: socket.socket, *, status: Status) -> None:
+    async def announce() -> None:
+        await server.app.state.engine.wait_ready()
+        status.ready()
+
+    tasks = [asyncio.create_task(announce()), asyncio.create_task(_trim_memory())]
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _trim_memory() -> None:
+    """Give back to the system what was needed once and is free now. glibc keeps freed memory for
+    the next request of it: after six prompts of 4 MB that were several hundred MB, for good.
+
+    Looks every second, for ever, and trims where memory has grown; ends at once where the C
+    library has no `malloc_trim`.
+    """
+    trim = _malloc_trim()
+    if trim is None:
+        return
+    floor, pause_s = _resident_bytes(), _TRIM_EVERY_S
+    while True:
+        await asyncio.sleep(pause_s)
+        before = _resident_bytes()
+        floor = min(floor, before)
+        if before < floor + _MIN_TRIM_BYTES:
+            pause_s = _TRIM_EVERY_S
+            continue
+        await asyncio.to_thread(trim)
+        is_worth_it = before - _resident_bytes() >= _MIN_TRIM_BYTES
+        # What is in use cannot be given back, and may be in use for hours.
+        pause_s = _TRIM_EVERY_S if is_worth_it else min(2 * pause_s, _MAX_TRIM_PAUSE_S)
+
+
+def _resident_bytes() -> int:
+    """Of this process, now (Linux)."""
+    return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+def _malloc_trim() -> Callable[[], object] | None:
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return None if malloc_trim is None or not _STATM.exists() else lambda: malloc_trim(0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_child("penstock-gateway", serve))

@@ -1,0 +1,329 @@
+"""The parent of all: binds the socket, keeps engine and gateways running, leaves nothing behind.
+
+Standard library only, so that it is small and its memory too. It hands one listening socket to
+every gateway and keeps it open: while a gateway starts again, connections wait in the socket's
+queue. Children ask the kernel to be killed when it dies (`engine.process`).
+
+    start      any child's death ends the command: exit code 1
+    running    a death is logged, and the child starts again (`launch.child`); an engine that gives
+               no sign of life is killed, and so too
+    stopping   by SIGINT or SIGTERM: gateways, then the engine; exit code 0 if all of them ended by
+               themselves. The second signal kills them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import math
+import os
+import selectors
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.errors import ConfigError
+from penstock.engine.logs import configure_logging
+from penstock.gateway.launch.child import LOOK_INTERVAL_S, MAX_FAILED_STARTS, Child
+
+_LOG = logging.getLogger("penstock")
+_BACKLOG = 1024
+# The engine is killed when so many looks find no sign of life: nothing honest holds the lock of its
+# interpreter so long. Gateways have given it up by then; their streams wait a minute for the next.
+_MAX_SILENT_LOOKS, _MIN_SILENT_LOOKS = 30, 5
+_STOP_MARGIN_S = 8.0  # for what a child does beside waiting, before it is killed
+_DIRECTORY_PREFIX = "penstock-"
+_LOCK = "lock"
+_MAX_DIRECTORY_CHARS = 60  # a Unix socket's path has 107 bytes at most
+
+
+class ServeError(Exception):
+    """A child that cannot run; the text is its own."""
+
+
+class Supervisor:
+    """Runs `penstock serve` until a signal or a failure ends it.
+
+    Args:
+        settings: every flag of `serve` by key (`launch.flags`).
+    """
+
+    def __init__(self, settings: Mapping[str, Any], engine: EngineConfig) -> None:
+        self._settings = settings
+        self._engine_config = engine
+        self._children: list[Child] = []  # the engine first
+        self._selector = selectors.DefaultSelector()
+        self._num_stop_signals = 0
+        self._next_look_s = 0.0
+
+    def run(self) -> int:
+        """Serve; the command's exit code: 0 after an orderly stop, 1 after a failure."""
+        configure_logging("info", self._settings["log_format"], text_format="penstock: %(message)s")
+        started_s = time.monotonic()
+        is_well = False
+        with _listen(self._settings) as listener, _run_directory() as directory, self._signals():
+            try:
+                self._children = self._plan(f"{directory}/engine.sock", listener)
+                for child in self._children:
+                    self._start(child)
+                self._await_ready()
+                if not self._num_stop_signals:
+                    print(self._ready_line(listener, time.monotonic() - started_s), flush=True)
+                    self._keep_running()
+                is_well = True
+            except ServeError as error:
+                print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+            finally:
+                if self._num_stop_signals:
+                    grace_s = self._settings["shutdown_grace_s"]
+                    _LOG.info("stopping; streams have %g s, a second signal ends them", grace_s)
+                listener.close()  # who connects from now on is refused, not left waiting
+                is_well = self._stop_all() and is_well
+        return 0 if is_well else 1
+
+    # -- start ------------------------------------------------------------------------------
+
+    def _plan(self, address: str, listener: socket.socket) -> list[Child]:
+        log = {key: self._settings[key] for key in ("log_level", "log_format")}
+        step_timeout_s = self._settings["step_timeout_s"]
+        engine = {
+            **log,
+            "engine": dataclasses.asdict(self._engine_config),
+            "address": address,
+            "step_timeout_s": step_timeout_s,
+        }
+        gateway = {
+            **self._settings,
+            "host": listener.getsockname()[0],
+            "host_name": self._settings["host"],
+            "model": dataclasses.asdict(self._engine_config.model),
+            "engine_address": address,
+        }
+        num_workers = self._settings["api_workers"]
+        return [
+            Child(
+                "the engine",
+                "penstock.engine.server",
+                engine,
+                max_silent_looks=_max_silent_looks(step_timeout_s),
+            ),
+            *(
+                Child(
+                    "the gateway" if num_workers == 1 else f"gateway {index}",
+                    "penstock.gateway.launch.process",
+                    {**gateway, "worker_index": index, "num_workers": num_workers},
+                    listener,
+                )
+                for index in range(num_workers)
+            ),
+        ]
+
+    def _start(self, child: Child) -> None:
+        try:
+            child.start()
+        except OSError as error:
+            raise ServeError(f"{child.label} cannot be started: {error}") from error
+        assert child.status_fd is not None
+        self._selector.register(child.status_fd, selectors.EVENT_READ, child)
+
+    def _await_ready(self) -> None:
+        while not self._num_stop_signals:
+            for child in self._wait():
+                if child.ready is None and child.failure is not None:
+                    raise ServeError(child.failure)
+            for child in self._children:
+                # One that still speaks is reported by the end of its pipe, with its reason.
+                if child.is_dead and child.status_fd is None:
+                    raise ServeError(child.bury())
+            if all(child.ready is not None for child in self._children):
+                return
+
+    def _ready_line(self, listener: socket.socket, took_s: float) -> str:
+        scheme = "http" if self._settings["ssl_certfile"] is None else "https"
+        host, port = listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104, E501  # fmt: skip
+        engine = self._children[0].ready or {}
+        is_int8 = engine.get("quantization") == "int8"
+        dtype = f"{engine.get('dtype')}{' and int8' if is_int8 else ''}"
+        return (
+            f"penstock is ready at {scheme}://{host}:{port}  "
+            f"(model {self._settings['model']}, {dtype} on {engine.get('device')}, "
+            f"context {engine.get('max_model_len')}, "
+            f"KV cache {engine.get('kv_cache_tokens')} tokens, {took_s:.1f} s)"
+        )
+
+    # -- run --------------------------------------------------------------------------------
+
+    def _keep_running(self) -> None:
+        """Start again what dies, until a signal comes.
+
+        Raises:
+            ServeError: a child does not come back.
+        """
+        while not self._num_stop_signals:
+            for child in self._wait(self._next_wake_s()):
+                if child.ready is not None:
+                    took_s = time.monotonic() - child.died_at_s
+                    _LOG.info("%s is back after %.1f s", child.label, took_s)
+            for child in self._children:
+                if child.is_dead and child.status_fd is None:
+                    self._note_death(child)
+                if child.restart_at_s is not None and child.restart_at_s <= time.monotonic():
+                    self._start(child)
+            if time.monotonic() >= self._next_look_s:
+                self._next_look_s = time.monotonic() + LOOK_INTERVAL_S
+                for child in self._children:
+                    if child.look():
+                        silent_s = child.num_silent_looks * LOOK_INTERVAL_S
+                        text = "%s has given no sign of life for %.0f s: its stacks, then its end"
+                        _LOG.error(text, child.label, silent_s)
+
+    def _note_death(self, child: Child) -> None:
+        ending = child.bury()
+        assert child.restart_at_s is not None
+        if child.restarts.is_hopeless:
+            times = f"{MAX_FAILED_STARTS} times before it was ready"
+            raise ServeError(f"{child.label} does not come back; it died {times}: {ending}")
+        delay_s = child.restart_at_s - child.died_at_s
+        when = f"restarting in {delay_s:.1f} s" if delay_s else "restarting"
+        _LOG.error("%s; %s", ending, when)
+
+    def _next_wake_s(self) -> float | None:
+        """Seconds until a restart or a look is due; None where none will be."""
+        due = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
+        if any(child.max_silent_looks for child in self._children):
+            due.append(self._next_look_s)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _wait(self, timeout_s: float | None = None) -> list[Child]:
+        """Wait for a signal or a word of a child; those that have now said all they say."""
+        finished = []
+        for key, _ in self._selector.select(timeout_s):
+            child = key.data
+            if child is None:
+                key.fileobj.recv(4096)  # type: ignore[union-attr]  # the wake-up socket
+            elif child.read_status():
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+                child.status_fd = None
+                finished.append(child)
+        return finished
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn SIGINT, SIGTERM and SIGCHLD into wake-ups of the selector; to the end of the
+        process, whose exit code is settled then, a late SIGINT or SIGTERM changes nothing."""
+        receiver, sender = socket.socketpair()
+        with receiver, sender:
+            receiver.setblocking(False)
+            sender.setblocking(False)
+            self._selector.register(receiver, selectors.EVENT_READ)
+            signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, self._on_signal)
+            try:
+                yield
+            finally:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.set_wakeup_fd(-1)
+                self._selector.close()
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGCHLD:
+            return
+        self._num_stop_signals += 1
+        if self._num_stop_signals > 1:  # asked twice: at once
+            for child in self._children:
+                child.kill()
+
+    # -- stop -------------------------------------------------------------------------------
+
+    def _stop_all(self) -> bool:
+        """End the children, the gateways before the engine they stream from; whether all of them
+        ended by themselves."""
+        engine, gateways = self._children[:1], self._children[1:]
+        grace_s = self._settings["shutdown_grace_s"] + _STOP_MARGIN_S
+        return self._stop(gateways, grace_s) & self._stop(engine, _STOP_MARGIN_S)
+
+    def _stop(self, children: Iterable[Child], grace_s: float) -> bool:
+        running = [child for child in children if child.process is not None]
+        for child in running:
+            assert child.process is not None
+            child.process.terminate()
+        deadline_s = time.monotonic() + grace_s
+        endings = [child.stop(deadline_s) for child in running]
+        return all(endings)
+
+
+def _max_silent_looks(step_timeout_s: float) -> int:
+    """0: nobody looks."""
+    if not step_timeout_s:
+        return 0
+    return max(_MIN_SILENT_LOOKS, min(math.ceil(step_timeout_s), _MAX_SILENT_LOOKS))
+
+
+def _listen(settings: Mapping[str, Any]) -> socket.socket:
+    """
+    Raises:
+        ConfigError: host and port cannot be listened on.
+    """
+    host, port = settings["host"], settings["port"]
+    problem: Exception = OSError("the name has no address")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, OverflowError, UnicodeError) as error:
+        found, problem = [], error
+    for family, kind, _, _, address in found:
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except (OSError, OverflowError) as error:
+            listener.close()
+            problem = error
+        else:
+            return listener
+    raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from problem
+
+
+@contextlib.contextmanager
+def _run_directory() -> Iterator[Path]:
+    """A new folder for the engine's socket, for this user alone, and gone with the server.
+
+    A supervisor that was killed could not remove its own; the next one does. A folder is in use
+    while its `lock` is held, which the kernel lets go of when the holder dies.
+    """
+    default = tempfile.gettempdir()
+    root = Path(default if len(default) <= _MAX_DIRECTORY_CHARS else "/tmp")  # noqa: S108
+    for path in root.glob(f"{_DIRECTORY_PREFIX}*"):
+        with contextlib.suppress(OSError):  # not ours to look at, or removed by another
+            _remove_directory_of_dead(path)
+    with tempfile.TemporaryDirectory(prefix=_DIRECTORY_PREFIX, dir=root) as name:
+        path = Path(name)
+        with (path / "unlocked").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Under its name it is locked from the first moment on.
+            (path / "unlocked").rename(path / _LOCK)
+            yield path
+
+
+def _remove_directory_of_dead(path: Path) -> None:
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        return
+    with (path / _LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)

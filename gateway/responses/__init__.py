@@ -1,1 +1,0 @@
-"""The Responses API: what a response is, how it is written down, run, read and carried on."""

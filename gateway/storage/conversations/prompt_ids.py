@@ -1,0 +1,101 @@
+"""Which stored token ids a new prompt can begin with.
+
+Tokenising a conversation afresh need not give the ids that the model wrote: then the KV of them is
+not found. Where the rendered prompt begins with the text that stored ids stand for, those ids are
+used again, and the rest alone is tokenised. Templates that drop earlier reasoning, changed
+instructions or a new date change the text, and with it what is reused: never more than is equal.
+
+The rest is cut off in front of a token that the tokenizer splits at before anything else
+(`<|im_end|>`), where tokenising two parts is tokenising the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.engine.text import Tokenizer
+from penstock.gateway.storage.conversations.records import Rendering, StoredTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """The beginning of a prompt, as ids that an engine may have the KV of.
+
+    Attributes:
+        token_ids: none if nothing could be reused.
+        rest: the text that follows them, to tokenise without adding special tokens.
+    """
+
+    token_ids: Sequence[int]
+    rest: str
+
+
+def rendering_of(text: str) -> Rendering:
+    return Rendering(num_chars=len(text), digest=hashlib.sha256(_utf8(text)).digest())
+
+
+def reuse(text: str, turns: Sequence[StoredTurn], tokenizer: Tokenizer) -> Reused:
+    """The longest beginning of a rendered prompt that is stored as token ids.
+
+    Args:
+        text: the whole prompt, special tokens included.
+        turns: of one path, in any order.
+    """
+    return reuse_any(text, [known for turn in turns for known in _known_of(turn)], tokenizer)
+
+
+# A text, and the ids that stand for it, in parts: they are joined only where it is found.
+Known: TypeAlias = "tuple[Rendering, Sequence[array[int]]]"
+
+
+def reuse_any(text: str, known: Sequence[Known], tokenizer: Tokenizer) -> Reused:
+    """The same of texts from wherever."""
+    for num_chars, parts in reversed(list(_beginnings(text, known))):
+        reused = _cut(text, num_chars, sum(parts, array("I")), tokenizer)
+        if reused is not None:
+            return reused
+    return Reused((), text)
+
+
+def _known_of(turn: StoredTurn) -> Iterator[Known]:
+    if turn.prompt is not None:
+        yield turn.prompt, (turn.prompt_token_ids,)
+    if turn.whole is not None:
+        yield turn.whole, (turn.prompt_token_ids, turn.output_token_ids)
+
+
+def _beginnings(text: str, known: Sequence[Known]) -> Iterator[tuple[int, Sequence[array[int]]]]:
+    """What is known that `text` begins with: (length, ids), shortest first, in one pass."""
+    digest, num_hashed = hashlib.sha256(), 0
+    for rendering, parts in sorted(known, key=lambda item: item[0].num_chars):
+        if rendering.num_chars > len(text):
+            return
+        digest.update(_utf8(text[num_hashed : rendering.num_chars]))
+        num_hashed = rendering.num_chars
+        if digest.digest() == rendering.digest:
+            yield num_hashed, parts
+
+
+def _cut(
+    text: str, num_chars: int, token_ids: Sequence[int], tokenizer: Tokenizer
+) -> Reused | None:
+    """Where the rest can be tokenised alone: at the end of the ids, or else in front of the last
+    boundary among them."""
+    boundaries = tokenizer.boundary_tokens
+    if num_chars == len(text) or text.startswith(tuple(boundaries.values()), num_chars):
+        return Reused(token_ids, text[num_chars:])
+    for index in range(len(token_ids) - 1, 0, -1):
+        if token_ids[index] in boundaries:
+            tail = tokenizer.decode(token_ids[index:], skip_special_tokens=False)
+            if not text.endswith(tail, 0, num_chars):  # half a character, or a decoder that trims
+                return None
+            return Reused(token_ids[:index], text[num_chars - len(tail) :])
+    return None
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

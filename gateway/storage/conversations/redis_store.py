@@ -1,0 +1,299 @@
+"""Conversations in Redis, shared by all gateways and kept when they go.
+
+    penstock:{<tree>}:conversation           hash: tenant, created_at, metadata, head, running, …
+    penstock:{<tree>}:links                  hash: turn → order, parent, status, created at, lease
+    penstock:{<tree>}:turns                  hash: turn → `turn_codec`
+    penstock:{<tree>}:token_ids              hash: its chunks of token ids
+    penstock:{<tenant's digest>}:conversations   sorted set: listed conversation → created at
+
+All keys of a conversation lie in one slot, expire together a while after their last use, and are
+changed by one script (`conversation.lua`), a step at a time. The index lies elsewhere: what it
+lists and is gone is taken out when a listing comes upon it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import msgpack
+
+from penstock.gateway.storage.conversations.ids import conversation_of, tree_of
+from penstock.gateway.storage.conversations.records import Conversation, StoredTurn, TurnSummary
+from penstock.gateway.storage.conversations.store import (
+    DEFAULT_LEASE_S,
+    DEFAULT_TTL_S,
+    NotFoundError,
+    head_locked,
+    no_conversation,
+    no_turn,
+)
+from penstock.gateway.storage.conversations.turn_codec import Place, chunk_names, pack, unpack
+from penstock.gateway.storage.redis_link import RedisLink, Script
+
+_FOLDER = files("penstock.gateway.storage.conversations")
+_CONVERSATION = Script(_FOLDER.joinpath("conversation.lua").read_text("utf-8"))
+_LISTING = Script(_FOLDER.joinpath("listing.lua").read_text("utf-8"))
+_KEYS = ("conversation", "links", "turns", "token_ids")
+_NUM_AT_ONCE = 16  # lookups of a listing
+_NUM_CLEANED = 256  # ids looked at in one go where some turned out to be gone
+
+
+class RedisConversationStore:
+    """A `ConversationStore`.
+
+    Args:
+        ttl_s: how long a conversation is kept after its last use.
+        lease_s: how long a turn runs without being touched.
+    """
+
+    def __init__(
+        self, link: RedisLink, *, ttl_s: float = DEFAULT_TTL_S, lease_s: float = DEFAULT_LEASE_S
+    ) -> None:
+        self._link = link
+        self._ttl_ms = round(ttl_s * 1000)
+        self._lease_ms = round(lease_s * 1000)
+
+    async def create(self, conversation: Conversation) -> None:
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
+        await self._run(
+            "create",
+            tenant,
+            conversation_id,
+            conversation.created_at,
+            int(conversation.is_listed),
+            _pack_metadata(conversation.metadata),
+        )
+        await self._list(conversation)
+
+    async def get(self, tenant: str, conversation_id: str) -> Conversation:
+        fields = await self._run("get", tenant, conversation_id)
+        return _conversation(tenant, conversation_id, fields)
+
+    async def list_page(
+        self, tenant: str, *, limit: int, after: str | None = None, newest_first: bool = True
+    ) -> tuple[list[Conversation], bool]:
+        page: list[Conversation] = []
+        num_looked_at = limit + 1
+        while True:
+            wanted = (after or "", num_looked_at, int(newest_first))
+            reply = await self._run_listing("page", tenant, *wanted)
+            if reply[0] != b"ok":
+                assert after is not None
+                raise no_conversation(after, param="after")
+            ids = [id_.decode() for id_ in reply[1:]]
+            found = await self._peek(tenant, ids)
+            page += found
+            gone = set(ids) - {conversation.conversation_id for conversation in found}
+            if gone:
+                await self._run_listing("remove", tenant, *gone)
+            if len(page) > limit or len(ids) < num_looked_at:
+                return page[:limit], len(page) > limit
+            # Some were gone: go on behind the last that is not.
+            after = page[-1].conversation_id if page else after
+            num_looked_at = _NUM_CLEANED
+
+    async def set_metadata(
+        self, tenant: str, conversation_id: str, metadata: Mapping[str, str]
+    ) -> Conversation:
+        packed = _pack_metadata(metadata)
+        fields = await self._run("set_metadata", tenant, conversation_id, packed)
+        conversation = _conversation(tenant, conversation_id, fields)
+        await self._list(conversation)
+        return conversation
+
+    async def delete(self, tenant: str, conversation_id: str) -> None:
+        await self._run("delete", tenant, conversation_id)
+        await self._run_listing("remove", tenant, conversation_id)
+
+    async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
+        await self._run(
+            "begin_turn",
+            turn.tenant,
+            turn.conversation_id,
+            turn.turn_id,
+            turn.parent_id or "",
+            turn.created_at,
+            int(takes_head),
+            *_packed(turn),
+            turn_id=turn.parent_id,
+        )
+
+    async def touch_turn(self, tenant: str, turn_id: str) -> None:
+        try:
+            await self._run_on_turn("touch_turn", tenant, turn_id)
+        except NotFoundError:
+            return
+
+    async def finish_turn(self, turn: StoredTurn) -> None:
+        arguments = (turn.turn_id, turn.status, *_packed(turn))
+        try:
+            fields = await self._run("finish_turn", turn.tenant, turn.conversation_id, *arguments)
+        except NotFoundError:  # deleted meanwhile
+            return
+        await self._list(_conversation(turn.tenant, turn.conversation_id, fields))
+
+    async def add_items(self, turn: StoredTurn) -> None:
+        arguments = (turn.turn_id, turn.created_at, *_packed(turn))
+        fields = await self._run("add_items", turn.tenant, turn.conversation_id, *arguments)
+        await self._list(_conversation(turn.tenant, turn.conversation_id, fields))
+
+    async def replace_items(self, turn: StoredTurn) -> None:
+        await self._run_on_turn("replace_items", turn.tenant, turn.turn_id, *_packed(turn))
+
+    async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
+        values = await self._run_on_turn("turn", tenant, turn_id)
+        return (await self._unpacked(tenant, turn_id, values))[0]
+
+    async def path(self, tenant: str, turn_id: str) -> list[StoredTurn]:
+        values = await self._run_on_turn("path", tenant, turn_id)
+        return (await self._unpacked(tenant, turn_id, values))[::-1]
+
+    async def tree(self, tenant: str, conversation_id: str) -> Sequence[TurnSummary]:
+        values = await self._run("tree", tenant, conversation_id)
+        nodes = sorted(_fives(values), key=lambda node: int(node[4]))
+        return [
+            TurnSummary(
+                turn_id=turn.decode(),
+                parent_id=parent.decode() or None,
+                status=status.decode(),
+                created_at=int(created_at),
+            )
+            for turn, parent, status, created_at, _ in nodes
+        ]
+
+    async def set_head(
+        self, tenant: str, conversation_id: str, turn_id: str | None, *, expected: str | None
+    ) -> None:
+        wanted = (turn_id or "", expected or "")
+        await self._run("set_head", tenant, conversation_id, *wanted, turn_id=turn_id)
+
+    async def delete_turn(self, tenant: str, turn_id: str) -> None:
+        await self._run_on_turn("delete_turn", tenant, turn_id)
+
+    # -- scripts -----------------------------------------------------------------------------
+
+    async def _run_on_turn(self, operation: str, tenant: str, turn_id: str, *args: Any) -> Any:
+        conversation_id = conversation_of(turn_id)
+        if conversation_id is None:
+            raise no_turn(turn_id)
+        try:
+            return await self._run(
+                operation, tenant, conversation_id, turn_id, *args, turn_id=turn_id
+            )
+        except NotFoundError:
+            raise no_turn(turn_id) from None
+
+    async def _run(
+        self,
+        operation: str,
+        tenant: str,
+        conversation_id: str,
+        *args: Any,
+        turn_id: str | None = None,
+    ) -> list[Any]:
+        """One operation of `conversation.lua`: its reply without the first word. `turn_id` is the
+        turn that may not be there."""
+        tree = tree_of(conversation_id)
+        if tree is None:
+            raise no_conversation(conversation_id)
+        keys = [f"penstock:{{{tree}}}:{name}" for name in _KEYS]
+        arguments = [operation, tenant, self._ttl_ms, self._lease_ms, *args]
+        reply: list[Any] = await self._link.run(_CONVERSATION, keys, arguments)
+        word, *values = reply
+        if word == b"locked":
+            raise head_locked(conversation_id)
+        if word == b"no conversation":
+            raise no_conversation(conversation_id)
+        if word == b"no turn":
+            assert turn_id is not None
+            raise no_turn(turn_id)
+        return values
+
+    async def _unpacked(self, tenant: str, turn_id: str, values: Sequence[Any]) -> list[StoredTurn]:
+        """The turns of a reply, with the token ids that they share."""
+        conversation_id = conversation_of(turn_id)
+        assert conversation_id is not None
+        bodies = {}
+        for found_id, parent, status, created_at, body in _fives(values):
+            place = Place(
+                turn_id=found_id.decode(),
+                conversation_id=conversation_id,
+                tenant=tenant,
+                parent_id=parent.decode() or None,
+                status=status.decode(),
+                created_at=int(created_at),
+            )
+            bodies[place] = body
+        if None in bodies.values():  # a Redis that drops keys when it is full
+            raise no_turn(turn_id)
+        names = list({name: None for body in bodies.values() for name in chunk_names(body)})
+        chunks: list[Any] = []
+        if names:
+            key = f"penstock:{{{tree_of(turn_id)}}}:token_ids"
+            with self._link.answering(key):
+                chunks = await self._link.client.hmget(key, names)
+        if None in chunks:  # deleted meanwhile
+            raise no_turn(turn_id)
+        by_name = dict(zip(names, chunks, strict=True))
+        return [unpack(place, body, by_name) for place, body in bodies.items()]
+
+    async def _run_listing(self, operation: str, tenant: str, *args: Any) -> list[Any]:
+        digest = hashlib.sha256(tenant.encode()).hexdigest()[:32]
+        key = f"penstock:{{{digest}}}:conversations"
+        # The index outlives conversations that are only read.
+        reply: list[Any] = await self._link.run(
+            _LISTING, [key], [operation, 2 * self._ttl_ms, *args]
+        )
+        return reply
+
+    async def _list(self, conversation: Conversation) -> None:
+        if conversation.is_listed:
+            added = (conversation.created_at, conversation.conversation_id)
+            await self._run_listing("add", conversation.tenant, *added)
+
+    async def _peek(self, tenant: str, ids: Sequence[str]) -> list[Conversation]:
+        """Those of some conversations that are there, without counting as use."""
+
+        async def peek(conversation_id: str) -> Conversation | None:
+            try:
+                fields = await self._run("peek", tenant, conversation_id)
+            except NotFoundError:
+                return None
+            return _conversation(tenant, conversation_id, fields)
+
+        found: list[Conversation | None] = []
+        for start in range(0, len(ids), _NUM_AT_ONCE):
+            found += await asyncio.gather(*map(peek, ids[start : start + _NUM_AT_ONCE]))
+        return [conversation for conversation in found if conversation is not None]
+
+
+def _conversation(tenant: str, conversation_id: str, fields: Sequence[bytes]) -> Conversation:
+    created_at, is_listed, metadata, head, running = fields
+    return Conversation(
+        conversation_id=conversation_id,
+        tenant=tenant,
+        created_at=int(created_at),
+        metadata=msgpack.unpackb(metadata),
+        head=head.decode() or None,
+        running=running.decode() or None,
+        is_listed=is_listed == b"1",
+    )
+
+
+def _fives(values: Sequence[Any]) -> list[Sequence[Any]]:
+    return [values[start : start + 5] for start in range(0, len(values), 5)]
+
+
+def _packed(turn: StoredTurn) -> list[bytes]:
+    """As `conversation.lua` takes it: the body, and name and bytes of each chunk."""
+    packed = pack(turn)
+    return [packed.body, *(part for chunk in packed.chunks.items() for part in chunk)]
+
+
+def _pack_metadata(metadata: Mapping[str, str]) -> bytes:
+    packed: bytes = msgpack.packb(dict(metadata))
+    return packed

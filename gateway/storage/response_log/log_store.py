@@ -1,0 +1,191 @@
+"""The contract of a store of response logs, and the one in this process's memory.
+
+`redis_store` keeps the same for many gateways: there a response has an owner, the gateway that
+runs it, and another one carries it on if the owner dies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.storage.response_log.codec import decode_log, encode_log
+from penstock.gateway.storage.response_log.log import InMemory, ResponseLog
+from penstock.gateway.storage.response_log.record import ResponseHeader
+
+DEFAULT_TTL_S = 3600.0
+_LOG_BYTES = 512  # an ended log's objects and dictionary slots, beside what it says
+CarryOn = Callable[[ResponseLog], None]
+
+
+class LogExistsError(Exception):
+    """Two gateways, or one twice, began the same: the first runs it."""
+
+
+class LogStore(Protocol):
+    """Response logs by id."""
+
+    async def start(self, carry_on: CarryOn) -> None:
+        """Begin to work.
+
+        Args:
+            carry_on: is given the log of a response that this gateway owns from now on because
+                its owner is gone; all entries stored so far are in it, and it has no end.
+        """
+        ...
+
+    async def create(self, header: ResponseHeader) -> ResponseLog:
+        """The log of a new response that this gateway owns.
+
+        Raises:
+            LogExistsError: there is one of that id.
+            StoreUnavailableError: nothing can be stored now.
+        """
+        ...
+
+    async def find(self, tenant: str, response_id: str) -> ResponseLog:
+        """A response's log, running here or elsewhere, or ended.
+
+        Raises:
+            RequestRefusedError: 404 `response_expired`: there is none (any more), or it is
+                another tenant's.
+        """
+        ...
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        """Have its owner stop a response (`ResponseLog.on_cancel`); an ended one is left alone.
+        Raises as `find`."""
+        ...
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Forget an ended log; one that is not there is no error."""
+        ...
+
+    async def hand_over(self) -> None:
+        """This gateway goes: whoever can carries its responses on at once."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedLog:
+    tenant: str
+    ended_s: float
+    data: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return _LOG_BYTES + len(self.data)
+
+
+class MemoryLogStore(InMemory):
+    """Logs of this process, bounded in bytes and age: of those that ended, the oldest go first.
+
+    A log that has ended is kept as bytes (`codec`), a tenth of what its objects take, and is a log
+    again while somebody reads it.
+
+    Args:
+        max_bytes: of ended logs.
+        ttl_s: how long after its end a log can be read.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        ttl_s: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._running: dict[str, ResponseLog] = {}
+        self._ended: OrderedDict[str, _EndedLog] = OrderedDict()
+        self._being_read: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
+        self.num_bytes = 0
+
+    async def start(self, carry_on: CarryOn) -> None:
+        """Nobody else's responses can come here."""
+
+    async def create(self, header: ResponseHeader) -> ResponseLog:
+        self._drop_old()
+        if header.response_id in self._running or header.response_id in self._ended:
+            raise LogExistsError(header.response_id)
+        log = self._running[header.response_id] = ResponseLog(header, storage=self)
+        return log
+
+    async def find(self, tenant: str, response_id: str) -> ResponseLog:
+        self._drop_old()
+        running = self._running.get(response_id)
+        if running is not None and running.header.tenant == tenant:
+            return running
+        ended = self._ended.get(response_id)
+        if ended is not None and ended.tenant == tenant:
+            return self._unpacked(response_id, ended)
+        raise response_expired(response_id)
+
+    def _unpacked(self, response_id: str, ended: _EndedLog) -> ResponseLog:
+        """All who read it at a time read the same."""
+        log = self._being_read.get(response_id)
+        if log is None:
+            header, entries = decode_log(ended.data)
+            log = self._being_read[response_id] = ResponseLog(header)
+            log.entries = entries
+            log.publish(len(entries))
+        return log
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        (await self.find(tenant, response_id)).cancel()
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        ended = self._ended.get(response_id)
+        if ended is not None and ended.tenant == tenant:
+            self._drop(response_id)
+
+    async def hand_over(self) -> None:
+        """There is nobody to take them."""
+
+    async def close(self) -> None:
+        """Memory goes with the process."""
+
+    def appended(self, log: ResponseLog) -> None:
+        super().appended(log)
+        if log.is_ended:
+            self._keep(log)
+
+    def _keep(self, log: ResponseLog) -> None:
+        header = log.header
+        ended = _EndedLog(header.tenant, self._clock(), encode_log(header, log.entries))
+        del self._running[header.response_id]
+        self._ended[header.response_id] = ended
+        self._being_read[header.response_id] = log
+        self.num_bytes += ended.num_bytes
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        horizon = self._clock() - self._ttl_s
+        while self._ended:
+            response_id, oldest = next(iter(self._ended.items()))
+            if self.num_bytes <= self._max_bytes and oldest.ended_s > horizon:
+                return
+            self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self.num_bytes -= self._ended.pop(response_id).num_bytes
+        self._being_read.pop(response_id, None)
+
+
+def response_expired(response_id: str) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"no stream of a response {response_id!r} is kept here (any more)",
+        code="response_expired",
+        param="response_id",
+        status=404,
+    )

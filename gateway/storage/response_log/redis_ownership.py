@@ -1,0 +1,305 @@
+"""Which gateway runs which response, and who carries it on when that one is gone.
+
+    penstock:gateways          ids of all gateways
+    penstock:lease:<gateway>   there while it lives: set again and again, runs out soon after
+    penstock:owned:<gateway>   "<epoch> <response id>" of the responses it runs
+    penstock:control:<gateway> a stream of what it is told: to stop a response, to look around
+
+Every gateway looks for others without a lease and takes over what they ran, one by one: it notes
+the response as its own under the next epoch, then writes the fence (`redis_stream`) that one
+taker alone can write. Whoever crashes in between leaves a note that does not fit the stream's
+epoch, which the next one to look drops.
+
+A gateway to which Redis was away, or that stood still itself, takes nothing over for a while: the
+others' leases ran out with its own, and they need a moment to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from penstock.gateway.storage.redis_errors import RedisAwayError
+from penstock.gateway.storage.response_log.redis_stream import (
+    FENCE,
+    Command,
+    add_fence,
+    ask,
+    cancel_key,
+    ends,
+    log_key,
+    parse_id,
+    read_last,
+    round_trip,
+)
+
+_LOG = logging.getLogger(__name__)
+_GATEWAYS = "penstock:gateways"
+_NUM_AT_ONCE = 16  # responses taken over
+_MAX_CONTROL_ENTRIES = 1000
+_CANCEL_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A response that this gateway owns from now on."""
+
+    response_id: str
+    key: str
+    epoch: int
+
+
+class Ownership:
+    """This gateway among the others.
+
+    Args:
+        lease_s: without a sign of life, a gateway is taken for dead.
+        ttl_s: of what it leaves behind.
+        adopt: carries on what was taken over.
+        on_beat: done at every sign of life; told whether the lease had run out before it.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        lease_s: float,
+        ttl_s: float,
+        adopt: Callable[[Claim], Awaitable[None]],
+        on_beat: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self.gateway_id = f"{{{secrets.token_hex(8)}}}"  # its keys share a slot of a cluster
+        self.is_leaving = False
+        self._redis = redis
+        self._lease_s = lease_s
+        self._ttl_ms = int(ttl_s * 1000)
+        self._adopt = adopt
+        self._on_beat = on_beat
+        self._hurry = asyncio.Event()
+        self._was_away = False
+        self._has_lost_lease = False
+        self._last_beat_s = math.inf  # there was none
+        self._may_adopt_s = 0.0
+        self._may_adopt_from_s: dict[str, float] = {}  # whose lease could not be looked at
+        self._adopting: asyncio.Task[None] | None = None
+        self._claims: dict[str, Claim] = {}  # being enforced, or failed on the way
+
+    @property
+    def control_key(self) -> str:
+        return _control_key(self.gateway_id)
+
+    def note(self, response_id: str, epoch: int) -> Command:
+        """To be sent before a response's stream is begun."""
+        return "SADD", _owned_key(self.gateway_id), f"{epoch} {response_id}"
+
+    def forget(self, response_id: str, epoch: int) -> Command:
+        return "SREM", _owned_key(self.gateway_id), f"{epoch} {response_id}"
+
+    def hurry(self) -> None:
+        """Look for orphans now."""
+        self._hurry.set()
+
+    async def appear(self) -> None:
+        """The first sign of life: whoever begins a response must be missed when it dies."""
+        await self._turn()
+
+    async def run(self) -> None:
+        """Give signs of life and look for the dead, until cancelled."""
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._lease_s / 6):
+                        await self._hurry.wait()
+                self._hurry.clear()
+                await self._turn()
+        finally:
+            if self._adopting is not None:
+                self._adopting.cancel()
+
+    async def cancel(self, response_id: str) -> None:
+        """Tell whoever owns a response, now or soon, to stop it.
+
+        Raises:
+            RedisAwayError: Redis cannot serve now.
+        """
+        _, gateways = await round_trip(
+            self._redis,
+            [("SET", cancel_key(response_id), b"1", "EX", _CANCEL_S), ("SMEMBERS", _GATEWAYS)],
+            is_strict=True,
+        )
+        await self._tell([gateway.decode() for gateway in gateways], b"cancel", response_id)
+
+    async def leave(self) -> None:
+        """Give up the lease, and tell the others, who take over what this gateway runs.
+
+        Raises:
+            RedisAwayError: Redis cannot serve now.
+        """
+        self.is_leaving = True
+        if self._adopting is not None:  # it may add to what this gateway leaves
+            self._adopting.cancel()
+            await asyncio.wait({self._adopting})
+        others = await self._others()
+        commands: list[Command] = [("DEL", f"penstock:lease:{self.gateway_id}")]
+        if not await ask(self._redis, "EXISTS", _owned_key(self.gateway_id)):
+            commands.append(("SREM", _GATEWAYS, self.gateway_id))
+            commands.append(("DEL", self.control_key))
+        await round_trip(self._redis, commands)
+        await self._tell(others, b"look", "")
+
+    # -- signs of life ------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        try:
+            async with asyncio.timeout(self._lease_s / 2):
+                if self.is_leaving:  # without a lease
+                    await self._on_beat(False)
+                    return
+                await self._beat()
+            now_s = time.monotonic()
+            if self._was_away or now_s - self._last_beat_s > self._lease_s * 2 / 3:
+                self._may_adopt_s = now_s + self._lease_s / 2
+            self._was_away, self._last_beat_s = False, now_s
+            if self._adopting is not None and not self._adopting.done():
+                # Somebody may have left since it looked.
+                self._adopting.add_done_callback(lambda _: self.hurry())
+            elif now_s >= self._may_adopt_s:
+                self._adopting = asyncio.create_task(self._adopt_orphans())
+        except (RedisAwayError, TimeoutError) as error:
+            if not self._was_away:
+                _LOG.warning("Redis is away: %s: %s", type(error).__name__, error)
+            self._was_away = True
+        except Exception:  # a bug of ours; the lease must live on
+            _LOG.exception("looking after response logs failed")
+
+    async def _beat(self) -> None:
+        lease_ms = int(self._lease_s * 1000)
+        replies = await round_trip(
+            self._redis,
+            [
+                ("SET", f"penstock:lease:{self.gateway_id}", b"1", "PX", lease_ms, "GET"),
+                ("SADD", _GATEWAYS, self.gateway_id),
+                ("PEXPIRE", _GATEWAYS, self._ttl_ms),
+                ("PEXPIRE", _owned_key(self.gateway_id), self._ttl_ms),
+                ("PEXPIRE", self.control_key, self._ttl_ms),
+            ],
+        )
+        failures = [reply for reply in replies if isinstance(reply, Exception)]
+        if isinstance(replies[0], Exception):
+            raise replies[0]
+        self._has_lost_lease |= replies[0] is None
+        await self._on_beat(self._has_lost_lease)
+        self._has_lost_lease = False
+        if failures:
+            raise failures[0]
+
+    async def _others(self) -> list[str]:
+        gateways = await ask(self._redis, "SMEMBERS", _GATEWAYS)
+        return [name for gateway in gateways if (name := gateway.decode()) != self.gateway_id]
+
+    async def _tell(self, gateways: list[str], what: bytes, value: str) -> None:
+        await round_trip(
+            self._redis,
+            [
+                ("XADD", key, "MAXLEN", "~", _MAX_CONTROL_ENTRIES, "*", what, value)
+                for key in map(_control_key, gateways)
+            ],
+        )
+
+    # -- the dead -----------------------------------------------------------------------------
+
+    async def _adopt_orphans(self) -> None:
+        with _excused(level=logging.WARNING):
+            for claim in list(self._claims.values()):
+                with _excused():
+                    await self._enforce(claim)
+            others = await self._others()
+            leases = await round_trip(
+                self._redis, [("EXISTS", f"penstock:lease:{other}") for other in others]
+            )
+            now_s, before = time.monotonic(), self._may_adopt_from_s
+            self._may_adopt_from_s = {other: before[other] for other in others if other in before}
+            for other, has_lease in zip(others, leases, strict=True):
+                if isinstance(has_lease, Exception):  # it cannot be renewed either
+                    self._may_adopt_from_s[other] = now_s + self._lease_s
+                elif has_lease == 0 and now_s >= self._may_adopt_from_s.get(other, 0.0):
+                    with _excused():
+                        await self._adopt_all_of(other)
+
+    async def _adopt_all_of(self, gateway: str) -> None:
+        notes = [note.decode() for note in await ask(self._redis, "SMEMBERS", _owned_key(gateway))]
+        if not notes:
+            gone: list[Command] = [("SREM", _GATEWAYS, gateway), ("DEL", _control_key(gateway))]
+            await round_trip(self._redis, gone)
+            return
+        _LOG.warning("gateway %s is gone; it ran %d responses", gateway, len(notes))
+        random.shuffle(notes)  # several gateways take over at once
+        for begin in range(0, len(notes), _NUM_AT_ONCE):
+            some = notes[begin : begin + _NUM_AT_ONCE]
+            await asyncio.gather(*(self._adopt_one(gateway, note) for note in some))
+
+    async def _adopt_one(self, gateway: str, note: str) -> None:
+        with _excused():
+            claim = await self._claim_on(note)
+            if claim is not None:
+                self._claims[claim.response_id] = claim
+                await self._enforce(claim)
+            await ask(self._redis, "SREM", _owned_key(gateway), note)
+
+    async def _claim_on(self, note: str) -> Claim | None:
+        """What there is to take over; None if it ended, or the note does not fit its epoch."""
+        epoch_text, _, response_id = note.partition(" ")
+        key = log_key(response_id)
+        last = [] if key is None else await ask(self._redis, *read_last(key))
+        if key is None or not last:
+            return None
+        ((entry_id, fields),) = last
+        epoch = int(epoch_text)
+        if parse_id(entry_id)[0] != epoch or ends(fields):
+            return None
+        return Claim(response_id=response_id, key=key, epoch=epoch + 1)
+
+    async def _enforce(self, claim: Claim) -> None:
+        """Fence a response off from its owner and carry it on, unless another gateway was faster.
+        May be repeated after any failure."""
+        note = self.note(claim.response_id, claim.epoch)
+        await ask(self._redis, *note)
+        fence = add_fence(claim.key, claim.epoch, self.gateway_id)
+        (fenced,) = await round_trip(self._redis, [fence])
+        if isinstance(fenced, Exception):  # refused; or it is there, its acknowledgement lost
+            fence_id = f"{claim.epoch}-0"
+            found = await ask(self._redis, "XRANGE", claim.key, fence_id, fence_id)
+            fenced = found and found[0][1].get(FENCE) == self.gateway_id.encode()
+        if fenced:
+            await self._adopt(claim)
+        else:
+            await ask(self._redis, *self.forget(claim.response_id, claim.epoch))
+        del self._claims[claim.response_id]
+
+
+@contextlib.contextmanager
+def _excused(*, level: int = logging.DEBUG) -> Iterator[None]:
+    """What cannot be taken over now is at a later look, and does not keep the rest."""
+    try:
+        yield
+    except RedisAwayError as error:
+        _LOG.log(level, "cannot take responses over now: %s", error)
+    except Exception:
+        _LOG.exception("taking responses over failed")
+
+
+def _owned_key(gateway_id: str) -> str:
+    return f"penstock:owned:{gateway_id}"
+
+
+def _control_key(gateway_id: str) -> str:
+    return f"penstock:control:{gateway_id}"

@@ -1,0 +1,243 @@
+"""Follows streams in Redis: the responses of other gateways that are read here, and what other
+gateways tell this one. One blocking XREAD for all of them, each from an id of its own.
+
+In a cluster one XREAD cannot span slots: there the streams are asked for every `_POLL_S`, in one
+pipeline per node that waits for no other node's, which costs that much latency and nothing else.
+
+A followed log lives as long as somebody holds it; it is followed no longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from penstock.gateway.storage.redis_cluster import ClusterClient, node_name
+from penstock.gateway.storage.redis_errors import RedisAwayError
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.log_store import response_expired
+from penstock.gateway.storage.response_log.redis_stream import (
+    BrokenLogError,
+    Command,
+    StoredLog,
+    StreamEntry,
+    ask,
+    log_key,
+    read_key,
+    round_trip,
+    store_unavailable,
+)
+
+_LOG = logging.getLogger(__name__)
+_BLOCK_MS = 500  # shorter than any time-out of a connection
+_POLL_S = 0.02
+_RETRY_S = 0.1
+_PATIENCE_S = 10.0  # with a Redis that is away, before those who read are told
+_LONGEST_TRY_S = 2.0  # what was longer was this process, standing still
+_PAGE_ENTRIES = 512
+_MARK_EVERY_S, _MARK_S = 5.0, 15  # that somebody reads a log
+
+
+@dataclass(slots=True)
+class _Followed:
+    log: weakref.ref[ResponseLog]
+    position: bytes
+
+
+class StreamFollower:
+    """Follows.
+
+    Args:
+        control_key: the stream of what this gateway is told.
+        on_control: is given the fields of each entry there.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        control_key: str,
+        on_control: Callable[[dict[bytes, bytes]], None],
+    ) -> None:
+        self._redis = redis
+        client: object = redis  # to its type, a cluster's client is none
+        self._is_cluster = isinstance(client, ClusterClient)
+        self._control_key = control_key.encode()
+        self._control_position = b"0-0"
+        self._on_control = on_control
+        self._followed: dict[bytes, _Followed] = {}
+        self._is_blocked = False
+        self._mark_due_s = 0.0
+        self._away_s = defaultdict[str, float](float)  # by node, of tries in a row
+
+    def find(self, response_id: str) -> ResponseLog | None:
+        """A log that is followed here already."""
+        followed = self._followed.get((log_key(response_id) or "").encode())
+        return None if followed is None else followed.log()
+
+    async def follow(self, stored: StoredLog) -> None:
+        """Keep a log that was read up to a position up to date.
+
+        Raises:
+            RedisAwayError: Redis cannot serve now.
+        """
+        key = (log_key(stored.log.header.response_id) or "").encode()
+        self._followed[key] = _Followed(weakref.ref(stored.log), stored.position)
+        await self._mark_read([stored.log])
+        if self._is_blocked and not self._is_cluster:
+            # What waits in Redis does not know of it; an entry of its own makes it return.
+            wake: Command = ("XADD", self._control_key, "MAXLEN", "~", 1000, "*", b"wake", b"")
+            await round_trip(self._redis, [wake])
+
+    async def run(self) -> None:
+        """Until cancelled. Redis may come and go: every stream is followed on from where it was."""
+        if self._is_cluster:
+            await self._poll_nodes()
+            return
+        while True:
+            await self._read("", self._positions(), self._block)
+
+    async def _poll_nodes(self) -> None:
+        polls: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(_POLL_S)
+                by_node = defaultdict[str, dict[bytes, bytes]](dict)
+                for key, position in self._positions().items():
+                    by_node[node_name(self._redis, key)][key] = position
+                for node, positions in by_node.items():
+                    if node not in polls or polls[node].done():
+                        read = self._read(node, positions, self._poll)
+                        polls[node] = asyncio.create_task(read)
+        finally:
+            for task in polls.values():
+                task.cancel()
+
+    async def _read(
+        self,
+        node: str,
+        positions: dict[bytes, bytes],
+        read: Callable[[dict[bytes, bytes]], Awaitable[list[tuple[bytes, list[StreamEntry]]]]],
+    ) -> None:
+        """Take in what lies behind some positions, once."""
+        begun_s = time.monotonic()
+        try:
+            found = await read(positions)
+        except RedisAwayError as error:
+            _LOG.debug("cannot follow streams in Redis: %s", error)
+            await asyncio.sleep(_RETRY_S)
+            self._away_s[node] += min(time.monotonic() - begun_s, _LONGEST_TRY_S)
+            if self._away_s[node] > _PATIENCE_S:
+                for key in positions:
+                    self._fail(key, store_unavailable())
+        except Exception:  # a bug of ours; those who read must not wait for ever
+            _LOG.exception("following streams failed")
+            await asyncio.sleep(_RETRY_S)
+        else:
+            self._away_s[node] = 0.0
+            for key, entries in found:
+                self._add_entries(key, positions[key], entries)
+
+    async def check(self) -> None:
+        """Fail the followed logs that Redis has no more (they expired, or were lost), and tell the
+        owners of the others that somebody reads them.
+
+        Raises:
+            RedisAwayError: Redis cannot serve now.
+        """
+        if time.monotonic() >= self._mark_due_s:
+            self._mark_due_s = time.monotonic() + _MARK_EVERY_S
+            logs = [followed.log() for followed in self._followed.values()]
+            await self._mark_read([log for log in logs if log is not None and log.readers])
+        keys = list(self._live())
+        if not keys:
+            return
+        for key, exists in zip(
+            keys, await round_trip(self._redis, [("EXISTS", key) for key in keys]), strict=True
+        ):
+            if exists == 0:
+                self._fail(key)
+
+    async def _mark_read(self, logs: Sequence[ResponseLog]) -> None:
+        keys = [read_key(log.header.response_id) for log in logs]
+        await round_trip(self._redis, [("SET", key, b"1", "EX", _MARK_S) for key in keys])
+
+    async def _block(self, positions: dict[bytes, bytes]) -> list[tuple[bytes, list[StreamEntry]]]:
+        self._is_blocked = True
+        try:
+            found = await ask(
+                self._redis,
+                *("XREAD", "COUNT", _PAGE_ENTRIES, "BLOCK", _BLOCK_MS, "STREAMS"),
+                *(*positions, *positions.values()),
+            )
+        finally:
+            self._is_blocked = False
+        return [(key, entries) for key, entries in found or ()]
+
+    async def _poll(self, positions: dict[bytes, bytes]) -> list[tuple[bytes, list[StreamEntry]]]:
+        replies = await round_trip(
+            self._redis,
+            [
+                ("XRANGE", key, b"(" + position, "+", "COUNT", _PAGE_ENTRIES)
+                for key, position in positions.items()
+            ],
+        )
+        found = []
+        for key, reply in zip(positions, replies, strict=True):
+            if isinstance(reply, RedisAwayError):
+                raise reply
+            if isinstance(reply, Exception):
+                _LOG.error("%r cannot be followed", key, exc_info=reply)
+                self._fail(key)
+            else:
+                found.append((key, reply))
+        return found
+
+    def _positions(self) -> dict[bytes, bytes]:
+        return {self._control_key: self._control_position, **self._live()}
+
+    def _live(self) -> dict[bytes, bytes]:
+        """Key and position of every log that somebody still holds."""
+        return dict(self._drop_unread())
+
+    def _drop_unread(self) -> Iterator[tuple[bytes, bytes]]:
+        for key, followed in list(self._followed.items()):
+            if followed.log() is None:
+                del self._followed[key]
+            else:
+                yield key, followed.position
+
+    def _add_entries(self, key: bytes, position: bytes, entries: list[StreamEntry]) -> None:
+        if key == self._control_key:
+            if position != self._control_position:
+                return
+            for entry_id, fields in entries:
+                self._control_position = entry_id
+                self._on_control(fields)
+            return
+        followed = self._followed.get(key)
+        log = None if followed is None else followed.log()
+        if followed is None or log is None or position != followed.position:
+            return  # left, or read from there by another poll, of the slot's next node
+        stored = StoredLog(log, followed.position)
+        try:
+            stored.add(entries)
+        except BrokenLogError as error:
+            _LOG.warning("%s cannot be followed: %s", log.header.response_id, error)
+            self._fail(key)
+            return
+        followed.position = stored.position
+        if log.is_ended:
+            del self._followed[key]
+
+    def _fail(self, key: bytes, error: Exception | None = None) -> None:
+        followed = self._followed.pop(key, None)
+        log = None if followed is None else followed.log()
+        if log is not None:
+            log.fail(error or response_expired(log.header.response_id))

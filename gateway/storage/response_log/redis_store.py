@@ -1,0 +1,308 @@
+"""Response logs in Redis, shared by many gateways: one runs a response, any can read it.
+
+What is kept where is said in `redis_stream` (a response) and `redis_ownership` (the gateways);
+`redis_writer` begins and writes what this gateway owns, `redis_reader` follows what others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from penstock.gateway.storage.redis_errors import RedisAwayError
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.log_store import (
+    DEFAULT_TTL_S,
+    CarryOn,
+    response_expired,
+)
+from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.redis_ownership import Claim, Ownership
+from penstock.gateway.storage.response_log.redis_reader import StreamFollower
+from penstock.gateway.storage.response_log.redis_stream import (
+    BROKEN,
+    BrokenLogError,
+    Command,
+    StoredLog,
+    ask,
+    cancel_key,
+    ends,
+    header_of,
+    load,
+    log_key,
+    read_first,
+    read_last,
+    round_trip,
+    store_unavailable,
+)
+from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWriter, OwnedLog
+
+_LOG = logging.getLogger(__name__)
+_NUM_LOADS = 16  # at once: the writer's and the lease's connections must not wait behind them
+_HAND_OVER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisLogSettings:
+    """How logs are kept in Redis.
+
+    Attributes:
+        ttl_s: how long after its end a log can be read.
+        max_log_bytes: of one log in Redis; a longer one is not resumable.
+        ack_timeout_s: how long an entry waits for Redis before it is shown without.
+        request_timeout_s: how long a new response waits for Redis before it is refused.
+        lease_s: a gateway without a sign of life for so long is taken for dead.
+    """
+
+    ttl_s: float = DEFAULT_TTL_S
+    max_log_bytes: int = 64 << 20
+    ack_timeout_s: float = 0.25
+    request_timeout_s: float = 1.0
+    lease_s: float = 3.0
+
+
+class RedisLogStore:
+    """A `LogStore`.
+
+    Args:
+        redis: a client with few retries and time-outs above half a second; this store's own.
+    """
+
+    def __init__(self, redis: Redis, settings: RedisLogSettings | None = None) -> None:
+        self._redis = redis
+        self._settings = settings or RedisLogSettings()
+        self._ownership = Ownership(
+            redis,
+            lease_s=self._settings.lease_s,
+            ttl_s=self._settings.ttl_s,
+            adopt=self._adopt,
+            on_beat=self._maintain,
+        )
+        self._writer = LogWriter(
+            redis,
+            ack_timeout_s=self._settings.ack_timeout_s,
+            max_log_bytes=self._settings.max_log_bytes,
+            on_done=self._forget,
+            farewell=self._farewell,
+        )
+        self._opener = LogOpener(
+            redis,
+            self._ownership,
+            timeout_s=self._settings.request_timeout_s,
+            age=self._age,
+            give_up=self._writer.give_up,
+        )
+        self._follower = StreamFollower(redis, self._ownership.control_key, self._on_control)
+        self._live: dict[str, ResponseLog] = {}  # that run here
+        self._carry_on: CarryOn | None = None
+        self._loads = asyncio.Semaphore(_NUM_LOADS)
+        self._refresh_s = 0.0  # when the keys of what runs get their full time to live again
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pass_on: list[asyncio.Task[None]] = []  # the event loop itself holds tasks weakly
+
+    @property
+    def gateway_id(self) -> str:
+        return self._ownership.gateway_id
+
+    async def start(self, carry_on: CarryOn) -> None:
+        """As `LogStore.start`. `carry_on` must have set `on_cancel` when it returns."""
+        self._carry_on = carry_on
+        await self._ownership.appear()
+        self._tasks = [
+            asyncio.create_task(self._ownership.run()),
+            asyncio.create_task(self._follower.run()),
+        ]
+
+    async def create(self, header: ResponseHeader) -> ResponseLog:
+        response_id = header.response_id
+        key = _key(response_id)
+        log = ResponseLog(header, storage=self._writer)
+        owned = OwnedLog(
+            log=log, key=key, epoch=1, confirmed=header.num_opening_events - 1, is_begun=False
+        )
+        if self._ownership.is_leaving:
+            raise store_unavailable()
+        await self._opener.open(owned)
+        self._live[response_id] = log
+        self._writer.own(owned)
+        return log
+
+    async def find(self, tenant: str, response_id: str) -> ResponseLog:
+        log = self._live.get(response_id) or self._follower.find(response_id)
+        if log is None:
+            log = await self._load(response_id)
+        if log.header.tenant != tenant:
+            raise response_expired(response_id)
+        return log
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        log = self._live.get(response_id)
+        if log is None:
+            is_ended = await self._look(tenant, response_id)
+            if is_ended is None:
+                raise response_expired(response_id)
+            if not is_ended:
+                with _answering():
+                    await self._ownership.cancel(response_id)
+        elif log.header.tenant == tenant:
+            log.cancel()
+        else:
+            raise response_expired(response_id)
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        if await self._look(tenant, response_id):
+            with _answering():
+                await ask(self._redis, "DEL", _key(response_id))
+
+    async def hand_over(self) -> None:
+        self._ownership.is_leaving = True
+        await self._writer.flushed()
+        self._writer.let_go()
+        with contextlib.suppress(RedisAwayError, TimeoutError):
+            async with asyncio.timeout(_HAND_OVER_S):
+                await self._ownership.leave()
+
+    async def close(self) -> None:
+        """What still runs here is carried on by others when the lease runs out."""
+        await self._writer.flushed()
+        tasks = set(self._tasks)
+        while tasks:  # redis-py waits in ways that may swallow a cancellation
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.1)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    async def _load(self, response_id: str) -> ResponseLog:
+        key = log_key(response_id)
+        if key is None:
+            raise response_expired(response_id)
+        async with self._loads:
+            with _answering():
+                stored = await self._read(response_id, key)
+            # Somebody else may have found it, or taken it over, meanwhile.
+            log = self._live.get(response_id) or self._follower.find(response_id)
+            if log is not None:
+                return log
+            if not stored.log.is_ended:
+                with _answering():
+                    await self._follower.follow(stored)
+            return stored.log
+
+    async def _read(self, response_id: str, key: str) -> StoredLog:
+        try:
+            stored = await load(self._redis, key)
+        except BrokenLogError as error:
+            _LOG.info("%s cannot be replayed: %s", response_id, error)
+            stored = None
+        if stored is None:
+            raise response_expired(response_id)
+        return stored
+
+    async def _look(self, tenant: str, response_id: str) -> bool | None:
+        """Whether a response has ended, as far as is known; None if it is not there, or another
+        tenant's. One whose log is broken may still run."""
+        key = log_key(response_id)
+        if key is None:
+            return None
+        with _answering():
+            first, last = await round_trip(
+                self._redis, [read_first(key), read_last(key)], is_strict=True
+            )
+        try:
+            if not first or not last or header_of(first[0][1]).tenant != tenant:
+                return None
+        except BrokenLogError:
+            return None
+        fields = last[0][1]
+        return BROKEN not in fields and ends(fields)
+
+    # -- owning -------------------------------------------------------------------------------
+
+    async def _adopt(self, claim: Claim) -> None:
+        """Carry on what this gateway has just fenced off."""
+        try:
+            stored = await load(self._redis, claim.key, storage=self._writer)
+        except BrokenLogError as error:
+            _LOG.warning("%s cannot be carried on: %s", claim.response_id, error)
+            stored = None
+        if stored is None or stored.epoch != claim.epoch or stored.log.is_ended:
+            forget = self._ownership.forget(claim.response_id, claim.epoch)
+            await ask(self._redis, *forget)
+            return
+        log = stored.log
+        log.epoch = claim.epoch
+        is_cancelled = await ask(self._redis, "EXISTS", cancel_key(claim.response_id))
+        if self._ownership.is_leaving:
+            return  # to whoever comes next: the fence is this gateway's, and so is the note
+        assert self._carry_on is not None
+        num_stored = len(log.entries)
+        self._writer.own(OwnedLog(log=log, key=claim.key, epoch=claim.epoch, num_stored=num_stored))
+        self._live[claim.response_id] = log
+        self._carry_on(log)
+        if is_cancelled:
+            log.cancel()
+
+    async def _maintain(self, has_lost_lease: bool) -> None:
+        """With every sign of life."""
+        owned = list(self._writer.owned.values())
+        if has_lost_lease:
+            self._writer.suspect_all()
+            await round_trip(
+                self._redis, [self._ownership.note(log.response_id, log.epoch) for log in owned]
+            )
+        if time.monotonic() >= self._refresh_s:
+            self._refresh_s = time.monotonic() + self._settings.ttl_s / 4
+            await round_trip(self._redis, [self._age(log.key) for log in owned])
+        await self._writer.settle()
+        await self._follower.check()
+
+    def _on_control(self, fields: dict[bytes, bytes]) -> None:
+        if b"look" in fields:
+            self._ownership.hurry()
+        elif (response_id := fields.get(b"cancel")) is not None:
+            log = self._live.get(response_id.decode())
+            if log is not None:
+                log.cancel()
+
+    def _forget(self, log: ResponseLog) -> None:
+        response_id = log.header.response_id
+        if self._live.get(response_id) is log:
+            del self._live[response_id]
+        if log.is_cancelled and not log.is_ended:
+            # Meant for whoever runs it: it was told to a gateway that did not any more.
+            self._pass_on = [each for each in self._pass_on if not each.done()]
+            self._pass_on.append(asyncio.create_task(self._tell_cancelled(response_id)))
+
+    async def _tell_cancelled(self, response_id: str) -> None:
+        try:
+            await self._ownership.cancel(response_id)
+        except RedisAwayError as error:
+            _LOG.warning("the owner of %s is not told to stop it: %s", response_id, error)
+
+    def _farewell(self, owned: OwnedLog) -> Sequence[Command]:
+        return self._age(owned.key), self._ownership.forget(owned.response_id, owned.epoch)
+
+    def _age(self, key: str) -> Command:
+        return "PEXPIRE", key, int(self._settings.ttl_s * 1000)
+
+
+def _key(response_id: str) -> str:
+    key = log_key(response_id)
+    assert key is not None
+    return key
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Raises: StoreUnavailableError: Redis cannot serve now."""
+    try:
+        yield
+    except RedisAwayError as error:
+        raise store_unavailable() from error

@@ -1,0 +1,561 @@
+"""The logs of the responses that this gateway owns, on their way into Redis: begun by `LogOpener`,
+written by `LogWriter`.
+
+The headers of one turn of the event loop, and those that come while others are on their way, go
+together: a crowd of new responses needs one connection and a few round trips, and a loop that is
+busy with the crowd is not late for each of them.
+
+Whatever was appended in one turn of the event loop leaves in one pipeline (of a cluster: one per
+node, none of which waits for another's), and is seen when Redis has confirmed it: a round trip of
+latency, shared by all. While one pipeline is under way the next one gathers. What Redis does not
+confirm in time is shown all the same, and its log is no longer resumable: it goes on without Redis,
+which is told so when it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from penstock.gateway.storage.redis_cluster import node_name
+from penstock.gateway.storage.redis_errors import RedisAwayError
+from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
+from penstock.gateway.storage.response_log.log_store import LogExistsError, response_expired
+from penstock.gateway.storage.response_log.redis_ownership import Ownership
+from penstock.gateway.storage.response_log.redis_stream import (
+    Command,
+    add_broken,
+    add_entry,
+    add_header,
+    ask,
+    in_time,
+    is_begun_by,
+    is_refused_id,
+    lean_round_trip,
+    parse_id,
+    read_first,
+    read_key,
+    read_last,
+    round_trip,
+    store_unavailable,
+)
+
+_LOG = logging.getLogger(__name__)
+_WRITING_TICKS = 5  # of the time that Redis has for an answer
+_LOOK_S = 0.01  # whether a log has been verified
+_RETRY_S = 0.005
+_NUM_OPENED_AT_ONCE = 256  # a header may hold a long prompt
+_OPENING_TICKS = 100  # of Redis' time: connecting alone may take twenty turns of the loop
+
+
+@dataclass(slots=True, eq=False)
+class _Opening:
+    owned: OwnedLog
+    header: Command
+    done: asyncio.Future[None]
+    failure: Exception | None = None
+
+
+class LogOpener:
+    """Opens the logs of new responses.
+
+    Args:
+        timeout_s: what Redis has for a batch.
+        age: gives a stream its time to live.
+        give_up: told of a log that nobody will write, and that Redis may have begun.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        ownership: Ownership,
+        *,
+        timeout_s: float,
+        age: Callable[[str], Command],
+        give_up: Callable[[OwnedLog], None],
+    ) -> None:
+        self._redis = redis
+        self._ownership = ownership
+        self._timeout_s = timeout_s
+        self._age = age
+        self._give_up = give_up
+        self._waiting: deque[_Opening] = deque()
+        self._sender: asyncio.Task[None] | None = None
+
+    async def open(self, owned: OwnedLog) -> None:
+        """Have Redis take the log's header, and a note that this gateway runs it.
+
+        Raises:
+            StoreUnavailableError: Redis does not answer, or refuses.
+            LogExistsError: another response has that id.
+        """
+        header = add_header(owned.key, owned.log.header)
+        opening = _Opening(owned, header, asyncio.get_running_loop().create_future())
+        self._waiting.append(opening)
+        if self._sender is None:
+            # It starts in the loop's next turn: all that is opened in this one goes along.
+            self._sender = asyncio.create_task(self._send())
+        try:
+            await opening.done
+        except asyncio.CancelledError:
+            if not opening.done.cancelled():  # it was open already
+                self._give_up(owned)
+            raise
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                num = min(len(self._waiting), _NUM_OPENED_AT_ONCE)
+                batch = [self._waiting.popleft() for _ in range(num)]
+                await self._open_all([opening for opening in batch if not opening.done.done()])
+        finally:
+            self._sender = None
+
+    async def _open_all(self, batch: list[_Opening]) -> None:
+        try:
+            await in_time(self._store(batch), self._timeout_s, num_ticks=_OPENING_TICKS)
+        except Exception as error:  # theirs, each of whom waits
+            for opening in batch:
+                opening.failure = error
+        for opening in batch:
+            self._close_opening(opening)
+
+    async def _store(self, batch: list[_Opening]) -> None:
+        """Raises: RedisAwayError: Redis cannot serve now."""
+        # First the notes: a log without one would never be carried on.
+        notes = [self._ownership.note(each.owned.response_id, each.owned.epoch) for each in batch]
+        _note_failures(batch, await round_trip(self._redis, notes))
+        noted = [opening for opening in batch if opening.failure is None]
+        # And again: if this gateway stood still meanwhile, another has found a note without a log
+        # and dropped it.
+        commands = [
+            command
+            for each, note in zip(batch, notes, strict=True)
+            if each.failure is None
+            for command in (each.header, self._age(each.owned.key), note)
+        ]
+        _note_failures(noted, (await round_trip(self._redis, commands))[::3])
+        await self._look_again([each for each in noted if is_refused_id(each.failure)])
+
+    async def _look_again(self, refused: list[_Opening]) -> None:
+        """Their headers were refused: each is there already, its acknowledgement lost; or
+        another's is."""
+        firsts = await round_trip(self._redis, [read_first(each.owned.key) for each in refused])
+        forget: list[Command] = []
+        for opening, first in zip(refused, firsts, strict=True):
+            owned = opening.owned
+            if isinstance(first, Exception):
+                opening.failure = first
+            elif is_begun_by(first, owned.log.header):
+                opening.failure = None
+            else:
+                opening.failure = LogExistsError(owned.response_id)
+                forget.append(self._ownership.forget(owned.response_id, owned.epoch))
+        await round_trip(self._redis, forget)
+
+    def _close_opening(self, opening: _Opening) -> None:
+        owned, failure = opening.owned, opening.failure
+        owned.is_begun = failure is None
+        is_wanted = not opening.done.cancelled()
+        if not isinstance(failure, LogExistsError) and (failure is not None or not is_wanted):
+            self._give_up(owned)
+        if not is_wanted:
+            return
+        if isinstance(failure, RedisAwayError):
+            error = store_unavailable()
+            error.__cause__ = failure
+            opening.done.set_exception(error)
+        elif failure is not None:
+            opening.done.set_exception(failure)
+        else:
+            opening.done.set_result(None)
+
+
+def _note_failures(openings: list[_Opening], replies: list[object]) -> None:
+    for opening, reply in zip(openings, replies, strict=True):
+        if isinstance(reply, Exception):
+            opening.failure = reply
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OwnedLog:
+    """A log that this gateway writes.
+
+    Attributes:
+        num_stored: entries that Redis confirmed.
+        confirmed: number of the last of them under this epoch; 0: none but the fence.
+        num_bytes: of entries sent.
+        is_suspect: what Redis has of it is not known for sure.
+        is_begun: Redis has its header, and no other's under its id.
+        node: of a cluster, that has confirmed so much.
+    """
+
+    log: ResponseLog
+    key: str
+    epoch: int
+    num_stored: int = 0
+    confirmed: int = 0
+    num_bytes: int = 0
+    is_suspect: bool = False
+    is_begun: bool = True
+    node: str = ""
+
+    @property
+    def response_id(self) -> str:
+        return self.log.header.response_id
+
+    @property
+    def is_stored(self) -> bool:
+        return self.num_stored == len(self.log.entries)
+
+    def confirm(self, num_entries: int) -> None:
+        """Redis has the first `num_entries`."""
+        if num_entries > self.num_stored:
+            self.num_stored = num_entries
+            self.confirmed = self.log.entries[num_entries - 1].last_number
+            self.log.publish(num_entries)
+
+
+class LogWriter:
+    """Writes logs.
+
+    Args:
+        ack_timeout_s: how long Redis may take to confirm an entry.
+        max_log_bytes: of one log; a longer one is not resumable.
+        on_done: told a log that is not owned any more: it ended, or was lost.
+        farewell: what is left to do in Redis when a log is not owned any more.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        ack_timeout_s: float,
+        max_log_bytes: int,
+        on_done: Callable[[ResponseLog], None],
+        farewell: Callable[[OwnedLog], Sequence[Command]],
+    ) -> None:
+        self.owned: dict[str, OwnedLog] = {}
+        self._redis = redis
+        self._ack_timeout_s = ack_timeout_s
+        self._max_log_bytes = max_log_bytes
+        self._on_done = on_done
+        self._farewell = farewell
+        self._torn: dict[str, OwnedLog] = {}  # Redis does not know yet
+        # By node:
+        self._dirty = defaultdict[str, dict[str, OwnedLog]](dict)
+        self._chores = defaultdict[str, list[Command]](list)  # that go with the next pipeline
+        self._flushers: dict[str, asyncio.Task[None]] = {}
+
+    def own(self, owned: OwnedLog) -> None:
+        owned.node = node_name(self._redis, owned.key)
+        before = self.owned.get(owned.response_id)
+        if before is not None:  # another had it meanwhile, and this gateway did not notice yet
+            self._lose(before)
+        self.owned[owned.response_id] = owned
+
+    def appended(self, log: ResponseLog) -> None:
+        """See that the log's last entry is stored, and then seen."""
+        response_id = log.header.response_id
+        owned = self.owned.get(response_id)
+        if owned is not None and owned.log is log:
+            self._flush_soon(owned)
+        elif log.failure is None:
+            log.publish(len(log.entries))
+            if log.is_ended:
+                self._on_done(log)
+
+    async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
+        """Look whether another gateway has fenced it."""
+        owned = self.owned.get(log.header.response_id)
+        if owned is not None and owned.log is log:
+            owned.is_suspect = True
+            self._flush_soon(owned)
+            # Not until all is stored: while other responses run, there may always be more.
+            while owned.is_suspect and self._is_owned(owned) and owned.node in self._flushers:
+                await asyncio.wait({self._flushers[owned.node]}, timeout=_LOOK_S)
+        if is_superseded and not log.is_resumable and log.failure is None:
+            # It went on without Redis: another may tell otherwise what its readers have had.
+            self._on_done(log)
+            log.fail(response_expired(log.header.response_id))
+
+    async def is_read_elsewhere(self, log: ResponseLog) -> bool:
+        try:
+            return bool(await ask(self._redis, "EXISTS", read_key(log.header.response_id)))
+        except RedisAwayError:
+            return True  # for all we know
+
+    async def flushed(self) -> None:
+        """Wait until all that was appended is stored, or was shown without."""
+        while self._flushers:
+            await asyncio.wait(self._flushers.values())
+
+    def suspect_all(self) -> None:
+        """Redis was away, or this gateway: look at what is stored before anything is added."""
+        for owned in self.owned.values():
+            owned.is_suspect = True
+
+    def _suspect(self, node: str) -> None:
+        """The same of what lies at one node."""
+        for owned in self.owned.values():
+            owned.is_suspect |= owned.node == node
+
+    def give_up(self, owned: OwnedLog) -> None:
+        """Go on without Redis."""
+        self._disown(owned)
+        self._torn[owned.response_id] = owned
+        owned.log.is_resumable = False
+        owned.log.publish(len(owned.log.entries))
+        if owned.log.is_ended:
+            self._on_done(owned.log)
+
+    def let_go(self) -> None:
+        """Leave what is owned to other gateways, as Redis has it: from now on nothing is added,
+        least of all an end because this gateway goes down."""
+        for owned in list(self.owned.values()):
+            self._part_with(owned)
+
+    async def settle(self) -> None:
+        """Look after what an absence of Redis left behind: logs whose state is not known, such as
+        are broken, farewells. Repeated until it is done.
+
+        Raises:
+            RedisAwayError: Redis cannot serve now.
+        """
+        for owned in self.owned.values():
+            if owned.is_suspect:
+                self._flush_soon(owned)
+        await self._let_go_of_others()
+        torn = [owned for owned in self._torn.values() if owned.is_begun]
+        marks = [add_broken(owned.key, owned.epoch) for owned in torn]
+        await self._see_marks(torn, await round_trip(self._redis, marks))
+        chores = [command for node in list(self._chores) for command in self._chores.pop(node)]
+        await self._send_with_chores(round_trip, [], chores)
+
+    async def _let_go_of_others(self) -> None:
+        """Of what this gateway could not begin for sure: another may have."""
+        unsure = [owned for owned in self._torn.values() if not owned.is_begun]
+        firsts = await round_trip(self._redis, [read_first(owned.key) for owned in unsure])
+        for owned, first in zip(unsure, firsts, strict=True):
+            if isinstance(first, RedisAwayError):
+                continue
+            if not isinstance(first, Exception) and is_begun_by(first, owned.log.header):
+                owned.is_begun = True
+            else:
+                del self._torn[owned.response_id]
+                self._part_in_redis(owned)
+
+    async def _see_marks(self, torn: list[OwnedLog], replies: list[Any]) -> None:
+        marked = [
+            owned
+            for owned, reply in zip(torn, replies, strict=True)
+            if not isinstance(reply, RedisAwayError)
+        ]
+        lasts = await round_trip(self._redis, [read_last(owned.key) for owned in marked])
+        for owned, last in zip(marked, lasts, strict=True):
+            if not isinstance(last, RedisAwayError):
+                del self._torn[owned.response_id]
+                self._part_in_redis(owned)
+                if (
+                    last
+                    and not isinstance(last, Exception)
+                    and parse_id(last[0][0])[0] > owned.epoch
+                ):
+                    self._lose(owned)
+
+    # -- one pipeline after the other ---------------------------------------------------------
+
+    def _flush_soon(self, owned: OwnedLog) -> None:
+        node = owned.node
+        self._dirty[node][owned.response_id] = owned
+        if node not in self._flushers:
+            # It starts in the loop's next turn: all that is appended in this one goes along.
+            self._flushers[node] = asyncio.create_task(self._flush(node))
+
+    async def _flush(self, node: str) -> None:
+        try:
+            while batch := self._dirty.pop(node, None):
+                await self._write(node, list(batch.values()))
+        finally:
+            del self._flushers[node]
+
+    async def _write(self, node: str, batch: list[OwnedLog]) -> None:
+        work = self._attempt_until_stored(node, batch)
+        try:
+            await in_time(work, self._ack_timeout_s, num_ticks=_WRITING_TICKS)
+        except RedisAwayError:
+            pass
+        except Exception:  # a bug of ours; the responses go on
+            _LOG.exception("writing response logs failed")
+        else:
+            return
+        late = [owned for owned in batch if self._is_owned(owned) and not owned.is_stored]
+        if late:
+            _LOG.warning("Redis does not answer: %d responses go on without it", len(late))
+        self._suspect(node)
+        for owned in late:
+            self.give_up(owned)
+
+    async def _attempt_until_stored(self, node: str, batch: list[OwnedLog]) -> None:
+        while batch:
+            try:
+                batch = await self._attempt(node, batch)
+            except RedisAwayError:
+                self._suspect(node)
+            if batch:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _attempt(self, node: str, batch: list[OwnedLog]) -> list[OwnedLog]:
+        """Write what is not stored of each log; those for which that has to be tried again."""
+        for owned in batch:
+            if owned.node != (owned_by := node_name(self._redis, owned.key)):
+                # The slot's new node may have missed what the one before it confirmed.
+                owned.node, owned.is_suspect = owned_by, True
+        suspects = [owned for owned in batch if owned.is_suspect]
+        if suspects:
+            await self._verify(suspects)
+        again: list[OwnedLog] = []
+        commands: list[Command] = []
+        parts: list[tuple[OwnedLog, int, int]] = []  # a log, its commands' end, its entries'
+        for owned in batch:
+            if not self._is_owned(owned) or owned.is_stored:
+                continue
+            if owned.is_suspect:  # nothing is added to what may have a gap
+                again.append(owned)
+            else:
+                commands += self._commands(owned)
+                parts.append((owned, len(commands), len(owned.log.entries)))
+        if not commands:
+            return again
+        chores = self._chores.pop(node, [])
+        replies = await self._send_with_chores(lean_round_trip, commands, chores)
+        begin = 0
+        for owned, end, num_entries in parts:
+            if not self._confirmed(owned, replies[begin:end], num_entries):
+                again.append(owned)
+            begin = end
+        return again
+
+    async def _send_with_chores(
+        self,
+        send: Callable[[Redis, list[Command]], Awaitable[list[Any]]],
+        commands: list[Command],
+        chores: list[Command],
+    ) -> list[Any]:
+        """Replies to commands. Chores that got none are done later."""
+        replies: list[Any] = []
+        try:
+            replies = await send(self._redis, [*commands, *chores])
+        finally:
+            done = replies[len(commands) :] or [RedisAwayError()] * len(chores)
+            for chore, reply in zip(chores, done, strict=True):
+                if isinstance(reply, RedisAwayError):
+                    self._add_chore(chore)
+        return replies
+
+    def _part_in_redis(self, owned: OwnedLog) -> None:
+        for chore in self._farewell(owned):
+            self._add_chore(chore)
+
+    def _add_chore(self, chore: Command) -> None:
+        self._chores[node_name(self._redis, str(chore[1]))].append(chore)
+
+    def _commands(self, owned: OwnedLog) -> Sequence[Command]:
+        entries = owned.log.entries[owned.num_stored :]
+        commands = [add_entry(owned.key, owned.epoch, entry) for entry in entries]
+        owned.num_bytes += sum(len(command[-1]) for command in commands)
+        return commands
+
+    def _confirmed(self, owned: OwnedLog, replies: list[Any], num_entries: int) -> bool:
+        """Take Redis' word for one log; False if it must be asked again."""
+        if not self._is_owned(owned):
+            return True
+        failures = [reply for reply in replies if isinstance(reply, Exception)]
+        mistake = next(filter(_is_mistake, failures), None)
+        if mistake is not None:
+            self._give_up_for(owned, mistake)
+        elif None in replies or owned.num_bytes > self._max_log_bytes:
+            self.give_up(owned)  # it is not there any more, or has become too long
+        elif failures:
+            # An id that is not above the last one: the entry is there already, its
+            # acknowledgement lost; or another gateway's fence is. Else it cannot be written now.
+            owned.is_suspect = True
+            if not isinstance(replies[-1], Exception) and not all(map(is_refused_id, failures)):
+                self.give_up(owned)  # what follows was stored, and it was not
+            return not self._is_owned(owned)
+        else:
+            owned.confirm(num_entries)
+            self._finish_if_ended(owned)
+        return True
+
+    async def _verify(self, suspects: list[OwnedLog]) -> None:
+        """Find out what Redis has of logs."""
+        lasts = await round_trip(self._redis, [read_last(owned.key) for owned in suspects])
+        for owned, last in zip(suspects, lasts, strict=True):
+            if isinstance(last, RedisAwayError) or not self._is_owned(owned):
+                continue
+            if isinstance(last, Exception):
+                self._give_up_for(owned, last)
+                continue
+            epoch, number = parse_id(last[0][0]) if last else (0, 0)
+            if epoch > owned.epoch:
+                self._lose(owned)
+            elif (
+                epoch < owned.epoch
+                or number < owned.confirmed
+                or not self._confirm_up_to(owned, number)
+            ):
+                self.give_up(owned)  # Redis has lost some of it
+            else:
+                owned.is_suspect = False
+                self._finish_if_ended(owned)
+
+    def _confirm_up_to(self, owned: OwnedLog, number: int) -> bool:
+        """Count as stored what ends with `number`; False if no entry does."""
+        if number == owned.confirmed:
+            return True
+        entries = owned.log.entries
+        for index in range(owned.num_stored, len(entries)):
+            if entries[index].last_number == number:
+                owned.confirm(index + 1)
+                return True
+        return False
+
+    def _is_owned(self, owned: OwnedLog) -> bool:
+        return self.owned.get(owned.response_id) is owned
+
+    def _disown(self, owned: OwnedLog) -> None:
+        if self._is_owned(owned):  # and not another, of the same response and a higher epoch
+            del self.owned[owned.response_id]
+
+    def _finish_if_ended(self, owned: OwnedLog) -> None:
+        if owned.log.is_ended:
+            del self.owned[owned.response_id]
+            self._part_in_redis(owned)
+            self._on_done(owned.log)
+
+    def _lose(self, owned: OwnedLog) -> None:
+        """Another gateway has fenced it."""
+        _LOG.warning("another gateway has taken %s over", owned.response_id)
+        self._part_with(owned)
+
+    def _give_up_for(self, owned: OwnedLog, mistake: Exception) -> None:
+        _LOG.error("%s cannot be stored", owned.response_id, exc_info=mistake)
+        self.give_up(owned)
+
+    def _part_with(self, owned: OwnedLog) -> None:
+        self._disown(owned)
+        self._on_done(owned.log)
+        owned.log.fail(ResponseMovedError(owned.response_id))
+
+
+def _is_mistake(failure: Exception) -> bool:
+    """Whether it says that what was sent was wrong, and not that Redis is away or that the entry,
+    or a fence, is there already."""
+    return not isinstance(failure, RedisAwayError) and not is_refused_id(failure)

@@ -1,0 +1,1 @@
+"""What is told of the gateway: metrics, the request log, traces."""

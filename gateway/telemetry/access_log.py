@@ -1,0 +1,167 @@
+"""The outermost ASGI middleware: gives every request its id, and tells of it at its end.
+
+    request → x-request-id → … → answer with x-request-id → metrics, a line in the log, a span
+
+The line names the route, not the path, and never a header, a body or a key: nothing in it is a
+caller's text but the id, which is a plain one. What an endpoint raises by mistake is answered here,
+so that this answer has its id as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.gateway.errors import failure_of
+from penstock.gateway.telemetry.metrics import Metrics
+from penstock.gateway.telemetry.request_record import (
+    CURRENT_REQUEST,
+    REQUEST_ID_HEADER,
+    RequestRecord,
+    request_id_of,
+)
+
+_LOG = logging.getLogger("penstock.access")
+PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: logged as debug
+_PAGE_ROUTE = "/"  # what `route_templates` makes of the mount with the page's files
+_STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+
+
+class RequestLog:
+    """ASGI middleware.
+
+    Args:
+        routes: templates of paths (`route_templates`).
+        on_end: is given the record of every request that ended.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        *,
+        routes: Mapping[int, str],
+        on_end: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = routes
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        record = self._begin(scope)
+        token = CURRENT_REQUEST.set(record)
+        try:
+            await self._serve(record, receive, send)
+        finally:
+            self._end(record)
+            CURRENT_REQUEST.reset(token)
+
+    def _begin(self, scope: Scope) -> RequestRecord:
+        sent = Headers(scope=scope).get(REQUEST_ID_HEADER)
+        request_id = request_id_of(None if sent is None else sent.encode("latin-1"))
+        record = RequestRecord(request_id=request_id, scope=scope)
+        if scope["path"] not in PROBES:
+            record.on_refusal = self._metrics.count_refused
+        return record
+
+    async def _serve(self, record: RequestRecord, receive: Receive, send: Send) -> None:
+        header = (REQUEST_ID_HEADER.encode(), record.request_id.encode())
+
+        def telling(message: Message) -> Any:  # no coroutine of its own: tokens go this way
+            kind = message["type"]
+            if kind in _STARTS:
+                record.status = message.get("status", 101)
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            elif kind == "websocket.close" and record.status is None:
+                record.status = 403
+            return send(message)
+
+        try:
+            await self._app(record.scope, receive, telling)
+        except Exception as error:
+            if record.scope["type"] != "http" or record.status is not None:
+                raise
+            await failure_of(error).response()(record.scope, receive, telling)
+
+    def _end(self, record: RequestRecord) -> None:
+        record.duration_s = time.perf_counter() - record.began_s
+        record.route = self._routes.get(id(record.scope.get("endpoint")))
+        self._metrics.count_request(record)
+        level = logging.DEBUG if _is_routine(record) else logging.INFO
+        if _LOG.isEnabledFor(level):
+            _LOG.log(level, "%s", _sentence(record), extra=_fields(record))
+        if self._on_end is not None:
+            self._on_end(record)
+
+
+def _is_routine(record: RequestRecord) -> bool:
+    """A probe, or a file of the chat page, which has dozens."""
+    is_file = record.route == _PAGE_ROUTE and record.status is not None and record.status < 400
+    return is_file or record.route in PROBES
+
+
+def route_templates(routes: Iterable[BaseRoute], prefix: str = "") -> dict[int, str]:
+    """The template of each endpoint's path, by the endpoint's identity: not all can be hashed."""
+    found: dict[int, str] = {}
+    for route in routes:
+        if isinstance(route, Mount) and route.routes:
+            found |= route_templates(route.routes, prefix + route.path)
+        elif isinstance(route, Mount):
+            found[id(route.app)] = prefix + (route.path or "/")
+        elif isinstance(route, Route | WebSocketRoute):
+            found[id(route.endpoint)] = prefix + route.path
+    return found
+
+
+def tag_log_lines() -> None:
+    """From now on lines that a request caused name it and its tenant (`--log-format json`)."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_tag)
+
+
+def _tag(line: logging.LogRecord) -> bool:
+    record = CURRENT_REQUEST.get()
+    if record is not None and not hasattr(line, "request_id"):
+        line.request_id, line.tenant = record.request_id, record.tenant
+    return True
+
+
+def _fields(record: RequestRecord) -> dict[str, Any]:
+    """What the line has as JSON; of generations only where there was one."""
+    fields = {
+        "request_id": record.request_id,
+        "tenant": record.tenant,
+        "method": record.method,
+        "route": record.route,
+        "status": record.status,
+        "duration_s": round(record.duration_s, 6),
+    }
+    if record.error is not None:
+        fields["error"] = record.error
+    if record.model is not None:
+        fields["input_tokens"] = record.input_tokens
+        fields["output_tokens"] = record.output_tokens
+    if record.first_token_s is not None:
+        fields["time_to_first_token_s"] = round(record.first_token_s, 6)
+    return fields
+
+
+def _sentence(record: RequestRecord) -> str:
+    where = f"{record.method} {record.route or 'unknown path'}"
+    text = f"{where} {record.status or 'left'} in {record.duration_s:.3f} s"
+    if record.first_token_s is not None:
+        tokens = f"{record.input_tokens} + {record.output_tokens} tokens"
+        text += f", {tokens}, the first after {record.first_token_s:.3f} s"
+    if record.error is not None:
+        text += f", {record.error}"
+    return f"{text} [{record.request_id}]"

@@ -1,0 +1,198 @@
+"""The engine's own numbers as Prometheus metrics, as of its last frame, read when scraped.
+
+    penstock:num_requests_running | waiting | swapped      penstock:num_preemptions_total
+    penstock:kv_cache_usage_perc                           penstock:prefix_cache_queries_total, …
+    penstock:engine_seconds_since_last_step
+    penstock:kv_blocks{tier, state}                        penstock:swapped_bytes_total{direction}
+
+Names that vLLM has are vLLM's. Requests and streams are in `metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.engine.transport.messages import EngineStats
+from penstock.gateway.engines.engine_client import EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One metric; `values` are its series by the value of `label`."""
+
+    name: str
+    text: str
+    values: dict[str, float]
+    label: str = ""
+
+
+class EngineCollector(Collector):
+    """
+    Args:
+        model_name: the first label of every series.
+    """
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        yield from (self._fill(GaugeMetricFamily, row) for row in _gauges(stats))
+        yield self._fill(
+            GaugeMetricFamily,
+            _one(
+                "engine_seconds_since_last_step",
+                "Since the engine's last step, or its work began; 0 while it has none.",
+                self._engine.since_step_s,
+            ),
+        )
+        yield self._block_gauge(stats)
+        yield from (self._fill(CounterMetricFamily, row) for row in _counters(stats))
+
+    def _fill(
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], row: _Row
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        labels = ["model_name", row.label] if row.label else ["model_name"]
+        family = kind(f"penstock:{row.name}", row.text, labels=labels)
+        for value_of_label, value in row.values.items():
+            values = [self._model_name, value_of_label] if row.label else [self._model_name]
+            family.add_metric(values, value)
+        return family
+
+    def _block_gauge(self, stats: EngineStats) -> GaugeMetricFamily:
+        """The one metric with two labels."""
+        tiers = {
+            "device": (stats.num_blocks, stats.num_blocks_used, stats.num_blocks_cached),
+            "host": (stats.num_host_blocks, stats.num_host_blocks_kept,
+                     stats.num_host_blocks_cached),
+        }  # fmt: skip
+        family = GaugeMetricFamily(
+            "penstock:kv_blocks",
+            "KV blocks: held by sequences, free but findable by their content, and free.",
+            labels=["model_name", "tier", "state"],
+        )
+        for tier, (num_all, num_used, num_cached) in tiers.items():
+            states = {
+                "used": num_used,
+                "cached": num_cached,
+                "free": num_all - num_used - num_cached,
+            }
+            for state, num in states.items():
+                family.add_metric([self._model_name, tier, state], num)
+        return family
+
+
+def _gauges(stats: EngineStats) -> Iterator[_Row]:
+    yield _one("num_requests_running", "Sequences being computed.", stats.num_requests_running)
+    yield _one("num_requests_waiting", "Requests in the queue.", stats.num_requests_waiting)
+    yield _one("num_tokens_waiting", "Their prompt tokens.", stats.num_tokens_waiting)
+    yield _one(
+        "queue_tokens_per_second",
+        "Prompt tokens that leave the queue, while requests wait.",
+        stats.queue_tokens_per_s,
+    )
+    yield _one(
+        "prefill_tokens_per_second",
+        "Prompt tokens computed, while any are.",
+        stats.prefill_tokens_per_s,
+    )
+    yield _one(
+        "num_requests_swapped",
+        "Sequences parked with their KV in host memory.",
+        stats.num_requests_swapped,
+    )
+    yield _one(
+        "kv_cache_usage_perc",
+        "Share of KV blocks in use; 1 is all of them.",
+        stats.num_blocks_used / max(stats.num_blocks, 1),
+    )
+    yield _Row(
+        "kv_slots",
+        "Token slots of running sequences' blocks; of the allocated, the empty hold no token.",
+        {"allocated": stats.num_slots_allocated, "empty": stats.num_slots_empty},
+        "state",
+    )
+
+
+def _counters(stats: EngineStats) -> Iterator[_Row]:
+    yield _one("engine_steps", "Steps computed.", stats.num_steps_total)
+    yield _one("engine_prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens_total)
+    yield _one("engine_generation_tokens", "Tokens sampled.", stats.generation_tokens_total)
+    yield _one(
+        "requests_refused",
+        "Requests that the engine refused.",
+        stats.num_requests_refused_total,
+    )
+    yield from _preemption_counters(stats)
+    yield from _cache_counters(stats)
+
+
+def _preemption_counters(stats: EngineStats) -> Iterator[_Row]:
+    yield _one(
+        "num_preemptions",
+        "Sequences preempted for lack of KV blocks.",
+        stats.num_preemptions_total,
+    )
+    yield _Row(
+        "preemptions_by_kind",
+        "The same, by what became of their KV.",
+        {
+            "swap": stats.num_swap_preemptions_total,
+            "recompute": stats.num_recompute_preemptions_total,
+        },
+        "kind",
+    )
+    yield _one(
+        "swap_fallbacks",
+        "Sequences recomputed because the host tier was full.",
+        stats.num_swap_fallbacks_total,
+    )
+    yield _Row(
+        "swapped_bytes",
+        "KV moved between device and host memory.",
+        {"out": stats.swapped_out_bytes_total, "in": stats.swapped_in_bytes_total},
+        "direction",
+    )
+    yield _Row(
+        "swap_seconds",
+        "Time those moves took.",
+        {"out": stats.swap_out_seconds_total, "in": stats.swap_in_seconds_total},
+        "direction",
+    )
+
+
+def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
+    yield _one("kv_blocks_copied", "KV blocks copied on write.", stats.num_blocks_copied_total)
+    yield _Row(
+        "kv_blocks_evicted",
+        "Cached KV blocks whose place was needed.",
+        {
+            "device": stats.num_blocks_evicted_total,
+            "host": stats.num_host_blocks_evicted_total,
+        },
+        "tier",
+    )
+    yield _one(
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        stats.prefix_cache_queries_total,
+    )
+    yield _one(
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        stats.prefix_cache_hits_total,
+    )
+    yield _one(
+        "prefix_cache_host_hits",
+        "Of those, the ones found in host memory.",
+        stats.prefix_cache_host_hits_total,
+    )
+
+
+def _one(name: str, text: str, value: float) -> _Row:
+    return _Row(name, text, {"": value})

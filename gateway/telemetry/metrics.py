@@ -1,0 +1,328 @@
+"""Prometheus metrics under vLLM's names with the prefix `penstock:`, in a registry of our own.
+
+What a stream lived through is observed once per frame, by the stream's own `StreamMeter`. What the
+engine knows of itself is `engine_metrics`' to tell, and what other gateway processes observed is
+`worker_metrics`'. README.md has them all in a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.telemetry.engine_metrics import EngineCollector
+from penstock.gateway.telemetry.request_record import CURRENT_REQUEST, RequestRecord
+from penstock.gateway.telemetry.worker_metrics import Workers
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LABELS = ("model_name",)
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2, 5)
+_LAG_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_LAG_INTERVAL_S = 0.1
+_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_MAX_TENANTS = 200  # with series of their own
+_OTHERS = "(others)"  # no tenant's name: those are letters, digits, '_', '.' and '-'
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """One tenant's tokens: plain numbers, as they are counted at every frame."""
+
+    prompt: int = 0
+    generation: int = 0
+
+
+class Metrics:
+    """All metrics of one gateway.
+
+    Args:
+        model_name: the label of every series.
+        workers: the other gateway processes of this server; None: there are none.
+    """
+
+    def __init__(
+        self, engine: EngineClient, model_name: str, workers: Workers | None = None
+    ) -> None:
+        self.model_name = model_name
+        self._workers = workers
+        self._engine = EngineCollector(engine, model_name)
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._tokens: dict[str, TokenCount] = {}
+        self._watched = _Watched(model_name)
+        self._probes: dict[str, tuple[str, Callable[[], Awaitable[bool]]]] = {}
+        self._finished = self._counter("request_success", "Finished requests.", "finished_reason")
+        self._refused = self._counter(
+            "refusals", "Requests and WebSocket messages answered 429 or 503.", "code"
+        )
+        self._requests = self._counter(
+            "http_requests", "Requests, by route.", "method", "route", "status"
+        )
+        self._counts = {
+            "sessions": self._plain_counter("sessions", "Conversations that got a first turn."),
+            "turns": self._plain_counter("turns", "Stored turns begun."),
+            "resumes": self._plain_counter("resumes", "Streams taken up again."),
+        }
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", buckets=_TTFT_BUCKETS
+        )
+        self.inter_token_latency = PlainHistogram(
+            "penstock:inter_token_latency_seconds",
+            "Time per token after the first.",
+            labels={"model_name": model_name},
+            buckets=_ITL_BUCKETS,
+        )
+        self.e2e_request_latency = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", buckets=_E2E_BUCKETS
+        )
+        self.event_loop_lag = PlainHistogram(
+            "penstock:event_loop_lag_seconds",
+            "How much later than asked for the event loop called back, ten times a second.",
+            labels={"model_name": model_name},
+            buckets=_LAG_BUCKETS,
+        )
+        self._watching_lag: asyncio.Task[None] | None = None
+        self._registry.register(self.inter_token_latency)
+        self._registry.register(self.event_loop_lag)
+        self._registry.register(self._watched)
+        self._registry.register(_Tokens(model_name, self._tokens))
+        self.gauge("engine_up", "1 while an engine answers.", lambda: engine.is_alive)
+
+    # -- what is told to it ------------------------------------------------------------------
+
+    def count(self, what: str) -> None:
+        """One more of `sessions`, `turns` or `resumes`."""
+        self._counts[what].inc()
+
+    def count_finished(self, reason: str) -> None:
+        self._finished.labels(self.model_name, reason).inc()
+
+    def count_refused(self, code: str) -> None:
+        self._refused.labels(self.model_name, code).inc()
+
+    def count_request(self, record: RequestRecord) -> None:
+        """A request ended."""
+        route, status = record.route or "unknown", str(record.status or "left")
+        self._requests.labels(self.model_name, record.method, route, status).inc()
+
+    def tokens_of(self, tenant: str) -> TokenCount:
+        """Where a tenant's tokens are counted; those that come too late share one place."""
+        if tenant not in self._tokens and len(self._tokens) >= _MAX_TENANTS:
+            tenant = _OTHERS
+        return self._tokens.setdefault(tenant, TokenCount())
+
+    # -- what it looks at when asked -----------------------------------------------------------
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A number to be read when the metrics are."""
+        self._watched.rows.append((GaugeMetricFamily, name, text, read))
+
+    def counter(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """The same of a number that only grows."""
+        self._watched.rows.append((CounterMetricFamily, name, text, read))
+
+    def probe(self, name: str, text: str, ask: Callable[[], Awaitable[bool]]) -> None:
+        """Something to be asked for when the metrics are: 1 is yes."""
+        self._probes[name] = (text, ask)
+
+    # -- telling -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Watch the event loop, and answer the other workers."""
+        self._watching_lag = asyncio.create_task(self._watch_lag())
+        if self._workers is not None:
+            await self._workers.start(self._own)
+
+    async def close(self) -> None:
+        if self._watching_lag is not None:
+            self._watching_lag.cancel()
+        if self._workers is not None:
+            await self._workers.close()
+
+    async def render(self) -> bytes:
+        """The exposition text."""
+        registry = CollectorRegistry()
+        registry.register(_Families(await self.families()))
+        return generate_latest(registry)
+
+    async def families(self) -> list[Metric]:
+        """Everything: of this gateway, of the others, and of the engine, once."""
+        families = await self._own()
+        if self._workers is not None:
+            families = await self._workers.join(families)
+        return [*families, *self._engine.collect()]
+
+    async def _own(self) -> list[Metric]:
+        probed = []
+        for name, (text, ask) in self._probes.items():
+            family = GaugeMetricFamily(f"penstock:{name}", text, labels=_LABELS)
+            family.add_metric([self.model_name], float(await ask()))
+            probed.append(family)
+        families: list[Metric] = [*self._registry.collect(), *probed]
+        for each in families:  # when a series began is nobody's question
+            each.samples = [s for s in each.samples if not s.name.endswith("_created")]
+        return families
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due_s = time.perf_counter() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self.event_loop_lag.observe(max(0.0, time.perf_counter() - due_s))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"penstock:{name}", text, (*_LABELS, *labels), registry=self._registry)
+
+    def _plain_counter(self, name: str, text: str) -> Counter:
+        return self._counter(name, text).labels(self.model_name)
+
+    def _histogram(self, name: str, text: str, *, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"penstock:{name}", text, _LABELS, registry=self._registry, buckets=buckets
+        )
+        return histogram.labels(self.model_name)
+
+
+class StreamMeter:
+    """One request's observations: a clock read and at most one histogram per output."""
+
+    __slots__ = (
+        "_arrival_s", "_has_prompt", "_last_s", "_metrics", "_num_output", "_num_prompt",
+        "_request", "_tokens",
+    )  # fmt: skip
+
+    def __init__(self, metrics: Metrics, tenant: str = "default") -> None:
+        self._metrics = metrics
+        self._tokens = metrics.tokens_of(tenant)
+        self._request = CURRENT_REQUEST.get()
+        self._arrival_s = time.perf_counter()
+        self._has_prompt = False
+        self._num_prompt = 0
+        self._num_output = 0
+        self._last_s: dict[int, float] = {}  # by branch
+
+    def output(self, index: int, *, num_tokens: int, num_prompt_tokens: int) -> None:
+        """A branch's next tokens came; the prompt is counted with the first output."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            self._num_prompt = num_prompt_tokens
+            self._tokens.prompt += num_prompt_tokens
+        if num_tokens == 0:
+            return
+        now = time.perf_counter()
+        last_s = self._last_s.get(index)
+        if last_s is not None:
+            self._metrics.inter_token_latency.observe((now - last_s) / num_tokens)
+        elif not self._last_s:
+            self._metrics.time_to_first_token.observe(now - self._arrival_s)
+            if self._request is not None:
+                self._request.note_first_token(self._metrics.model_name, now)
+        self._tokens.generation += num_tokens
+        self._num_output += num_tokens
+        self._last_s[index] = now
+
+    def finished(self, reason: str) -> None:
+        self._metrics.count_finished(reason)
+        self._metrics.e2e_request_latency.observe(time.perf_counter() - self._arrival_s)
+        if self._request is not None:
+            self._request.note_usage(input_tokens=self._num_prompt, output_tokens=self._num_output)
+
+
+class _Tokens(Collector):
+    """Tokens under vLLM's names, and the same by tenant."""
+
+    def __init__(self, model_name: str, counts: dict[str, TokenCount]) -> None:
+        self._model_name = model_name
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        texts = {
+            "prompt": "Prompt tokens processed",
+            "generation": "Tokens generated and delivered",
+        }
+        for kind, text in texts.items():
+            numbers = {tenant: getattr(count, kind) for tenant, count in self._counts.items()}
+            total = CounterMetricFamily(f"penstock:{kind}_tokens", f"{text}.", labels=_LABELS)
+            total.add_metric([self._model_name], sum(numbers.values()))
+            yield total
+            each = CounterMetricFamily(
+                f"penstock:tenant_{kind}_tokens", f"{text}, by tenant.", labels=(*_LABELS, "tenant")
+            )
+            for tenant, number in numbers.items():
+                each.add_metric([self._model_name, tenant], number)
+            yield each
+
+
+_Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
+class _Watched(Collector):
+    """Numbers that others keep."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.rows: list[tuple[_Kind, str, str, Callable[[], float]]] = []
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, name, text, read in self.rows:
+            family = kind(f"penstock:{name}", text, labels=_LABELS)
+            family.add_metric([self._model_name], float(read()))
+            yield family
+
+
+class _Families(Collector):
+    """Metrics that were collected already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+class PlainHistogram(Collector):
+    """One series, for what is observed at every token: prometheus_client's takes two locks each
+    time, and here one thread observes and reads.
+
+    Args:
+        buckets: their upper bounds, ascending; one without a bound is added.
+    """
+
+    def __init__(
+        self, name: str, text: str, *, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = map(floatToGoString, (*self._bounds, float("inf")))
+        totals = accumulate(self._counts)
+        family.add_metric(
+            list(self._labels.values()), list(zip(bounds, totals, strict=True)), self._sum
+        )
+        yield family

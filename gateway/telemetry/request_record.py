@@ -1,0 +1,102 @@
+"""What is known of a request while it is served: for its line in the log, its span, the metrics.
+
+A context variable names it, so whatever a request starts adds to it without being handed it. Of a
+WebSocket the record is the connection's, with the sum of its responses. A response that goes on
+without its request adds what nobody sees any more.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+_REFUSALS = frozenset({429, 503})
+REQUEST_ID_HEADER = "x-request-id"
+_PLAIN = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def _ignore(_: str) -> None:
+    """Nobody counts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request, or one WebSocket.
+
+    Attributes:
+        request_id: of the client, or ours.
+        on_refusal: is told the code of every 429 and 503.
+        began_ns: since the epoch.
+        tenant: whose key it brought; None: nobody's, or no key is asked for.
+        route: the template of its path, as `/v1/responses/{response_id}`; None: there is none.
+        status: as sent; 101 is an open WebSocket, None that nobody was there to receive one.
+        error: code of the last failure that it was told.
+        model: that generated for it.
+        input_tokens, output_tokens: of generations that ended.
+        first_token_s: from arrival to the first token.
+    """
+
+    request_id: str
+    scope: Scope
+    on_refusal: Callable[[str], None] = _ignore
+    began_ns: int = field(default_factory=time.time_ns)
+    began_s: float = field(default_factory=time.perf_counter)
+    duration_s: float = 0.0
+    tenant: str | None = None
+    route: str | None = None
+    status: int | None = None
+    error: str | None = None
+    model: str | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    first_token_s: float | None = None
+
+    @property
+    def method(self) -> str:
+        return str(self.scope["method"]) if self.scope["type"] == "http" else "WEBSOCKET"
+
+    @property
+    def headers(self) -> Headers:
+        return Headers(scope=self.scope)
+
+    def note_failure(self, status: int, code: str) -> None:
+        """The caller is told of a failure."""
+        self.error = code
+        if status in _REFUSALS:
+            self.on_refusal(code)
+
+    def note_first_token(self, model: str, now_s: float) -> None:
+        """
+        Args:
+            now_s: of `time.perf_counter`.
+        """
+        self.model = model
+        if self.first_token_s is None:
+            self.first_token_s = now_s - self.began_s
+
+    def note_usage(self, *, input_tokens: int, output_tokens: int) -> None:
+        """A generation ended."""
+        self.input_tokens += input_tokens
+        self.output_tokens += output_tokens
+
+
+CURRENT_REQUEST: ContextVar[RequestRecord | None] = ContextVar("request", default=None)
+
+
+def request_id_of(sent: bytes | None) -> str:
+    """The id that a request has in answers and logs: the client's own where it is a plain one.
+    Anything else would let a caller write into logs, and into the headers of answers.
+
+    Args:
+        sent: its `x-request-id`; None if it has no such header.
+    """
+    if sent is not None and _PLAIN.fullmatch(sent):
+        return sent.decode("ascii")
+    return f"req_{secrets.token_hex(16)}"

@@ -1,0 +1,80 @@
+"""The subcommands of `penstock bench`.
+
+Each is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only
+when it is asked for: some load torch. Only the standard library is used here, since the command
+line imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+# The name users type, which is that of the module, and what it shows.
+BENCHES: dict[str, str] = {
+    "serve": "a running server: latencies, throughput and every stream's integrity, over SSE or "
+    "WebSocket",
+    "sweep": "running servers, up to saturation: throughput and latency by concurrency or rate",
+    "engine": "the engine alone: tokens per second, and where a step's time goes",
+    "kernels": "the kernels alone: their time against what the machine can do, and against torch",
+    "quantization": "int8 weights: how far logits move, and tokens per second, beside the "
+    "model's own dtype",
+    "startup": "a server's start: seconds to ready and to a first token, memory of each process",
+    "turns": "conversations: time to the first token of a later turn, and of its new tokens alone",
+    "soak": "minutes of mixed and hostile traffic: every stream right, nothing leaked",
+    "kv": "KV memory: waste and sequences held by paged and by contiguous allocation",
+    "policy": "the scheduler: milliseconds of planning per step, by sequences and pool size",
+    "fairness": "admission: one tenant's time to first token, alone and beside another's flood",
+    "gateway": "the gateway alone: CPU per streamed token and added latency, before an engine that "
+    "costs nothing",
+    "overload": "preemption: tokens per second with more sequences than the KV pool holds",
+}
+
+
+def add_benches(parser: argparse.ArgumentParser) -> None:
+    """Give a parser one subcommand per bench; without any it prints its help."""
+
+    def print_help(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=print_help)
+    benches = parser.add_subparsers(metavar="BENCH", parser_class=_BenchParser)
+    for name, text in BENCHES.items():
+        module = f"penstock.load.bench.{name}"
+        benches.add_parser(name, module=module, help=text, description=f"{text}.")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default only where there is one to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class _BenchParser(argparse.ArgumentParser):
+    """Learns its arguments from its module when it is about to read some."""
+
+    def __init__(self, *, module: str, **settings: Any) -> None:
+        super().__init__(formatter_class=_Formatter, **settings)
+        self._module = module
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        bench = self._import()
+        bench.add_arguments(self)
+        self.set_defaults(run=bench.run)
+        return super().parse_known_args(args, namespace)
+
+    def _import(self) -> Any:
+        try:
+            return importlib.import_module(self._module)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("penstock"):
+                raise
+            self.exit(2, f"{self.prog} needs {error.name}: pip install 'penstock-llm[bench]'\n")

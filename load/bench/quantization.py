@@ -1,0 +1,352 @@
+"""`penstock bench quantization`: the same weights as they are and in int8, on the CPU.
+
+First how far logits move, on text; then tokens per second of the engine alone, in turns: machines
+drift, so a figure is the median of the ratios of neighbouring runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.engine.config import (
+    DEMO_MODEL,
+    DTYPES,
+    QUANTIZATIONS,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+)
+from penstock.engine.demo.evaluate import Case, held_out_answers
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigError, InvalidRequestError
+from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.model_files import resolve_model
+from penstock.engine.models.backends import LanguageModel, cpu_kernels, fastest
+from penstock.engine.models.loader import load_model
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.startup import build_core
+from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.engine.transport.messages import EngineInfo
+from penstock.kernels.paged_layout import PagedLayout
+from penstock.load.engine_runs import Lengths, Run, make_requests, run_requests
+from penstock.load.machine import frozen_garbage
+from penstock.load.report.options import add_out, counts
+from penstock.load.report.tables import publish, table, table_of
+
+# What int8 does to a model's logits: beside those of the same weights as they are.
+#
+# On conversations that the demo model was not trained on: questions in wordings kept from it.
+
+_BLOCK_SIZE = 16
+_TURNS_BEFORE = 5
+# What is summed over texts.
+_COMPARED = (
+    "squared change", "squares", "tokens", "same", "tokens of answers", "same in answers", "loss",
+    "int8 loss",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A conversation and, from `answer_start` on, the last answer in it."""
+
+    token_ids: list[int]
+    answer_start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Of all texts together.
+
+    Attributes:
+        relative_error: root mean square of the logits' change ÷ that of the logits, both about
+            their mean in each position (a shift of all logits changes nothing).
+        perplexity, int8_perplexity: of answers.
+    """
+
+    num_texts: int
+    num_tokens: int
+    relative_error: float
+    same_top_share: float  # positions whose likeliest token stayed the same ÷ all
+    answer_same_top_share: float  # the same of the tokens of answers
+    perplexity: float
+    int8_perplexity: float
+
+
+def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -> list[Text]:
+    """Conversations of six turns for the model in a directory; longer ones than it takes are left
+    out. Without a chat template, lines of text. Raises ConfigError if none fits."""
+    tokenizer, template = Tokenizer.from_directory(path), ChatTemplate.from_directory(path)
+    rng = random.Random(seed)
+    cases = list(held_out_answers(rng, num_before=_TURNS_BEFORE))
+    rng.shuffle(cases)
+
+    def texts() -> Iterator[Text]:
+        for case in cases:
+            prompt = tokenizer.encode(_prompt(template, case), add_special_tokens=False)
+            answer = tokenizer.encode(case[1].assistant, add_special_tokens=False)
+            if len(prompt) + len(answer) <= context_len:
+                yield Text(prompt + answer, len(prompt))
+
+    chosen = list(islice(texts(), num_texts))
+    if not chosen:
+        raise ConfigError(f"no text fits a context of {context_len} tokens")
+    return chosen
+
+
+def _prompt(template: ChatTemplate, case: Case) -> str:
+    """Everything up to the last answer."""
+    conversation, turn = case
+    messages = [
+        {"role": role, "content": content}
+        for each in (*conversation.turns, turn)
+        for role, content in (("user", each.user), ("assistant", each.assistant))
+    ][:-1]
+    try:
+        return template.render(messages)
+    except InvalidRequestError:  # there is none
+        return "".join(f"{message['content']}\n" for message in messages)
+
+
+@torch.inference_mode()
+def measure_errors(
+    path: Path, *, dtype: str, texts: Sequence[Text], num_threads: int | None
+) -> Errors:
+    """Run every text through the model in a directory, as it is and in int8, on the CPU."""
+    as_it_is, int8 = (
+        _load(path, dtype, quantization, num_threads) for quantization in ("none", "int8")
+    )
+    pool = _pool(as_it_is, max(len(text.token_ids) for text in texts))
+    totals = dict.fromkeys(_COMPARED, 0.0)
+    for text in texts:
+        exact, rounded = (_logits(model, pool, text.token_ids) for model in (as_it_is, int8))
+        for name, value in zip(_COMPARED, _compare(exact, rounded, text), strict=True):
+            totals[name] += value
+    return Errors(
+        num_texts=len(texts),
+        num_tokens=int(totals["tokens"]),
+        relative_error=math.sqrt(totals["squared change"] / totals["squares"]),
+        same_top_share=totals["same"] / totals["tokens"],
+        answer_same_top_share=totals["same in answers"] / totals["tokens of answers"],
+        perplexity=math.exp(totals["loss"] / totals["tokens of answers"]),
+        int8_perplexity=math.exp(totals["int8 loss"] / totals["tokens of answers"]),
+    )
+
+
+def _compare(exact: Tensor, rounded: Tensor, text: Text) -> tuple[float, ...]:
+    """What `_COMPARED` names, of one text's logits [num_tokens, vocab_size]."""
+    answers = slice(text.answer_start - 1, -1)  # where they are predicted
+    answer = torch.tensor(text.token_ids[text.answer_start :])
+    is_same = exact.argmax(1) == rounded.argmax(1)
+    return (
+        _squares(rounded - exact),
+        _squares(exact),
+        float(len(is_same)),
+        float(is_same.sum()),
+        float(len(answer)),
+        float(is_same[answers].sum()),
+        float(F.cross_entropy(exact[answers], answer, reduction="sum")),
+        float(F.cross_entropy(rounded[answers], answer, reduction="sum")),
+    )
+
+
+def _squares(rows: Tensor) -> float:
+    """The sum of squares about each row's mean."""
+    return float((rows - rows.mean(1, keepdim=True)).square().sum())
+
+
+def _load(
+    path: Path, dtype: str, quantization: Quantization, num_threads: int | None
+) -> LanguageModel:
+    config = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
+    decoder = load_model(config, path, torch.device("cpu"))
+    library = cpu_kernels(decoder, _BLOCK_SIZE, num_threads=num_threads)
+    return fastest(decoder, _BLOCK_SIZE, library, quantization)
+
+
+def _pool(model: LanguageModel, num_tokens: int) -> Tensor:
+    """As `KVShape.allocate` gives it: room for so many tokens."""
+    shape = KVShape.of(model.config, _BLOCK_SIZE, model.dtype)
+    return shape.allocate(shape.num_blocks_for(num_tokens), torch.device("cpu"))
+
+
+def _logits(model: LanguageModel, pool: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """float64 [num_tokens, vocab_size] of one sequence, computed at once."""
+    num_tokens = len(token_ids)
+    positions = torch.arange(num_tokens)
+    context = ForwardContext(
+        kv_pool=pool,
+        layout=PagedLayout(
+            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
+            seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+            block_tables=torch.arange(pool.shape[2], dtype=torch.int32)[None],
+            slot_mapping=positions,
+            max_query_len=num_tokens,
+            max_seq_len=num_tokens,
+        ),
+        positions=positions,
+        prompt_lens=torch.full_like(positions, num_tokens),
+    )
+    return model.logits(model(torch.tensor(token_ids), context)).double()
+
+
+# -- the command --------------------------------------------------------------------------------
+
+_WARM_UP_TOKENS = 8
+_NOTES = """\
+Error: root mean square of the logits' change, by that of the logits. Same top: positions whose
+likeliest token stayed. Perplexity: of answers in conversations not trained on; of random weights it
+says nothing. tok/s: output tokens of a whole run, medians; times: medians of the ratios of runs in
+turns, of the whole run, of its prompts and of the steps in which all sequences decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Neighbouring runs of as many sequences."""
+
+    as_it_is: Run
+    int8: Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
+    add("--dtype", default="auto", choices=DTYPES, help="of what is not int8")
+    add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
+    add("--num-texts", type=int, default=20, help="to compare logits on")
+    add("--num-seqs", type=counts, default="1,8,32", help="sequences at once, with commas")
+    add("--prompt-tokens", type=int, default=128, help="of every request")
+    add("--output-tokens", type=int, default=64, help="of every request")
+    add("--repeats", type=int, default=3, help="runs of each count, in turn")
+    add("--seed", type=int, default=0, help="of texts and prompts")
+    add_out(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure both; print and write the tables; 0."""
+    path = resolve_model(ModelConfig(model=parsed.model), weights=True)
+    cores = [_build(parsed, quantization) for quantization in QUANTIZATIONS]
+    info = cores[0][1]
+    lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
+    try:
+        with frozen_garbage():
+            pairs = _measure_speed(cores, lengths, parsed)
+    finally:
+        for core, _ in cores:
+            core.close()
+    errors = measure_errors(
+        path,
+        dtype=parsed.dtype,
+        texts=held_out_texts(
+            path, num_texts=parsed.num_texts, seed=parsed.seed, context_len=info.max_model_len
+        ),
+        num_threads=parsed.num_threads or None,
+    )
+    title = f"{info.model}, {info.dtype} and int8, CPU threads: {info.num_threads}"
+    report = "\n\n".join([title, _error_table(errors), _speed_table(pairs), _NOTES])
+    print(report)
+    publish(
+        parsed.out,
+        "quantization",
+        title="int8",
+        report=report,
+        data={"model": info.model, "errors": asdict(errors), "speed": _figures(pairs)},
+    )
+    return 0
+
+
+def _build(parsed: argparse.Namespace, quantization: Quantization) -> tuple[EngineCore, EngineInfo]:
+    return build_core(
+        EngineConfig(
+            model=ModelConfig(model=parsed.model, dtype=parsed.dtype, quantization=quantization),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
+            ),
+            device=DeviceConfig(device="cpu", num_threads=parsed.num_threads or None),
+        )
+    )
+
+
+def _measure_speed(
+    cores: Sequence[tuple[EngineCore, EngineInfo]], lengths: Lengths, parsed: argparse.Namespace
+) -> dict[int, list[Pair]]:
+    """By count of sequences; all counts once before any comes again, and who is first changes."""
+    rng = random.Random(parsed.seed)
+
+    def run_once(which: int, count: int, lengths: Lengths) -> Run:
+        core, info = cores[which]
+        requests = make_requests(count, lengths, vocab_size=info.vocab_size, rng=rng)
+        return run_requests(core, requests, lengths)
+
+    warm_up = replace(lengths, output_tokens=min(_WARM_UP_TOKENS, lengths.output_tokens))
+    for which, count in product((0, 1), parsed.num_seqs):  # the first run of a shape is slow
+        run_once(which, count, warm_up)
+    pairs: dict[int, list[Pair]] = {count: [] for count in parsed.num_seqs}
+    for repeat, count in product(range(parsed.repeats), parsed.num_seqs):
+        first = repeat % 2
+        runs = {which: run_once(which, count, lengths) for which in (first, 1 - first)}
+        pairs[count].append(Pair(as_it_is=runs[0], int8=runs[1]))
+    return pairs
+
+
+def _error_table(errors: Errors) -> str:
+    return table_of(
+        [errors],
+        {
+            "texts": lambda each: f"{each.num_texts:,}",
+            "tokens": lambda each: f"{each.num_tokens:,}",
+            "error": lambda each: f"{each.relative_error:.2%}",
+            "same top": lambda each: f"{each.same_top_share:.2%}",
+            "in answers": lambda each: f"{each.answer_same_top_share:.2%}",
+            "perplexity": lambda each: f"{each.perplexity:,.4f}",
+            "in int8": lambda each: f"{each.int8_perplexity:,.4f}",
+        },
+    )
+
+
+def _speed_table(pairs: Mapping[int, Sequence[Pair]]) -> str:
+    header = ("sequences", "tok/s", "in int8", "times", "prefill times", "decode times")
+    rows = [
+        [
+            f"{figures['num_seqs']:,}",
+            *(f"{figures[name]:,.0f}" for name in ("tokens_per_s", "int8_tokens_per_s")),
+            *(f"{figures[name]:.2f}" for name in ("ratio", "prefill_ratio", "decode_ratio")),
+        ]
+        for figures in _figures(pairs)
+    ]
+    return table(header, rows)
+
+
+def _figures(pairs: Mapping[int, Sequence[Pair]]) -> list[dict[str, float]]:
+    return [
+        {
+            "num_seqs": count,
+            "tokens_per_s": statistics.median(
+                each.as_it_is.output_tokens_per_s for each in several
+            ),
+            "int8_tokens_per_s": statistics.median(
+                each.int8.output_tokens_per_s for each in several
+            ),
+            "ratio": _ratio(several, lambda run: run.output_tokens_per_s),
+            "prefill_ratio": _ratio(several, lambda run: run.prefill_tokens_per_s),
+            "decode_ratio": _ratio(several, lambda run: run.decode_tokens_per_s),
+        }
+        for count, several in pairs.items()
+    ]
+
+
+def _ratio(pairs: Sequence[Pair], rate: Callable[[Run], float]) -> float:
+    return statistics.median(rate(pair.int8) / rate(pair.as_it_is) for pair in pairs)

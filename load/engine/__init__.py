@@ -1,1 +1,0 @@
-"""`penstock bench engine`: the engine in this process, and where a step's time goes."""

@@ -1,0 +1,197 @@
+"""Equal requests through an engine core of this process, step by step.
+
+All requests are offered at once. Their steps fall into three phases, of which only the first two
+say something of the engine's speed:
+
+    prefill    until every sequence has its first token
+    decode     all sequences take a token each
+    tail       those whose prompt came first have ended
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.models.cpu_decoder import CpuDecoder, DrawnTokens
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.request import Request, RequestOutput, SamplingParams
+from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.sampling.sampler import ChosenTokens, Sampler
+from penstock.engine.scheduling import Scheduler
+from penstock.engine.text import Tokenizer
+from penstock.engine.text.detokenizer import OutputText
+from penstock.load.call_timer import CallTimer, Places, no_wait
+
+# The parts of an engine's step: which calls make them up.
+#
+# What no part accounts for is `other`: moving blocks, making the result, the step loop itself.
+
+_PLACES: Places = {
+    "schedule": ((Scheduler, "schedule"),),
+    "prepare": ((InputBatch, "update"), (InputBatch, "prepare")),
+    "forward": (
+        (CpuDecoder, "step"),  # draws too, in the same call
+        (CpuDecoder, "logits"),
+        (Decoder, "forward"),
+        (Decoder, "logits"),
+    ),
+    "sample": ((Sampler, "choose"), (ChosenTokens, "read"), (DrawnTokens, "read")),
+    "update": ((Scheduler, "update"),),
+}
+OTHER = "other"
+PARTS = (*_PLACES, OTHER)
+
+
+def step_timer(device: str) -> CallTimer:
+    """A timer of a step's parts; on a GPU each part waits for what it launched."""
+    is_cuda = torch.device(device).type == "cuda"
+    return CallTimer(_PLACES, wait=torch.cuda.synchronize if is_cuda else no_wait)
+
+
+def split_step(timer: CallTimer, step_s: float) -> dict[str, float]:
+    """Seconds of every part of the step that just took `step_s`; they add up to it."""
+    parts = timer.take()
+    return {**parts, OTHER: step_s - sum(parts.values())}
+
+
+Phase = Literal["prefill", "decode", "tail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of each prompt and of each output."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One iteration.
+
+    Attributes:
+        parts_s: seconds by part, which add up to `step_s`; empty where they were not timed.
+    """
+
+    phase: Phase
+    step_s: float
+    num_tokens: int
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All steps of one workload."""
+
+    lengths: Lengths
+    steps: Sequence[Step]
+    tokens: Sequence[Sequence[int]]  # the output of each request
+
+    def phase(self, phase: Phase) -> list[Step]:
+        return [step for step in self.steps if step.phase == phase]
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return _rate(self.steps, sum(map(len, self.tokens)))
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens; steps that also decode for those that came first count in full."""
+        return _rate(self.phase("prefill"), len(self.tokens) * self.lengths.prompt_tokens)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        steps = self.phase("decode")
+        return _rate(steps, sum(step.num_tokens for step in steps))
+
+
+def greedy_request(index: int, prompt: Iterable[int], num_output_tokens: int) -> Request:
+    """Of exactly so many tokens, the likeliest ones; it arrives after those of lower index."""
+    return Request(
+        request_id=str(index),
+        prompt_token_ids=tuple(prompt),
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True
+        ),
+        arrival_s=float(index),
+    )
+
+
+def make_requests(
+    num_seqs: int, lengths: Lengths, *, vocab_size: int, rng: random.Random
+) -> list[Request]:
+    """Greedy requests of random tokens: no two share a prefix, none ends early."""
+    ids, num_prompt = range(vocab_size), lengths.prompt_tokens
+    return [
+        greedy_request(index, rng.choices(ids, k=num_prompt), lengths.output_tokens)
+        for index in range(num_seqs)
+    ]
+
+
+def run_requests(
+    core: EngineCore,
+    requests: Sequence[Request],
+    lengths: Lengths,
+    *,
+    timer: CallTimer | None = None,
+) -> Run:
+    """Step until all have ended; with the parts of each step if a timer is attached. Raises
+    RuntimeError for a request did not get all its tokens."""
+    for request in requests:
+        core.add(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    steps: list[Step] = []
+    while core.has_work():
+        phase = _phase(tokens, lengths)
+        began_s = time.perf_counter()
+        outputs = core.step()
+        step_s = time.perf_counter() - began_s
+        steps.append(
+            Step(
+                phase=phase,
+                step_s=step_s,
+                num_tokens=_collect(outputs, tokens),
+                parts_s=split_step(timer, step_s) if timer is not None else {},
+            )
+        )
+    if any(len(each) != lengths.output_tokens for each in tokens.values()):
+        raise RuntimeError(f"outputs of other lengths than {lengths.output_tokens}")
+    return Run(lengths=lengths, steps=steps, tokens=list(tokens.values()))
+
+
+def detokenize_s_per_token(tokens: Sequence[Sequence[int]], tokenizer: Tokenizer) -> float:
+    """Seconds to turn one token into text as it streams, sequence after sequence in each step."""
+    params = SamplingParams()
+    texts = [OutputText(tokenizer, params) for _ in tokens]
+    began_s = time.perf_counter()
+    for step in zip(*tokens, strict=True):
+        for text, token_id in zip(texts, step, strict=True):
+            text.push((token_id,))
+    return (time.perf_counter() - began_s) / sum(map(len, tokens))
+
+
+def _phase(tokens: Mapping[str, Sequence[int]], lengths: Lengths) -> Phase:
+    counts = list(map(len, tokens.values()))
+    if min(counts) == 0:
+        return "prefill"
+    return "decode" if max(counts) < lengths.output_tokens else "tail"
+
+
+def _collect(outputs: Sequence[RequestOutput], tokens: Mapping[str, list[int]]) -> int:
+    """Sort a step's new tokens by request; how many there were."""
+    for output in outputs:
+        tokens[output.request_id].extend(output.token_ids)
+    return sum(len(output.token_ids) for output in outputs)
+
+
+def _rate(steps: Sequence[Step], num_tokens: int) -> float:
+    """Tokens per second; 0 without steps."""
+    elapsed_s = sum(step.step_s for step in steps)
+    return num_tokens / elapsed_s if elapsed_s else 0.0

@@ -1,0 +1,160 @@
+"""Sequences with their KV in blocks: what attention is checked and measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.gpu_operations import gpu_operation
+from penstock.kernels.paged_layout import PagedLayout
+from penstock.load.gpu.bench import AttentionSizes, Bench
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Caches [num_blocks, block_size, num_kv_heads, head_dim] and where sequences lie in them.
+
+    Attributes:
+        key_scale, value_scale: float32 [num_kv_heads], where the caches are in FP8.
+    """
+
+    key_cache: Tensor
+    value_cache: Tensor
+    layout: PagedLayout
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+
+def attend(query: Tensor, kv: PagedKV, **options: Any) -> Tensor:
+    """Our kernel on query [num_tokens, num_heads, head_dim], with its options for measurements."""
+    run: Callable[..., Tensor] = gpu_operation("paged_attention")
+    return run(
+        query,
+        kv.key_cache,
+        kv.value_cache,
+        kv.layout,
+        scale=query.shape[2] ** -0.5,
+        key_scale=kv.key_scale,
+        value_scale=kv.value_scale,
+        **options,
+    )
+
+
+def make_layout(
+    bench: Bench, seq_lens: Sequence[int], query_lens: Sequence[int], *, block_size: int
+) -> PagedLayout:
+    """Sequences of which the last `query_lens` tokens are new, in blocks of random order."""
+    num_columns = -(-max(seq_lens) // block_size)
+    tables = bench.permutation(len(seq_lens) * num_columns).view(-1, num_columns)
+    slots = _slots(tables, block_size)
+    new_slots = [
+        row[seq_len - query_len : seq_len]
+        for row, seq_len, query_len in zip(slots, seq_lens, query_lens, strict=True)
+    ]
+    return PagedLayout(
+        query_start_loc=_int32(bench, [0, *accumulate(query_lens)]),
+        seq_lens=_int32(bench, seq_lens),
+        block_tables=tables.to(torch.int32),
+        slot_mapping=torch.cat(new_slots),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+
+
+def random_kv(bench: Bench, layout: PagedLayout, sizes: AttentionSizes) -> PagedKV:
+    """Random numbers in every block of the layout."""
+    num_blocks = layout.block_tables.numel()
+    shape = (num_blocks, sizes.block_size, sizes.num_kv_heads, sizes.head_dim)
+    return PagedKV(bench.random(*shape), bench.random(*shape), layout)
+
+
+def in_fp8(bench: Bench, kv: PagedKV) -> PagedKV:
+    """The caches rounded to FP8, and some scales."""
+    fp8, num_kv_heads = torch.float8_e4m3fn, kv.key_cache.shape[2]
+    scales = (0.5 + bench.random(num_kv_heads, dtype=torch.float32).abs() for _ in range(2))
+    return PagedKV(kv.key_cache.to(fp8), kv.value_cache.to(fp8), kv.layout, *scales)
+
+
+def contiguous(kv: PagedKV) -> PagedKV:
+    """The same caches, in which each sequence now lies in neighbouring blocks: others' tokens, of
+    which there are as many."""
+    tables = kv.layout.block_tables
+    in_order = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device)
+    return replace(kv, layout=replace(kv.layout, block_tables=in_order.view(tables.shape)))
+
+
+def poison_unowned(kv: PagedKV) -> None:
+    """NaN in every slot that holds no token of a sequence."""
+    slots = _slots(kv.layout.block_tables.long(), kv.key_cache.shape[1])
+    positions = torch.arange(slots.shape[1], device=slots.device)
+    unowned = slots[positions >= kv.layout.seq_lens[:, None]]
+    for cache in (kv.key_cache, kv.value_cache):
+        cache.flatten(0, 1)[unowned] = torch.nan
+
+
+def _slots(tables: Tensor, block_size: int) -> Tensor:
+    """tables int64 [num_seqs, num_columns] → the slot of each position, a row for each sequence."""
+    offsets = torch.arange(block_size, device=tables.device)
+    return (tables[:, :, None] * block_size + offsets).flatten(1)
+
+
+def _int32(bench: Bench, values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=bench.device)
+
+
+_TEMPERATURE, _TOP_P = 0.8, 0.95
+_SPREAD = 3.0  # standard deviation of logits, about as models have it
+
+
+def sampling_inputs(bench: Bench, num_rows: int, vocab_size: int) -> tuple[Tensor, ...]:
+    """Logits, temperature, top_k (none), top_p, min_p (none) and uniforms."""
+
+    def column(value: float) -> Tensor:
+        return torch.full((num_rows,), value, dtype=torch.float64, device=bench.device)
+
+    logits = _SPREAD * bench.random(num_rows, vocab_size)
+    uniforms = bench.random(num_rows, dtype=torch.float64).abs() % 1
+    return logits, column(_TEMPERATURE), column(0.0), column(_TOP_P), column(0.0), uniforms
+
+
+def sample(inputs: tuple[Tensor, ...], **options: Any) -> Tensor:
+    """Token ids [num_rows], by our kernel with its options for measurements."""
+    token_ids: Tensor = gpu_operation("sample_tokens", "sampling")(*inputs, **options)[0]
+    return token_ids
+
+
+T = TypeVar("T")
+
+
+def worst_row(result: Tensor, exact: Tensor) -> float:
+    """The largest ‖result − exact‖ ÷ ‖exact‖ of all rows (over the last dimension); NaN if a number
+    of the result is."""
+    differences = (result.double() - exact).norm(dim=-1)
+    return float((differences / exact.norm(dim=-1)).max())
+
+
+def num_wrong_bytes(result: Tensor, exact: Tensor) -> float:
+    """Of two contiguous tensors; a NaN equals itself."""
+    return float((result.view(torch.uint8) != exact.view(torch.uint8)).sum())
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """What `worst_row` may be: numbers are rounded to `dtype` a few times on their way."""
+    return 2 * torch.finfo(dtype).eps
+
+
+def poisoned(call: Callable[[], T]) -> T:
+    """The result of a call for which torch fills new tensors with NaN: nothing unwritten looks
+    right."""
+    settings: Any = torch.utils.deterministic
+    assert settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,1 +1,0 @@
-"""`penstock bench kv`: what paged KV memory holds, against contiguous allocation."""

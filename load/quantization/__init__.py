@@ -1,1 +1,0 @@
-"""`penstock bench quantization`: what int8 costs in exactness and gains in speed."""

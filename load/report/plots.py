@@ -1,0 +1,60 @@
+"""The one place that needs matplotlib, an optional dependency; colours and a common look.
+
+The colours are told apart by colour-blind readers too.
+
+Source: Okabe and Ito, "Color Universal Design" (2008).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, SKY, ORANGE, GREEN, GREY = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#DDDDDD"
+PURPLE = "#CC79A7"
+
+_LOOK: Any = {  # matplotlib types the keys one by one, differently in every release
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches; it is written without any display. Raises
+    ConfigError if matplotlib is not installed."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib: pip install 'penstock-llm[bench]'") from error
+    mpl.rcParams.update(_LOOK)
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+_TICKS = (2, 3, 5, 7)  # between powers of ten
+
+
+def plain(value: float, _: float | None) -> str:
+    """12,000, and 0.5."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def make_log(axes: Axes, which: Literal["x", "y"]) -> None:
+    """An axis by powers of ten, without any power written."""
+    if which == "x":
+        axes.set_xscale("log", subs=_TICKS)
+    else:
+        axes.set_yscale("log", subs=_TICKS)
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(plain)
+    axis.set_minor_formatter(plain)

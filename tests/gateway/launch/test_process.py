@@ -1,0 +1,232 @@
+"""The gateway as a process: settings by pipe, an inherited socket, one status line, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import websockets
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.logs import LogWriter
+from penstock.engine.text import Tokenizer
+from penstock.gateway.app import create_app
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.launch.process import _Server, _uvicorn_config
+
+from ..conftest import ANSWER, PATIENCE_S, until
+from ..fake_engine import FakeEngine
+
+
+def test_no_torch_in_the_gateway() -> None:
+    code = (
+        "import sys, penstock.gateway.app, penstock.gateway.launch.process;"
+        "assert 'torch' not in sys.modules;"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@contextlib.contextmanager
+def launched(
+    model: str,
+    address: str,
+    *,
+    log: Path | None = None,
+    max_files: int | None = None,
+    **flags: Any,
+) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """The process, its port, and the status pipe's reading end. Its log goes to a file if named."""
+    config_read, config_write = os.pipe()
+    status_read, status_write = os.pipe()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        settings: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "engine_address": address,
+            "api_key": [],
+            "model": asdict(ModelConfig(model=model)),
+            "log_level": "info",
+            "shutdown_grace_s": 1,
+            "header_timeout_s": PATIENCE_S,
+            "num_blocks": None,
+            **flags,
+        }
+        command = [sys.executable, "-m", "penstock.gateway.launch.process"]
+        if max_files is not None:
+            command = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
+        stderr = None if log is None else stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            command,
+            stderr=stderr,
+            pass_fds=[config_read, status_write, listener.fileno()],
+            env={
+                **os.environ,
+                "PENSTOCK_CONFIG_FD": str(config_read),
+                "PENSTOCK_STATUS_FD": str(status_write),
+                "PENSTOCK_LISTEN_FD": str(listener.fileno()),
+                "PENSTOCK_SUPERVISOR_PID": str(os.getpid()),
+            },
+        )
+        os.close(config_read)
+        os.close(status_write)
+        with os.fdopen(config_write, "wb") as pipe:
+            pipe.write(json.dumps(settings).encode())
+        try:
+            yield process, listener.getsockname()[1], status_read
+        finally:
+            process.kill()
+            process.wait()
+            os.close(status_read)
+
+
+def client_of(port: int) -> httpx.AsyncClient:
+    # A connection for each request: one that was idle may be closed just when it is used again.
+    fresh = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, limits=fresh)
+
+
+async def ending(web: websockets.ClientConnection) -> AsyncIterator[str | bytes]:
+    """Messages until the server closes."""
+    with contextlib.suppress(websockets.ConnectionClosed):
+        while True:
+            yield await web.recv()
+
+
+async def test_serves_and_stops(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    address = f"{tmp_path}/engine.sock"
+    with launched(str(model_path), address) as (process, port, status_fd):
+        async with client_of(port) as http:
+            assert (await http.get("/ready")).status_code == 503  # no engine yet
+            assert (await http.get("/health")).status_code == 200
+            async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.01) as engine:
+                line = await asyncio.to_thread(os.read, status_fd, 1000)
+                assert json.loads(line) == {"event": "ready"}
+                assert (await http.get("/ready")).status_code == 200
+                response = await http.post("/v1/completions", json={"prompt": "x"})
+                assert response.json()["choices"][0]["text"] == ANSWER
+                assert "server" not in response.headers
+                assert psutil.Process(process.pid).cmdline()[0] == "penstock-gateway"
+                assert engine.aborted == set()
+                body = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": 200}
+                url = f"ws://127.0.0.1:{port}/v1/responses"
+                async with (
+                    websockets.connect(url, open_timeout=PATIENCE_S) as web,
+                    http.stream("POST", "/v1/completions", json=body) as stream,
+                ):
+                    await web.send('{"type": "response.create", "input": "x", "ignore_eos": true}')
+                    lines = stream.aiter_lines()
+                    await anext(lines)
+                    await until(lambda: len(engine.submitted) == 3)
+                    engine.may_speak.clear()  # none can end by itself
+                    process.send_signal(signal.SIGTERM)
+                    error, done = [line async for line in lines if line][-2:]
+                    assert json.loads(error[6:])["error"]["message"] == (
+                        "the server is shutting down"
+                    )
+                    assert done == "data: [DONE]"
+                    *_, last = [json.loads(message)["type"] async for message in ending(web)]
+                    assert last == "response.failed"
+                    status = await asyncio.to_thread(process.wait, PATIENCE_S)
+                    assert status in (0, -signal.SIGTERM)
+                await until(lambda: engine.aborted == set(list(engine.submitted)[-2:]))
+
+
+async def test_a_bad_model_is_one_status_line(tmp_path: Path) -> None:
+    with launched(str(tmp_path), f"{tmp_path}/engine.sock") as (process, _, status_fd):
+        line = await asyncio.to_thread(os.read, status_fd, 1000)
+        event = json.loads(line)
+        assert event["event"] == "failed"
+        assert "config.json is missing" in event["message"]
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
+
+
+_ENDLESS = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": 200}
+
+
+async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_them(
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    address = f"{tmp_path}/engine.sock"
+    patient = launched(str(model_path), address, shutdown_grace_s=600)
+    with patient as (process, port, status_fd):
+        async with (
+            FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.5) as engine,
+            client_of(port) as http,
+        ):
+            await asyncio.to_thread(os.read, status_fd, 1000)
+            # One that is used all the while stays open.
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+            async def status(request: bytes) -> bytes:
+                writer.write(request + b"\r\nHost: localhost\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+                await reader.readexactly(size)
+                return head.split()[1]
+
+            async with http.stream("POST", "/v1/completions", json=_ENDLESS) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)
+                assert await status(b"GET /ready HTTP/1.1") == b"200"
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(PATIENCE_S):
+                    while await status(b"GET /ready HTTP/1.1") == b"200":  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                body = b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + body)
+                assert b" 503 " in await reader.readuntil(b"\r\n")
+                assert len(engine.submitted) == 1
+                assert await anext(lines) is not None
+                assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(process.wait, PATIENCE_S) == -signal.SIGTERM
+                with contextlib.suppress(httpx.RemoteProtocolError):
+                    assert [line async for line in lines if "DONE" in line] == []
+            writer.close()
+
+
+async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.launch.process._HELLO_S", PATIENCE_S)
+    address = f"{tmp_path}/engine.sock"
+    config = GatewayConfig(engine_address=address, model=ModelConfig(model=str(model_path)))
+    app = create_app(config)
+    server = _Server(_uvicorn_config(config, app), app, log=LogWriter(str), grace_s=0.1)
+    events: list[str] = []
+
+    class Store:
+        async def hand_over(self) -> None:
+            events.append("handed over")
+
+    async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.05) as engine:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            task = asyncio.create_task(server._serve([listener]))
+            async with client_of(listener.getsockname()[1]) as http:
+                assert (await http.get("/ready")).status_code == 200, "it waited for the engine"
+                app.state.log_store = Store()
+                async with http.stream("POST", "/v1/completions", json=_ENDLESS) as stream:
+                    async for line in stream.aiter_lines():
+                        engine.may_speak.clear()
+                        server.should_exit = True
+                        events += [line] if line else []
+            await task
+    *_, handed_over, error, done = events
+    assert handed_over == "handed over"
+    assert "the server is shutting down" in error
+    assert done == "data: [DONE]"

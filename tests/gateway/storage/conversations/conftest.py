@@ -1,0 +1,76 @@
+"""Both conversation stores, behind one way to make them and to let time pass."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import pytest
+
+from penstock.gateway.storage.conversations.memory_store import MemoryConversationStore
+from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
+from penstock.gateway.storage.conversations.store import ConversationStore
+from penstock.gateway.storage.redis_link import RedisLink
+from penstock.gateway.storage.redis_url import RedisAddress
+
+from ....redis_server import RedisServer
+from ...conftest import PATIENCE_S
+
+
+class Bed(Protocol):
+    """Makes stores that share what they keep, where the kind can."""
+
+    def store(self, *, ttl_s: float = 1000.0, lease_s: float = 1000.0) -> ConversationStore: ...
+
+    async def let_pass(self, seconds: float) -> None: ...
+
+
+class MemoryBed:
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def store(self, *, ttl_s: float = 1000.0, lease_s: float = 1000.0) -> ConversationStore:
+        return MemoryConversationStore(
+            1 << 30, ttl_s=ttl_s, lease_s=lease_s, clock=lambda: self._now_s
+        )
+
+    async def let_pass(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+class RedisBed:
+    def __init__(self, link: RedisLink) -> None:
+        self.link = link
+
+    def store(self, *, ttl_s: float = 1000.0, lease_s: float = 1000.0) -> RedisConversationStore:
+        return RedisConversationStore(self.link, ttl_s=ttl_s, lease_s=lease_s)
+
+    async def let_pass(self, seconds: float) -> None:
+        """Keys, and the leases at the end of `conversation.lua`'s links, end so much earlier."""
+        client, passed_ms = self.link.client, round(seconds * 1000)
+        for key in await client.keys():
+            await client.pexpire(key, await client.pttl(key) - passed_ms)
+            links = await client.hgetall(key) if key.endswith(b":links") else {}
+            for turn, link in links.items():
+                rest, _, lease_ms = link.rpartition(b"|")
+                await client.hset(key, turn, b"%b|%d" % (rest, max(0, int(lease_ms) - passed_ms)))
+
+
+@pytest.fixture
+async def redis_bed(shared_server: RedisServer) -> AsyncIterator[RedisBed]:
+    with shared_server.client() as client:
+        client.flushall()
+    link = RedisLink(RedisAddress.parse(shared_server.url), timeout_s=PATIENCE_S)
+    yield RedisBed(link)
+    await link.aclose()
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+def bed(request: pytest.FixtureRequest) -> Bed:
+    found: Bed = MemoryBed() if request.param == "memory" else request.getfixturevalue("redis_bed")
+    return found
+
+
+@pytest.fixture
+def store(bed: Bed) -> ConversationStore:
+    return bed.store()

@@ -1,0 +1,184 @@
+"""What `ConversationStore` promises of forgetting, tenants and listings, of both stores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.gateway.storage.conversations.store import ConversationStore
+
+from .conftest import Bed
+from .making import TENANT, a_conversation, a_turn, finished, head_of, not_found, say
+
+
+async def test_a_forgotten_turn_cannot_be_continued(store: ConversationStore) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    first = await say(store, conversation)
+    second = await say(store, conversation, first)
+    third = await say(store, conversation, second)
+    await store.delete_turn(TENANT, second.turn_id)
+    assert await store.turn(TENANT, third.turn_id) == third
+    for gone in (store.path(TENANT, third.turn_id), store.turn(TENANT, second.turn_id)):
+        with not_found():
+            await gone
+    with not_found():
+        await store.delete_turn(TENANT, second.turn_id)
+    with not_found():
+        await store.begin_turn(a_turn(conversation, second), takes_head=False)
+    assert await head_of(store, conversation) == first.turn_id  # what is behind cannot be it
+    with not_found():
+        await store.set_head(
+            TENANT, conversation.conversation_id, third.turn_id, expected=first.turn_id
+        )
+    await store.delete_turn(TENANT, third.turn_id)
+    assert await head_of(store, conversation) == first.turn_id
+    await say(store, conversation, first)  # the conversation goes on
+
+
+async def test_a_running_turn_behind_a_forgotten_one_does_not_become_the_head(
+    store: ConversationStore,
+) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    first = await say(store, conversation)
+    second = await say(store, conversation, first)
+    running = a_turn(conversation, second)
+    await store.begin_turn(running, takes_head=True)
+    await store.delete_turn(TENANT, second.turn_id)
+    await store.finish_turn(finished(running))
+    shown = await store.get(TENANT, conversation.conversation_id)
+    assert (shown.head, shown.running) == (first.turn_id, None)
+
+
+async def test_the_head_goes_back_to_the_parent(store: ConversationStore) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    first = await say(store, conversation)
+    second = await say(store, conversation, first)
+    await store.delete_turn(TENANT, second.turn_id)
+    assert await head_of(store, conversation) == first.turn_id
+
+
+async def test_a_running_turn_that_is_deleted_stays_deleted(store: ConversationStore) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    turn = a_turn(conversation)
+    await store.begin_turn(turn, takes_head=True)
+    await store.delete_turn(TENANT, turn.turn_id)
+    await store.touch_turn(TENANT, turn.turn_id)
+    await store.finish_turn(finished(turn))
+    with not_found():
+        await store.turn(TENANT, turn.turn_id)
+    await say(store, conversation)  # nothing holds the head
+
+
+async def test_a_conversation_is_forgotten_with_its_turns(store: ConversationStore) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    turn = await say(store, conversation)
+    running = a_turn(conversation, turn)
+    await store.begin_turn(running, takes_head=True)
+    await store.delete(TENANT, conversation.conversation_id)
+    await store.finish_turn(finished(running))
+    for gone in (
+        store.get(TENANT, conversation.conversation_id),
+        store.delete(TENANT, conversation.conversation_id),
+        store.tree(TENANT, conversation.conversation_id),
+        store.turn(TENANT, turn.turn_id),
+        store.path(TENANT, running.turn_id),
+    ):
+        with not_found():
+            await gone
+    assert await store.list_page(TENANT, limit=10) == ([], False)
+
+
+async def test_an_unlisted_tree_goes_with_its_last_turn(store: ConversationStore) -> None:
+    conversation = a_conversation(is_listed=False)
+    await store.create(conversation)
+    turn = await say(store, conversation, takes_head=False)
+    await store.delete_turn(TENANT, turn.turn_id)
+    with not_found():
+        await store.get(TENANT, conversation.conversation_id)
+
+
+async def test_another_tenant_finds_nothing(store: ConversationStore) -> None:
+    conversation = a_conversation()
+    await store.create(conversation)
+    turn = await say(store, conversation)
+    other, key = "tenant b", conversation.conversation_id
+    foreign = a_turn(replace(conversation, tenant=other))
+    for forbidden in (
+        store.get(other, key),
+        store.set_metadata(other, key, {}),
+        store.delete(other, key),
+        store.tree(other, key),
+        store.set_head(other, key, None, expected=turn.turn_id),
+        store.turn(other, turn.turn_id),
+        store.path(other, turn.turn_id),
+        store.delete_turn(other, turn.turn_id),
+        store.begin_turn(foreign, takes_head=False),
+        store.add_items(foreign),
+        store.replace_items(replace(turn, tenant=other)),
+    ):
+        with not_found():
+            await forbidden
+    await store.finish_turn(replace(turn, tenant=other, status="failed"))
+    assert await store.list_page(other, limit=10) == ([], False)
+    assert await store.path(TENANT, turn.turn_id) == [turn]
+    assert await head_of(store, conversation) == turn.turn_id
+
+
+@pytest.mark.parametrize("id_", ["", "conv_x", "resp_x", "conv_" + "0" * 25, "}{", "a\x00b\n"])
+async def test_a_malformed_id_is_not_found(store: ConversationStore, id_: str) -> None:
+    for gone in (
+        store.get(TENANT, id_),
+        store.delete(TENANT, id_),
+        store.turn(TENANT, id_),
+        store.path(TENANT, id_),
+        store.delete_turn(TENANT, id_),
+        store.list_page(TENANT, limit=1, after=id_ or "x"),
+    ):
+        with not_found():
+            await gone
+
+
+async def test_pages_follow_each_other(store: ConversationStore) -> None:
+    made = [a_conversation(created_at=1_700_000_000 + index // 2) for index in range(7)]
+    for conversation in made:
+        await store.create(conversation)
+    await store.create(a_conversation(is_listed=False))
+    await store.create(a_conversation(tenant="tenant b"))
+    made.sort(key=lambda one: (one.created_at, one.conversation_id))
+    for newest_first in (False, True):
+        expected = made[::-1] if newest_first else made
+        found, after, has_more = [], None, True
+        while has_more:
+            page, has_more = await store.list_page(
+                TENANT, limit=3, after=after, newest_first=newest_first
+            )
+            assert len(page) == 3 or not has_more
+            found += page
+            after = page[-1].conversation_id
+        assert found == expected
+    assert await store.list_page(TENANT, limit=7) == (made[::-1], False)
+
+
+async def test_what_is_not_used_is_forgotten(bed: Bed) -> None:
+    store = bed.store(ttl_s=300)
+    conversation = a_conversation()
+    await store.create(conversation)
+    turn = await say(store, conversation)
+    await bed.let_pass(200)
+    page, _ = await store.list_page(TENANT, limit=10)  # this is no use of it
+    assert [each.conversation_id for each in page] == [conversation.conversation_id]
+    await bed.let_pass(101)
+    assert await store.list_page(TENANT, limit=10) == ([], False)
+    for gone in (
+        store.get(TENANT, conversation.conversation_id),
+        store.turn(TENANT, turn.turn_id),
+        store.begin_turn(a_turn(conversation, turn), takes_head=True),
+    ):
+        with not_found():
+            await gone

@@ -1,0 +1,92 @@
+"""Responses to store: headers, deltas, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.engine.request import FinishReason, Request, SamplingParams
+from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
+from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
+from penstock.gateway.storage.response_log.record import (
+    NUM_CLOSING_EVENTS,
+    DeltaEntry,
+    EndEntry,
+    Entry,
+    ResponseHeader,
+)
+
+TENANT = "acme"
+PATIENCE_S = 60.0  # of tests, with a machine that does other things too
+
+
+def header(tenant: str = TENANT) -> ResponseHeader:
+    conversation_id = new_conversation_id()
+    response_id = new_response_id(conversation_id)
+    params = SamplingParams(seed=(1 << 64) - 1, stop=("\n\n",), max_tokens=100)
+    request = Request(
+        request_id=response_id, prompt_token_ids=(1, 2, 70_000), sampling_params=params
+    )
+    return ResponseHeader(
+        response_id=response_id,
+        conversation_id=conversation_id,
+        tenant=tenant,
+        item_id="msg_1",
+        created_at=1_700_000_000,
+        echo={"model": "demo"},
+        request=request,
+    )
+
+
+def add_delta(log: ResponseLog, text: str | None = None) -> DeltaEntry:
+    number = log.next_number
+    entry = DeltaEntry(number, f"<{number}>" if text is None else text, (number, 128_000))
+    log.append(entry)
+    return entry
+
+
+def add_end(log: ResponseLog, reason: FinishReason = FinishReason.STOP) -> EndEntry:
+    entry = EndEntry(
+        number=log.next_number,
+        num_events=NUM_CLOSING_EVENTS,
+        reason=reason,
+        usage=(3, 0, len(log.token_ids)),
+        ended_at=1_700_000_001,
+        prefix_id=b"\x00\xff" * 16,
+    )
+    log.append(entry)
+    return entry
+
+
+async def read_to_end(log: ResponseLog, after: int = -1) -> list[Entry]:
+    """All entries with an event above `after`."""
+    found: list[Entry] = []
+    async with asyncio.timeout(PATIENCE_S):
+        with log.read(after) as reader:
+            while (entries := await reader.next()) is not None:
+                found += [entry for entry in entries if not isinstance(entry, LogNotice)]
+    return found
+
+
+async def seen(log: ResponseLog, num_entries: int) -> None:
+    """Wait until so many entries can be seen."""
+    await until(lambda: log.num_published >= num_entries)
+
+
+@contextlib.contextmanager
+def expired() -> Iterator[None]:
+    """The block is refused with 404 `response_expired`."""
+    with pytest.raises(RequestRefusedError) as caught:
+        yield
+    assert (caught.value.status, caught.value.code) == (404, "response_expired")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,169 @@
+"""Headers and entries as bytes: what goes in comes out, and what is none of ours is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
+from penstock.gateway.storage.response_log.codec import (
+    VERSION,
+    UnreadableEntryError,
+    decode_delta,
+    decode_end,
+    decode_header,
+    decode_log,
+    encode_delta,
+    encode_end,
+    encode_header,
+    encode_log,
+)
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+
+from .records import header
+
+token_ids = st.lists(st.integers(0, (1 << 32) - 1), max_size=20).map(tuple)
+numbers = st.integers(0, 1 << 53)
+scalars = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text()
+json_values = st.recursive(
+    scalars | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+json_objects = st.dictionaries(st.text(), json_values, max_size=4)
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0.01, 1),
+    top_k=st.integers(-1, 100),
+    repetition_penalty=st.floats(0.01, 100),
+    presence_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(st.integers(0, 200_000), st.floats(-100, 100), max_size=3),
+    seed=st.integers(0, (1 << 64) - 1),
+    max_tokens=st.integers(10, 1 << 31),
+    min_tokens=st.integers(0, 10),
+    ignore_eos=st.booleans(),
+    stop_token_ids=token_ids,
+    logprobs=st.none() | st.integers(0, 20),
+    stop=st.lists(st.text(min_size=1), max_size=4).map(tuple),
+    include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
+)
+searches = st.builds(
+    SamplingParams,
+    beam_search=st.builds(
+        BeamSearch,
+        width=st.integers(1, 8),
+        length_penalty=st.floats(-10, 10),
+        early_stopping=st.sampled_from([True, False, "never"]),
+    ),
+)
+requests = st.builds(
+    Request,
+    request_id=st.text(),
+    prompt_token_ids=token_ids,
+    sampling_params=sampling | searches,
+    arrival_s=st.floats(0, 4e9),
+    output_token_ids=token_ids,
+    tenant=st.text(),
+    priority=st.integers(-100, 100),
+    cache_salt=st.text(),
+    deadline_s=st.none() | st.floats(0, 4e9),
+    adapter=st.none() | st.text(),
+    retention=st.none()
+    | st.builds(Retention, duration_s=st.floats(0, 1e6), priority=st.integers(-9, 9)),
+)
+headers = st.builds(
+    ResponseHeader,
+    response_id=st.text(),
+    conversation_id=st.text(),
+    tenant=st.text(),
+    item_id=st.text(),
+    created_at=numbers,
+    echo=json_objects,
+    request=requests,
+    parent_id=st.none() | st.text(),
+    takes_head=st.booleans(),
+    generates=st.booleans(),
+    is_background=st.booleans(),
+    continues=st.booleans(),
+    input_items=st.lists(json_objects, max_size=3).map(tuple),
+    rendering=st.none() | st.tuples(numbers, st.binary(min_size=32, max_size=32)),
+)
+deltas = st.builds(
+    DeltaEntry,
+    number=numbers,
+    text=st.text(),
+    token_ids=token_ids,
+    logprobs=st.lists(json_objects, max_size=2).map(tuple),
+)
+ends = st.builds(
+    EndEntry,
+    number=numbers,
+    num_events=st.integers(1, 5),
+    reason=st.none() | st.sampled_from(FinishReason),
+    usage=st.tuples(numbers, numbers, numbers),
+    ended_at=numbers,
+    error=st.none() | st.tuples(st.text(), st.text()),
+    prefix_id=st.none() | st.binary(),
+)
+
+
+@given(headers)
+def test_a_header_survives(written: ResponseHeader) -> None:
+    assert decode_header(encode_header(written)) == written
+
+
+@given(deltas)
+def test_a_delta_survives(written: DeltaEntry) -> None:
+    assert decode_delta(encode_delta(written)) == written
+
+
+@given(ends)
+def test_an_end_survives(written: EndEntry) -> None:
+    assert decode_end(encode_end(written)) == written
+
+
+@given(headers, st.lists(deltas, max_size=4), ends)
+def test_an_ended_log_survives(
+    written: ResponseHeader, said: list[DeltaEntry], end: EndEntry
+) -> None:
+    first = written.num_opening_events
+    numbered = [dataclasses.replace(each, number=number) for number, each in enumerate(said, first)]
+    assert decode_log(encode_log(written, [*numbered, end])) == (written, [*numbered, end])
+
+
+def test_every_field_of_a_header_is_written() -> None:
+    """The strategy above may not know a field that came later; the codec must."""
+    _, named = msgpack.unpackb(encode_header(header()), strict_map_key=False)
+    assert named.keys() == {field.name for field in dataclasses.fields(ResponseHeader)}
+    assert named["request"].keys() == {field.name for field in dataclasses.fields(Request)}
+    params = named["request"]["sampling_params"]
+    assert params.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_a_delta_costs_little_more_than_its_text() -> None:
+    delta = DeltaEntry(1000, "some text of a token or two", (31_000, 128_255))
+    assert len(encode_delta(delta)) <= len(delta.text) + 16
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"penstock",
+        msgpack.packb([VERSION]),
+        msgpack.packb([VERSION, {}]),
+        msgpack.packb([VERSION, None, None, None, None, None, None, None]),
+        msgpack.packb([VERSION + 1, 1, "text", []]),
+    ],
+)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    for decode in (decode_header, decode_delta, decode_end, decode_log):
+        with pytest.raises(UnreadableEntryError):
+            decode(data)

@@ -1,0 +1,174 @@
+"""Response logs on a cluster: each depends on the node that its stream lies on, and on no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.redis_stream import log_key
+
+from ....redis_server import RedisCluster, RedisServer
+from .conftest import Gateway, Gateways
+from .records import TENANT, add_delta, add_end, header, read_to_end, seen, until
+
+pytestmark = pytest.mark.redis
+
+_NUM_OF_EACH = 3
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RedisCluster]:
+    with RedisCluster(tmp_path / "cluster") as made:
+        yield made
+
+
+def node_of(cluster: RedisCluster, made: ResponseHeader) -> RedisServer:
+    key = log_key(made.response_id)
+    assert key is not None
+    return cluster.node_of(key)
+
+
+def headers(cluster: RedisCluster) -> list[ResponseHeader]:
+    """Some of each node."""
+    found: dict[int, list[ResponseHeader]] = {node.port: [] for node in cluster.nodes}
+    while any(len(some) < _NUM_OF_EACH for some in found.values()):
+        made = header()
+        found[node_of(cluster, made).port].append(made)
+    return [made for some in found.values() for made in some[:_NUM_OF_EACH]]
+
+
+async def two_gateways(
+    gateways: Gateways, cluster: RedisCluster
+) -> tuple[Gateway, Gateway, RedisServer]:
+    """And a node that keeps nothing of theirs but streams."""
+    while True:
+        made = await gateways.make(cluster.url), await gateways.make(cluster.url)
+        ids = [gateway.store.gateway_id for gateway in made]
+        keys = [f"penstock:{what}:{each}" for each in ids for what in ("lease", "owned", "control")]
+        busy = [cluster.node_of(key) for key in ("penstock:gateways", *keys)]
+        free = [node for node in cluster.nodes if node not in busy]
+        if free:
+            return *made, free[0]
+        for gateway in made:
+            await gateway.store.close()
+
+
+async def begun(gateway: Gateway, made: ResponseHeader) -> ResponseLog:
+    log = await gateway.store.create(made)
+    gateway.run(log)
+    return log
+
+
+async def test_a_node_that_stands_still_delays_no_stream_of_another(
+    cluster: RedisCluster, gateways: Gateways
+) -> None:
+    here, there, still = await two_gateways(gateways, cluster)
+    logs = [await begun(here, made) for made in headers(cluster)]
+    replicas = [await there.store.find(TENANT, log.header.response_id) for log in logs]
+    late = [log for log in logs if node_of(cluster, log.header) is still]
+    with still.paused():
+        for log in logs:
+            add_delta(log)
+        for log, replica in zip(logs, replicas, strict=True):
+            if log not in late:
+                await seen(log, 1)
+                await seen(replica, 1)
+        assert [log.num_published for log in late] == [0] * len(late)
+    for log in logs:
+        await seen(log, 1)
+        add_end(log)
+    for log, replica in zip(logs, replicas, strict=True):
+        assert await read_to_end(replica) == await read_to_end(log)
+        assert log.is_resumable
+
+
+async def test_a_killed_node_costs_its_own_streams_and_no_others(
+    cluster: RedisCluster, gateways: Gateways, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there, killed = await two_gateways(gateways, cluster)
+    logs = [await begun(here, made) for made in headers(cluster)]
+    lost = [log for log in logs if node_of(cluster, log.header) is killed]
+    killed.kill()
+    for log in logs:
+        if log not in lost:
+            add_delta(log)
+            await seen(log, 1)
+    with here.impatient():
+        for log in lost:
+            add_delta(log)
+            await seen(log, 1)
+    assert [log.is_resumable for log in logs] == [log not in lost for log in logs]
+    wanted = headers(cluster)  # in one turn of the loop: they leave together
+    made = await asyncio.gather(*(begun(here, each) for each in wanted), return_exceptions=True)
+    for each, answer in zip(wanted, made, strict=True):
+        if node_of(cluster, each) is killed:
+            assert isinstance(answer, StoreUnavailableError)
+        else:
+            assert isinstance(answer, ResponseLog)
+    killed.start()
+    await asyncio.to_thread(cluster.wait_until_ok)
+    for log in logs:
+        add_end(log)
+        await read_to_end(log)
+    await until(lambda: not here.store._writer._torn)
+    await until(lambda: not any(here.store._writer._chores.values()))
+    assert not there.carried_on
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_what_can_be_taken_over_waits_for_no_killed_node(
+    cluster: RedisCluster, gateways: Gateways
+) -> None:
+    here, there, killed = await two_gateways(gateways, cluster)
+    logs = [await begun(here, made) for made in headers(cluster)]
+    lost = {log.header.response_id for log in logs if node_of(cluster, log.header) is killed}
+    killed.kill()
+    await here.die()
+    everything = {log.header.response_id for log in logs}
+    await until(lambda: there.carried_on.keys() == everything - lost)
+    killed.start()
+    await until(lambda: there.carried_on.keys() == everything)
+
+
+async def test_a_gateway_whose_lease_cannot_be_looked_at_is_not_dead(
+    cluster: RedisCluster, gateways: Gateways
+) -> None:
+    """Its node comes back without what it knew, as a replica may that is promoted."""
+    while True:
+        here, there = await gateways.make(cluster.url), await gateways.make(cluster.url)
+        killed = cluster.node_of(f"penstock:lease:{here.store.gateway_id}")
+        lease = f"penstock:lease:{there.store.gateway_id}"
+        if killed not in (cluster.node_of("penstock:gateways"), cluster.node_of(lease)):
+            break
+        for gateway in (here, there):
+            await gateway.store.close()
+    looks: list[None] = []
+    look = there.store._ownership._adopt_orphans
+
+    async def counted() -> None:
+        looks.append(None)
+        await look()
+
+    there.store._ownership._adopt_orphans = counted  # type: ignore[method-assign]
+    made = next(each for each in headers(cluster) if node_of(cluster, each) is not killed)
+    log = await begun(here, made)
+    killed.kill()
+    num = len(looks)
+    await until(lambda: len(looks) > num + 2)
+    for file in killed.directory.glob("appendonlydir/*"):
+        file.unlink()
+    killed.start()
+    await asyncio.to_thread(cluster.wait_until_ok)
+    await here.is_known()
+    num = len(looks)
+    await until(lambda: len(looks) > num + 2)
+    assert not there.carried_on
+    add_delta(log)
+    await seen(log, 1)
+    assert not here.lost

@@ -1,0 +1,311 @@
+"""Two gateways on one Redis: reading, stopping and carrying on each other's responses."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import weakref
+
+import pytest
+
+from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.response_log import redis_store
+from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
+from penstock.gateway.storage.response_log.record import DeltaEntry
+from penstock.gateway.storage.response_log.redis_stream import add_fence, log_key, round_trip
+
+from ....redis_server import RedisServer
+from .conftest import PATIENT, Gateways, begin
+from .records import (
+    PATIENCE_S,
+    TENANT,
+    add_delta,
+    add_end,
+    expired,
+    header,
+    read_to_end,
+    seen,
+    until,
+)
+
+pytestmark = pytest.mark.redis
+
+
+def keys_without_ttl(server: RedisServer) -> list[bytes]:
+    with server.client() as client:
+        return [key for key in client.keys("*") if client.ttl(key) < 0]
+
+
+async def test_another_gateway_reads_it_live_and_from_the_middle(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 3)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    assert replica is not log
+    assert replica.header == log.header
+    reading = [asyncio.create_task(read_to_end(replica, after)) for after in range(-1, 10)]
+    for _ in range(4):
+        add_delta(log)
+        await asyncio.sleep(0.01)
+    add_end(log)
+    whole = await read_to_end(log)
+    assert [entry.number for entry in whole] == list(range(4, 12))
+    for after, task in zip(range(-1, 10), reading, strict=True):
+        assert await task == [entry for entry in whole if entry.last_number > after]
+
+
+async def test_readers_of_one_response_share_one_copy_that_goes_with_them(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    response_id = log.header.response_id
+
+    async def find_often() -> weakref.ref[ResponseLog]:
+        finds = (there.store.find(TENANT, response_id) for _ in range(8))
+        found = {id(log): log for log in await asyncio.gather(*finds)}
+        assert len(found) == 1
+        return weakref.ref(next(iter(found.values())))
+
+    replica = await find_often()
+    await until(lambda: gc.collect() >= 0 and replica() is None)
+    await until(lambda: not there.store._follower._followed)
+
+
+async def test_one_connection_follows_them_all(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    logs = [await begin(here, 1) for _ in range(40)]
+    replicas = [await there.store.find(TENANT, log.header.response_id) for log in logs]
+    reading = [asyncio.create_task(read_to_end(replica)) for replica in replicas]
+    with redis_server.client() as client:
+
+        def num_blocked() -> int:
+            return int(client.info("clients")["blocked_clients"])
+
+        await until(lambda: num_blocked() >= 2)
+        assert num_blocked() <= 2  # one of each gateway
+    for log in logs:
+        add_end(log)
+    for task, log in zip(reading, logs, strict=True):
+        assert await task == await read_to_end(log)
+
+
+async def test_a_long_log_is_read_in_pages(redis_server: RedisServer, gateways: Gateways) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1500)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    assert replica.entries == log.entries
+    for _ in range(1500):
+        add_delta(log)
+    add_end(log)
+    assert await read_to_end(replica) == await read_to_end(log)
+
+
+async def test_a_cancel_goes_to_the_owner(redis_server: RedisServer, gateways: Gateways) -> None:
+    made = [await gateways.make(redis_server.url) for _ in range(3)]
+    log = await begin(made[0])
+    await made[1].store.cancel(TENANT, log.header.response_id)
+    await until(lambda: made[0].cancelled)
+    assert made[0].cancelled == [log.header.response_id]
+    assert not made[2].cancelled
+
+
+async def test_a_response_of_a_dead_gateway_is_carried_on_by_one_of_the_others(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, *others = [await gateways.make(redis_server.url) for _ in range(3)]
+    log = await begin(dead, 3)
+    response_id = log.header.response_id
+    readers = [await other.store.find(TENANT, response_id) for other in others]
+    reading = [asyncio.create_task(read_to_end(replica, 4)) for replica in readers]
+    await dead.die()
+    await until(lambda: any(other.carried_on for other in others))
+    (taker,) = (other for other in others if other.carried_on)
+    taken = taker.carried_on[response_id]
+    assert taken.entries == log.entries
+    assert taken.next_number == log.next_number
+    assert await taker.store.find(TENANT, response_id) is taken
+    add_delta(taken, "carried on")
+    add_end(taken)
+    whole = await read_to_end(taken)
+    for task in reading:  # that began to read before the owner died
+        assert await task == whole[1:]
+    assert sum(len(other.carried_on) for other in others) == 1
+
+
+async def test_many_orphans_find_one_owner_each(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, *others = [await gateways.make(redis_server.url) for _ in range(4)]
+    logs = [await begin(dead, 1) for _ in range(60)]
+    await dead.die()
+    await until(lambda: sum(len(other.carried_on) for other in others) >= len(logs))
+    await asyncio.sleep(1.0)
+    owners = [response_id for other in others for response_id in other.carried_on]
+    assert sorted(owners) == sorted(log.header.response_id for log in logs)
+
+
+async def test_a_cancel_while_nobody_runs_it_is_not_forgotten(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(dead, 1)
+    await dead.die()
+    await other.store.cancel(TENANT, log.header.response_id)
+    await until(lambda: other.carried_on)
+    await until(lambda: other.cancelled)
+
+
+async def test_an_owner_that_wakes_up_is_fenced_off(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    paused, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(paused, 2)
+    response_id = log.header.response_id
+    await paused.die()  # its own turn of the loop does not come
+    await until(lambda: other.carried_on)
+    taken = other.carried_on[response_id]
+    add_delta(taken, "new owner")
+    await seen(taken, 3)
+    add_delta(log, "old owner")
+    await until(lambda: paused.lost)
+    assert log.num_published == 2  # nobody saw what it had to say
+    assert log.is_resumable
+    with pytest.raises(ResponseMovedError):
+        await read_to_end(log)
+    add_end(taken)
+    replayed = await paused.store.find(TENANT, response_id)
+    assert [e.text for e in replayed.entries if isinstance(e, DeltaEntry)][-1] == "new owner"
+    add_delta(log)  # a last word of a run that is being stopped
+    assert log.num_published == 2
+
+
+async def test_an_owner_that_lost_its_lease_looks_before_it_says_anything(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here = await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    key = log_key(log.header.response_id)
+    assert key is not None
+    await round_trip(here.link.client, [add_fence(key, 2, "somebody")])
+    with redis_server.client() as client:
+        client.delete(f"penstock:lease:{here.store.gateway_id}")
+    await until(lambda: here.lost)
+
+
+async def test_it_takes_over_what_it_had_lost_unawares(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    """Another had fenced it and died, before this gateway looked: the run of before is over, and
+    has no say in what the new one tells."""
+    here = await gateways.make(redis_server.url)
+    log = await begin(here, 2)
+    response_id = log.header.response_id
+    key = log_key(response_id)
+    assert key is not None
+    notes = [("SADD", "penstock:owned:x", f"2 {response_id}"), ("SADD", "penstock:gateways", "x")]
+    await round_trip(here.link.client, [add_fence(key, 2, "x"), *notes])
+    await until(lambda: here.carried_on)
+    taken = here.carried_on[response_id]
+    assert here.lost == [response_id]
+    assert (log.epoch, taken.epoch) == (1, 3)
+    add_delta(log, "of the run before")
+    add_delta(taken, "of the new one")
+    await seen(taken, 3)
+    assert log.num_published == 2
+    assert await here.store.find(TENANT, response_id) is taken
+    with pytest.raises(ResponseMovedError):
+        await read_to_end(log)
+    add_end(taken)
+    assert (await read_to_end(taken))[2:] == taken.entries[2:]
+
+
+async def test_handing_over_is_quick(
+    redis_server: RedisServer, gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the lease to run out, which here outlasts the test's patience."""
+    monkeypatch.setattr(redis_store, "_HAND_OVER_S", PATIENCE_S)
+    slow = dataclasses.replace(PATIENT, lease_s=2 * PATIENCE_S)
+    leaving, other = [await gateways.make(redis_server.url, slow) for _ in range(2)]
+    logs = [await begin(leaving, 2) for _ in range(5)]
+    await leaving.store.hand_over()
+    assert len(leaving.lost) == len(logs)
+    await until(lambda: len(other.carried_on) == len(logs))
+    with pytest.raises(StoreUnavailableError):
+        await leaving.store.create(header())
+
+
+async def test_who_hands_over_says_no_last_word(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    """Its runs fail when it goes down; the responses do not, however late another one looks."""
+    leaving = await gateways.make(redis_server.url)
+    log = await begin(leaving, 2)
+    await leaving.store.hand_over()
+    add_end(log)
+    await leaving.store._writer.flushed()
+    await leaving.store._ownership._turn()
+    other = await gateways.make(redis_server.url)
+    await until(lambda: other.carried_on)
+    (carried_on,) = other.carried_on.values()
+    assert not carried_on.is_ended
+    assert len(carried_on.entries) == 2
+    with redis_server.client() as client:
+        assert not client.exists(f"penstock:lease:{leaving.store.gateway_id}")
+
+
+async def test_an_ended_response_leaves_nothing_to_take_over(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    dead, other = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(dead, 1)
+    add_end(log)
+    whole = await read_to_end(log)
+    running = await begin(dead, 1)
+    await dead.die()
+    await until(lambda: other.carried_on)
+    assert list(other.carried_on) == [running.header.response_id]
+    assert await read_to_end(await other.store.find(TENANT, log.header.response_id)) == whole
+    with redis_server.client() as client:
+        gone = f"penstock:lease:{dead.store.gateway_id}"
+        assert not client.exists(gone)
+        owned = f"penstock:owned:{dead.store.gateway_id}"
+    await until(lambda: not redis_exists(redis_server, owned))
+
+
+def redis_exists(server: RedisServer, key: str) -> bool:
+    with server.client() as client:
+        return bool(client.exists(key))
+
+
+async def test_every_key_has_a_time_to_live(redis_server: RedisServer, gateways: Gateways) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    await there.store.cancel(TENANT, log.header.response_id)
+    await until(lambda: here.cancelled)
+    await until(lambda: not keys_without_ttl(redis_server))  # a sign of life later
+    add_end(log)
+    await read_to_end(replica)
+    await until(lambda: not keys_without_ttl(redis_server))
+
+
+async def test_a_response_that_expired_is_not_found_and_its_readers_are_told(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    with redis_server.client() as client:
+        client.delete(str(log_key(log.header.response_id)))
+    with expired():
+        await read_to_end(replica)
+    with expired():
+        await there.store.find(TENANT, log.header.response_id)
+    add_end(log)  # its owner's readers see it through
+    assert len(await read_to_end(log)) == 2
+    assert not log.is_resumable

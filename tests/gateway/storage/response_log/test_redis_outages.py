@@ -1,0 +1,325 @@
+"""Redis stalls, is killed, forgets, or loses an answer: streams go on, and nothing torn is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.exceptions import ResponseError
+
+from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.response_log.record import DeltaEntry
+from penstock.gateway.storage.response_log.redis_stream import add_entry, ask, log_key
+
+from ....redis_server import RedisServer
+from .conftest import Gateway, Gateways, begin
+from .records import (
+    PATIENCE_S,
+    TENANT,
+    add_delta,
+    add_end,
+    expired,
+    header,
+    read_to_end,
+    seen,
+    until,
+)
+
+pytestmark = pytest.mark.redis
+
+
+class Wire:
+    """Between a gateway and Redis: passes bytes on, and now and then cuts the connection between
+    a command's execution and its reply."""
+
+    def __init__(self, redis_port: int) -> None:
+        self.port = 0
+        self.num_lost = 0
+        self._redis_port = redis_port
+        self._trigger: bytes | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def lose_replies_to(self, command: bytes) -> None:
+        """Of the next command of this kind."""
+        self._trigger = command
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._redis_port)
+        back = asyncio.create_task(self._copy(upstream_reader, writer))
+        try:
+            while data := await reader.read(1 << 16):
+                if self._trigger is not None and self._trigger in data:
+                    self._trigger = None
+                    self.num_lost += 1
+                    back.cancel()
+                    upstream.write(data)
+                    await upstream_reader.read(1)  # Redis has done it
+                    return
+                upstream.write(data)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            back.cancel()
+            for end in (writer, upstream):
+                end.close()
+                with contextlib.suppress(ConnectionError):
+                    await end.wait_closed()
+            self._tasks.discard(task)
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+
+
+@pytest.fixture
+async def wire(redis_server: RedisServer) -> AsyncIterator[Wire]:
+    async with Wire(redis_server.port) as made:
+        yield made
+
+
+async def up_again(gateway: Gateway) -> ResponseLog:
+    """A new response, once Redis takes one."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(StoreUnavailableError):
+                return await begin(gateway)
+            await asyncio.sleep(0.05)
+
+
+async def test_a_stalled_redis_costs_a_stream_its_resumption_and_nothing_else(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    logs = [await begin(here) for _ in range(20)]
+    with redis_server.paused(), here.impatient():
+        written = [[add_delta(log)] for log in logs]
+        for log in logs:
+            await seen(log, 1)
+        assert not any(log.is_resumable for log in logs)
+        for log, entries in zip(logs, written, strict=True):
+            entries.append(add_delta(log))
+            assert log.num_published == 2  # at once from now on
+    for log in logs:
+        assert await here.store.find(TENANT, log.header.response_id) is log
+    for log in logs:  # whatever of it got to Redis after all
+        await until_expired(there, log)
+    for log, entries in zip(logs, written, strict=True):
+        end = add_end(log)
+        assert await read_to_end(log) == [*entries, end]
+    durable = await begin(here, 2)
+    assert durable.is_resumable
+    assert not here.store._live.keys() - {durable.header.response_id}
+    await until(lambda: not here.store._writer._torn)
+
+
+async def until_expired(gateway: Gateway, log: ResponseLog) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                await gateway.store.find(TENANT, log.header.response_id)
+            except Exception:
+                with expired():
+                    await gateway.store.find(TENANT, log.header.response_id)
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_redis_killed_in_mid_stream_and_started_again(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log, idle = await begin(here, 2), await begin(here, 2)
+    ended = await begin(here, 1)
+    add_end(ended)
+    whole = await read_to_end(ended)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    reading = asyncio.create_task(read_to_end(replica))
+    await asyncio.sleep(0.05)
+    redis_server.kill()
+    with here.impatient():
+        add_delta(log)
+        await seen(log, 3)
+    assert not log.is_resumable
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(StoreUnavailableError):
+            await here.store.create(header())
+        with pytest.raises(StoreUnavailableError):
+            await there.store.find(TENANT, idle.header.response_id)
+    redis_server.start()
+    assert (await up_again(here)).is_resumable
+    with expired():
+        await reading
+    with expired():
+        await there.store.find(TENANT, log.header.response_id)
+    assert await read_to_end(await there.store.find(TENANT, ended.header.response_id)) == whole
+    # It had nothing to say while Redis was away: it is as durable as before.
+    follower = await there.store.find(TENANT, idle.header.response_id)
+    add_delta(idle)
+    add_end(idle)
+    assert await read_to_end(follower) == await read_to_end(idle)
+    assert idle.is_resumable
+    await until(lambda: not here.store._writer.owned.keys() & {idle.header.response_id})
+    assert not there.carried_on  # nobody took the outage for a death
+
+
+async def test_a_redis_that_comes_back_empty(redis_server: RedisServer, gateways: Gateways) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 2)
+    replica = await there.store.find(TENANT, log.header.response_id)
+    redis_server.kill()
+    for file in redis_server.directory.glob("appendonlydir/*"):
+        file.unlink()
+    redis_server.start()
+    fresh = await up_again(here)
+    with expired():
+        await read_to_end(replica)
+    add_delta(log)
+    await seen(log, 3)
+    await until(lambda: not log.is_resumable)
+    add_delta(fresh)
+    add_end(fresh)
+    replayed = await there.store.find(TENANT, fresh.header.response_id)
+    assert await read_to_end(replayed) == await read_to_end(fresh)
+
+
+async def test_a_redis_that_lost_the_last_entries(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 4)
+    with redis_server.client() as client:
+        key = log_key(log.header.response_id)
+        assert key is not None
+        header_entry, first = client.xrange(key, count=2)
+        client.delete(key)
+        for entry_id, fields in (header_entry, first):
+            client.xadd(key, fields, id=entry_id)
+    add_delta(log)  # Redis takes it: its id is above the last one
+    await seen(log, 5)
+    with expired():
+        await there.store.find(TENANT, log.header.response_id)
+
+
+async def test_an_entry_whose_acknowledgement_got_lost_is_there_once(
+    redis_server: RedisServer, wire: Wire, gateways: Gateways
+) -> None:
+    here = await gateways.make(f"redis://127.0.0.1:{wire.port}/0")
+    there = await gateways.make(redis_server.url)
+    log = await begin(here, 2)
+    wire.lose_replies_to(b"XADD")
+    add_delta(log)
+    add_delta(log)
+    await seen(log, 4)
+    assert wire.num_lost == 1
+    assert log.is_resumable
+    add_end(log)
+    whole = await read_to_end(log)
+    assert len(whole) == 5
+    replayed = await there.store.find(TENANT, log.header.response_id)
+    assert await read_to_end(replayed) == whole
+
+
+async def test_a_refused_id_of_its_own_is_success_and_a_higher_epoch_is_loss(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here = await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    key = log_key(log.header.response_id)
+    assert key is not None
+    stored_before = DeltaEntry(log.next_number, "once", (1,))
+    await ask(here.link.client, *add_entry(key, 1, stored_before))
+    log.append(stored_before)
+    await seen(log, 2)
+    assert log.is_resumable
+    assert not here.lost
+    await ask(here.link.client, "XADD", key, "2-0", "f", "another gateway")
+    add_delta(log)
+    await until(lambda: here.lost)
+    assert log.num_published == 2
+
+
+async def test_a_full_redis_refuses_and_streams_go_on(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here = await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    with redis_server.client() as client:
+        client.config_set("maxmemory", 1)
+        with here.impatient():
+            add_delta(log)
+            await seen(log, 2)
+        assert not log.is_resumable
+        with pytest.raises(StoreUnavailableError):
+            await here.store.create(header())
+        client.config_set("maxmemory", 0)
+    await until_expired(await gateways.make(redis_server.url), log)
+    assert (await up_again(here)).is_resumable
+
+
+async def test_a_response_whose_log_broke_is_stopped_from_another_gateway(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    """It cannot be read there any more, and runs on all the same."""
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await begin(here, 1)
+    response_id = log.header.response_id
+    with redis_server.paused(), here.impatient():
+        add_delta(log)
+        await seen(log, 2)
+    assert not log.is_resumable
+    await until(lambda: not here.store._writer._torn)  # Redis knows that it is broken
+    with expired():
+        await there.store.find(TENANT, response_id)
+    with expired():
+        await there.store.cancel("another tenant", response_id)
+    await there.store.cancel(TENANT, response_id)
+    await until(lambda: here.cancelled)
+    assert here.cancelled == [response_id]
+
+
+async def test_a_mistake_of_ours_is_no_outage(
+    redis_server: RedisServer, gateways: Gateways, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else's value lies where a log is to be: one stream is not resumable, at once and
+    with one traceback; a response that cannot begin there fails as a bug does."""
+    here = await gateways.make(redis_server.url)
+    log, other = await begin(here, 1), await begin(here, 1)
+    wanted = header()
+    with redis_server.client() as client:
+        for response_id in (log.header.response_id, wanted.response_id):
+            key = log_key(response_id)
+            assert key is not None
+            client.set(key, "no stream")
+    add_delta(log)
+    add_delta(other)
+    await seen(log, 2)
+    await seen(other, 2)
+    assert not log.is_resumable
+    assert other.is_resumable
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert "WRONGTYPE" in str(record.exc_info[1])
+    assert "does not answer" not in caplog.text
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await here.store.create(wanted)
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await here.store.find(TENANT, wanted.response_id)
+    await until(lambda: not here.store._writer._torn)

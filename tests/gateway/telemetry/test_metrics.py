@@ -1,0 +1,282 @@
+"""Metrics of one gateway and of several, and the dashboard that shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.telemetry.metrics import _MAX_TENANTS, Metrics, StreamMeter
+from penstock.gateway.telemetry.worker_metrics import Workers
+
+from ..conftest import PATIENCE_S, Serve, Served
+
+_ROOT = Path(__file__).parents[3]
+_DASHBOARD = _ROOT / "gateway" / "telemetry" / "grafana.json"
+_README = _ROOT / "gateway" / "README.md"
+_NAME = re.compile(r"\b(?:penstock:|process_)[a-z0-9_]+")
+
+_Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def _parsed(text: str) -> _Values:
+    """Values by name and labels; whatever is there twice is an error."""
+    values: _Values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key != "model_name"}
+            key = (sample.name, frozenset(labels.items()))
+            assert key not in values
+            values[key] = sample.value
+    return values
+
+
+def _key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return f"penstock:{name}", frozenset(labels.items())
+
+
+def _value(values: _Values, name: str, **labels: str) -> float:
+    return values[_key(name, **labels)]
+
+
+async def _metrics(served: Served) -> _Values:
+    return _parsed((await served.http.get("/metrics")).text)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that answers is waited for, however slow the machine."""
+    monkeypatch.setattr("penstock.gateway.telemetry.worker_metrics._TIMEOUT_S", PATIENCE_S)
+
+
+async def test_requests_and_refusals(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        '[tenants.acme]\nrequests_per_minute = 1\n[[keys]]\nkey = "sk-acme-0123456789abcdef"\n'
+        'tenant = "acme"\n'
+    )
+    async with serve(api_keys_file=str(keys)) as served:
+        key = {"Authorization": "Bearer sk-acme-0123456789abcdef"}
+        served.http.headers.update(key)
+        ask = {"prompt": [1, 2, 3], "max_tokens": 5}
+        for status in (200, 429):
+            answer = await served.http.post("/v1/completions", json=ask)
+            assert answer.status_code == status
+        async with served.connect(additional_headers=key) as websocket:
+            await websocket.send('{"type": "response.create", "input": "x"}')
+            assert json.loads(await websocket.recv())["status"] == 429
+        ended = {"status": "101", "method": "WEBSOCKET", "route": "/v1/responses"}
+        async with asyncio.timeout(PATIENCE_S):  # it is counted soon after it closed
+            while _key("http_requests_total", **ended) not in (found := await _metrics(served)):
+                pass
+    assert _value(found, "refusals_total", code="rate_limit_exceeded") == 2
+    asked = {"method": "POST", "route": "/v1/completions"}
+    assert _value(found, "http_requests_total", status="200", **asked) == 1
+    assert _value(found, "http_requests_total", status="429", **asked) == 1
+    assert _value(found, "http_requests_total", **ended) == 1
+    assert _value(found, "tenant_prompt_tokens_total", tenant="acme") == 3
+    assert _value(found, "tenant_generation_tokens_total", tenant="acme") == 5
+    assert _value(found, "generation_tokens_total") == 5
+    assert _value(found, "admission_queue_requests") == 0
+    assert _value(found, "engine_up") == 1
+    assert not any(name.endswith("_created") for name, _ in found)
+
+
+async def test_the_time_since_the_engines_last_step_grows_while_it_has_work(served: Served) -> None:
+    name = "engine_seconds_since_last_step"
+    assert _value(await _metrics(served), name) == 0
+    served.engine.since_step_s = 40.0
+    async with asyncio.timeout(PATIENCE_S):
+        while (first := _value(await _metrics(served), name)) == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert first >= 40
+    served.engine.fall_silent()  # between heartbeats, as when it cannot send any
+    value = _value(await _metrics(served), name)
+    await asyncio.sleep(0.1)
+    assert _value(await _metrics(served), name) >= value + 0.1
+    served.engine.kill()
+    async with asyncio.timeout(PATIENCE_S):
+        while _value(await _metrics(served), "engine_up"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert _value(await _metrics(served), name) == 0
+
+
+async def test_sessions_turns_and_resumes(served: Served) -> None:
+    first = await served.client.responses.create(model="tiny", input="x", max_output_tokens=2)
+    second = await served.client.responses.create(
+        model="tiny", input="y", max_output_tokens=2, previous_response_id=first.id
+    )
+    await served.client.responses.create(model="tiny", input="z", max_output_tokens=2, store=False)
+    await served.http.get(f"/v1/responses/{second.id}?stream=true&starting_after=3")
+    found = await _metrics(served)
+    assert _value(found, "sessions_total") == 1
+    assert _value(found, "turns_total") == 2
+    assert _value(found, "resumes_total") == 1
+    assert _value(found, "response_logs_live") == 0
+
+
+async def test_what_runs_is_counted(serve: Serve) -> None:
+    async with serve() as served:
+        served.engine.may_speak.clear()
+        await served.http.post("/v1/responses", json={"input": "x", "background": True})
+        await served.submitted()
+        assert _value(await _metrics(served), "response_logs_live") == 1
+
+
+async def test_routes_that_are_none_share_one_series(served: Served) -> None:
+    for path in ("/v1/a", "/v1/b"):
+        await served.http.get(path)
+    unknown = {"method": "GET", "route": "unknown", "status": "404"}
+    assert _value(await _metrics(served), "http_requests_total", **unknown) == 2
+
+
+def _own_metrics(workers: Workers | None = None) -> Metrics:
+    client = EngineClient("unused")
+    return Metrics(client, "tiny", workers)
+
+
+async def test_tenants_beyond_the_limit_share_one_series() -> None:
+    metrics = _own_metrics()
+    for number in range(_MAX_TENANTS + 5):
+        StreamMeter(metrics, f"t{number}").output(0, num_tokens=1, num_prompt_tokens=2)
+    found = _parsed((await metrics.render()).decode())
+    assert _value(found, "tenant_generation_tokens_total", tenant="(others)") == 5
+    assert _value(found, "generation_tokens_total") == _MAX_TENANTS + 5
+    names = [name for name, _ in found if name == "penstock:tenant_generation_tokens_total"]
+    assert len(names) == _MAX_TENANTS + 1
+
+
+@asynccontextmanager
+async def _workers(directory: Path, num: int) -> AsyncIterator[list[Metrics]]:
+    address = f"{directory}/engine.sock"
+    all_metrics = [_own_metrics(Workers(address, index=i, num=num)) for i in range(num)]
+    for metrics in all_metrics:
+        await metrics.start()
+    yield all_metrics
+    for metrics in all_metrics:
+        await metrics.close()
+
+
+async def test_any_worker_tells_of_all(tmp_path: Path) -> None:
+    async with _workers(tmp_path, 3) as workers:
+        for number, metrics in enumerate(workers):
+            for _ in range(number + 1):
+                meter = StreamMeter(metrics)
+                meter.output(0, num_tokens=4, num_prompt_tokens=7)
+                meter.finished("stop")
+        told = [_parsed((await metrics.render()).decode()) for metrics in workers]
+    assert told[0].keys() == told[1].keys() == told[2].keys()
+    for found in told:
+        assert _value(found, "gateway_workers") == 3
+        for number in range(3):
+            worker = {"worker": str(number)}
+            assert _value(found, "generation_tokens_total", **worker) == 4 * (number + 1)
+            assert _value(found, "time_to_first_token_seconds_count", **worker) == number + 1
+            infinite = {"le": "+Inf", **worker}
+            assert _value(found, "e2e_request_latency_seconds_bucket", **infinite) == number + 1
+        assert _value(found, "num_requests_running") == 0  # the engine's: once
+
+
+async def test_a_worker_that_does_not_answer_is_left_out(tmp_path: Path) -> None:
+    async with _workers(tmp_path, 3) as workers:
+        await workers[1].close()
+        found = _parsed((await workers[0].render()).decode())
+        assert _value(found, "gateway_workers") == 2
+        seen = {dict(labels).get("worker") for name, labels in found}
+        assert seen == {"0", "2", None}
+        await workers[1].start()  # again, on the same path
+        assert _value(_parsed((await workers[0].render()).decode()), "gateway_workers") == 3
+
+
+async def test_a_worker_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.telemetry.worker_metrics._TIMEOUT_S", 0.05)
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_unix_server(hang, tmp_path / "gateway-1.sock")
+    metrics = _own_metrics(Workers(f"{tmp_path}/engine.sock", index=0, num=2))
+    found = _parsed((await metrics.render()).decode())
+    assert _value(found, "gateway_workers") == 1
+    server.close()
+
+
+# -- what is written about them --------------------------------------------------------------------
+
+
+@pytest.fixture
+async def names(serve: Serve, tmp_path: Path) -> set[str]:
+    """Every name that a gateway of several with Redis can export, without a histogram's endings."""
+    async with _workers(tmp_path, 2) as workers:
+        workers[0].probe("redis_up", "As in the application.", _yes)
+        joined = (await workers[0].render()).decode()
+    async with serve() as served:
+        text = (await served.http.get("/metrics")).text
+    return {line.split()[2] for line in (joined + text).splitlines() if line.startswith("# TYPE")}
+
+
+async def _yes() -> bool:
+    return True
+
+
+def _queries(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("expr"), str):
+            yield node["expr"]
+        for value in node.values():
+            yield from _queries(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _queries(value)
+
+
+def _family(name: str) -> str:
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+async def test_the_dashboard_asks_for_what_there_is(names: set[str]) -> None:
+    dashboard = json.loads(_DASHBOARD.read_text())
+    asked = {_family(name) for query in _queries(dashboard) for name in _NAME.findall(query)}
+    assert len(asked) > 15
+    assert asked <= names
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    dashboard = json.loads(_DASHBOARD.read_text())
+    assert dashboard["schemaVersion"] >= 39
+    assert dashboard["id"] is None  # of the Grafana that takes it
+    [source] = [item for item in dashboard["templating"]["list"] if item["type"] == "datasource"]
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        taken = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken
+        cells |= taken
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == f"${{{source['name']}}}"
+            assert panel["targets"]
+
+
+async def test_the_readme_names_every_metric(names: set[str]) -> None:
+    section = _README.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    told = set(re.findall(r"`((?:penstock:|process_)[a-z0-9_]+)`", section))
+    assert {name for name in names if name.startswith("penstock:")} == {
+        name for name in told if name.startswith("penstock:")
+    }
