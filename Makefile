@@ -15,7 +15,7 @@ pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constr
 has_compiler = $(BIN)/python -c \
 	"from penstock.kernels.cpu.build import find_compiler; find_compiler()" 2>/dev/null
 
-.PHONY: install serve test check format bench bench-peers gpu gpu-tests gpu-bench clean
+.PHONY: install serve test check format path bench bench-peers gpu gpu-tests gpu-bench clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,10 @@ check: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The files of ours that a request meets, in order: `make path ARGS=chat`.
+path: $(VENV)/.installed-test
+	$(BIN)/python -m tests.support.request_path $(ARGS)
 
 # Start-up time, memory and tokens per second of a server on this machine.
 bench: $(VENV)/.installed
