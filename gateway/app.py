@@ -1,7 +1,7 @@
-"""The composition root: every part made once, and handed to those that need it.
+"""The composition root: makes every part once and passes it to the parts that need it.
 
-What gateways share is in memory or in Redis (`make_stores`, `make_gate`). The Redis client is
-imported only where there is a `--redis-url`: a gateway without one stays small.
+State that gateways share is in memory or in Redis (`make_stores`, `make_gate`). The Redis client is
+imported only with `--redis-url`, so a gateway without Redis stays small.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from penstock.gateway.telemetry.worker_metrics import Workers
 if TYPE_CHECKING:
     from penstock.gateway.telemetry.tracing import Tracing
 
-# What a page of another origin may read of an answer beside its body.
+# Response headers that a page of another origin may read.
 _EXPOSED_HEADERS = (
     REQUEST_ID_HEADER,
     "Retry-After",
@@ -73,19 +73,19 @@ _EXPOSED_HEADERS = (
         for what in ("requests", "tokens")
     ),
 )
-_ADMISSION_TIMEOUT_S = 0.25  # of Redis, before a request that waits for it is decided without
+_ADMISSION_TIMEOUT_S = 0.25  # after which a request is admitted without Redis
 
 
 def create_app(
     config: GatewayConfig, model: ServedModel | None = None, *, log: LogWriter | None = None
 ) -> Starlette:
     """The gateway as an ASGI application. `app.state.engine` is its link to the engine, which
-    opens and closes with the application's lifespan; `app.state.log_store` hands its unfinished
-    responses over.
+    opens and closes with the application's lifespan; `app.state.log_store` hands unfinished
+    responses over to other gateways.
 
     Args:
-        log: who writes this process's log; its dropped lines are a metric.
-        model: what `load_model` returns; None: it is called here.
+        log: this process's log writer; its dropped lines are a metric.
+        model: the result of `load_model`; None: it is called here.
 
     Raises:
         ModelLoadError: the model's tokenizer or settings cannot be read.
@@ -218,7 +218,7 @@ def _workers(config: GatewayConfig) -> Workers | None:
 
 
 def _tracing(config: GatewayConfig) -> Tracing | None:
-    """OpenTelemetry is loaded only where it is asked for."""
+    """Loads OpenTelemetry only if it is configured."""
     if config.otlp_endpoint is None:
         return None
     from penstock.gateway.telemetry.tracing import Tracing
@@ -234,23 +234,21 @@ def _watch(
     stores: Stores,
     log: LogWriter | None,
 ) -> None:
-    """Numbers that the metrics read where they are kept."""
+    """Registers numbers that are read from their owners when metrics are collected."""
     metrics.gauge(
         "admission_queue_requests",
         "Requests in the engine's queue, as admission counts them.",
         lambda: gate.admission.num_waiting,
     )
-    metrics.gauge(
-        "response_logs_live", "Responses that are computed now.", lambda: service.num_running
-    )
+    metrics.gauge("response_logs_live", "Responses that are running.", lambda: service.num_running)
     metrics.counter(
         "slow_readers_closed",
-        "Connections closed because nobody read them.",
+        "Connections closed because the client read too slowly.",
         lambda: StallTimer.num_stalled,
     )
     metrics.counter(
         "log_lines_dropped",
-        "Lines of the log dropped because nobody read it, or because it could not be written.",
+        "Log lines dropped because the log was not read or could not be written.",
         lambda: 0 if log is None else log.num_dropped,
     )
     if stores.is_up is not None:
@@ -258,7 +256,7 @@ def _watch(
 
 
 def _middleware(config: GatewayConfig, gate: Gate, *, request_log: Middleware) -> list[Middleware]:
-    """Outermost first: what a request meets on its way in."""
+    """The middlewares, outermost first."""
     guard = Middleware(
         Guard,
         config=config,
@@ -268,7 +266,7 @@ def _middleware(config: GatewayConfig, gate: Gate, *, request_log: Middleware) -
     )
     if not config.allowed_origins:
         return [request_log, guard]
-    # Before the guard, so that a page let in can also read why it was refused.
+    # Before the guard, so that a page of an allowed origin can also read why it was refused.
     cors = Middleware(
         CORSMiddleware,
         allow_origins=config.allowed_origins,
@@ -281,12 +279,12 @@ def _middleware(config: GatewayConfig, gate: Gate, *, request_log: Middleware) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores:
-    """What outlives a request: conversations and response logs, in memory or in Redis.
+    """Stores that outlive a request: conversations and response logs, in memory or in Redis.
 
     Attributes:
-        start: what is to be done when the gateway starts; may take a while.
-        close: lets go of connections.
-        is_up: whether Redis answers; None: there is none.
+        start: runs when the gateway starts; may take a while.
+        close: closes connections.
+        is_up: whether Redis answers; None: there is no Redis.
     """
 
     conversations: ConversationStore
@@ -297,10 +295,10 @@ class Stores:
 
 
 def make_stores(config: GatewayConfig) -> Stores:
-    """The stores that the settings ask for.
+    """The stores by the settings.
 
     Raises:
-        ConfigError: `--redis-url` makes no sense.
+        ConfigError: `--redis-url` is invalid.
     """
     if config.redis_url is not None:
         return _redis_stores(config, config.redis_url)
@@ -316,7 +314,7 @@ def _redis_stores(config: GatewayConfig, url: str) -> Stores:
     from penstock.gateway.storage.response_log.redis_store import RedisLogSettings, RedisLogStore
 
     address = RedisAddress.parse(url)
-    # Apart, so that what blocks or is slow on one side never stands before the other.
+    # Separate links, so that a slow or blocking command on one never delays the other.
     link, log_link = RedisLink(address), RedisLink(address)
     settings = RedisLogSettings(
         ttl_s=config.response_log_ttl_s, ack_timeout_s=config.redis_patience_ms / 1e3
@@ -338,12 +336,12 @@ def _redis_stores(config: GatewayConfig, url: str) -> Stores:
 
 
 async def _nothing() -> None:
-    """Memory is there at once, and there is nothing to close."""
+    """Stores in memory need no start and no close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Everything that decides who comes in."""
+    """Everything that decides whether a request is let in."""
 
     keys: KeyRing
     tickets: Tickets
@@ -354,7 +352,7 @@ class Gate:
 def make_gate(config: GatewayConfig, engine: EngineClient) -> Gate:
     """
     Raises:
-        ConfigError: the key file or `--redis-url` makes no sense.
+        ConfigError: the key file or `--redis-url` is invalid.
     """
     quotas, tickets, aclose = _shared(config)
     bounds = QueueBounds(
@@ -376,7 +374,7 @@ _Shared = tuple[Quotas, Tickets, Callable[[], Awaitable[None]]]
 
 
 def _shared(config: GatewayConfig) -> _Shared:
-    """Quotas and tickets, of all gateways together where they have Redis."""
+    """Quotas and tickets; with Redis all gateways share them."""
     if config.redis_url is None:
         return LocalQuotas(time.monotonic), MemoryTickets(), _nothing
     from penstock.gateway.admission.redis_quotas import RedisQuotas

@@ -28,7 +28,7 @@ from penstock.engine.errors import EngineDeadError, InvalidRequestError, PromptT
 from penstock.gateway.telemetry.request_record import CURRENT_REQUEST
 
 _LOG = logging.getLogger(__name__)
-_UNAVAILABLE_S = (1.0, 5.0)  # what is away may be back then; spread, lest all return at once
+_UNAVAILABLE_S = (1.0, 5.0)  # Retry-After, spread so that clients do not all return at once
 
 
 class RequestRefusedError(InvalidRequestError):
@@ -36,7 +36,7 @@ class RequestRefusedError(InvalidRequestError):
 
     Attributes:
         headers: to send with it over HTTP (`Retry-After`, …).
-        details: of our own, told beside OpenAI's fields under `penstock`.
+        details: fields of our own, sent under `penstock` beside OpenAI's.
     """
 
     headers: Mapping[str, str] = MappingProxyType({})
@@ -51,11 +51,12 @@ class RequestRefusedError(InvalidRequestError):
 
 
 class GenerationFailedError(Exception):
-    """The engine gave up on one request; others go on."""
+    """The engine gave up on one request; the others continue."""
 
 
 class SupersededError(GenerationFailedError):
-    """Another gateway runs it now. Not the caller's to know: whoever reads goes on there."""
+    """Another gateway runs the request now. Callers never see this error: their readers continue
+    with that gateway's log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class Failure:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """What is sent; who asks for it tells the caller, and the request's record knows."""
+        """The JSON that is sent. Building it notes the failure in the request's record."""
         request = CURRENT_REQUEST.get()
         if request is not None:
             request.note_failure(self.status, self.code)
@@ -86,15 +87,15 @@ class Failure:
         return {"error": error}
 
     def response(self) -> Response:
-        usual: dict[str, str] = {}
+        defaults: dict[str, str] = {}
         if self.status == 401:
-            usual = {"WWW-Authenticate": "Bearer"}
+            defaults = {"WWW-Authenticate": "Bearer"}
         elif self.status == 503:
-            usual = retry_headers(random.uniform(*_UNAVAILABLE_S))  # noqa: S311
+            defaults = retry_headers(random.uniform(*_UNAVAILABLE_S))  # noqa: S311
         return Response(
             orjson.dumps(self.body()),
             status_code=self.status,
-            headers={**usual, **self.headers},
+            headers={**defaults, **self.headers},
             media_type="application/json",
         )
 
@@ -111,7 +112,7 @@ class _Rule:
     code: str
 
 
-# The first row whose class matches counts, so a subclass stands above its base.
+# The first matching row counts, so a subclass must come before its base.
 _TABLE = (
     _Rule(PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     _Rule(InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
@@ -122,8 +123,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def failure_of(error: Exception) -> Failure:
-    """How to tell a caller of `error`. What is not in the table is a bug of ours: it goes to the
-    log under an id, and the caller is told the id alone."""
+    """The failure that a caller is told for `error`. An exception that is not in the table is a
+    bug: it is logged under an incident id, and the caller is told only the id."""
     if isinstance(error, RequestRefusedError):
         failure = refusal(error.status, code=error.code, message=str(error), param=error.param)
         return replace(failure, headers=error.headers, details=error.details)
@@ -142,18 +143,18 @@ def failure_of(error: Exception) -> Failure:
         status=500,
         type="server_error",
         code="internal_error",
-        message=f"internal error; the server's log has it under {incident}",
+        message=f"internal error; see incident {incident} in the server's log",
     )
 
 
 def refusal(status: int, *, code: str, message: str, param: str | None = None) -> Failure:
-    """A failure that is no exception, or carries its own status and code."""
+    """A failure without an exception, or with a status and code of its own."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return Failure(status=status, type=kind, code=code, message=message, param=param)
 
 
 def retry_headers(wait_s: float) -> dict[str, str]:
-    """When to come back: in HTTP's whole seconds, and more exactly, as OpenAI's clients take it."""
+    """When to retry: in whole seconds (HTTP), and in milliseconds, which OpenAI's clients read."""
     return {
         "Retry-After": str(math.ceil(wait_s)),
         "retry-after-ms": str(math.ceil(wait_s * 1e3)),
@@ -161,12 +162,12 @@ def retry_headers(wait_s: float) -> dict[str, str]:
 
 
 def handle_exception(_: Request, error: Exception) -> Response:
-    """Starlette's handler for everything that an endpoint raises."""
+    """Starlette's handler for every exception that an endpoint raises."""
     return failure_of(error).response()
 
 
 def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405, in the API's shape."""
+    """Starlette's own 404 and 405 in the API's error format."""
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     message = f"{request.method} {request.url.path}: {error.detail}"
@@ -176,7 +177,7 @@ def handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 def handle_client_gone(_: Request, __: Exception) -> Response:
-    """The client left while it still sent its body; nobody receives this."""
+    """The client disconnected while sending its body; nobody receives this answer."""
     return Response(status_code=499)
 
 

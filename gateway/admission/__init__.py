@@ -1,1 +1,1 @@
-"""Admission: who is let in, and what those who are not are told."""
+"""Admission control: rate limits, queue bounds, deadlines, and refusals with a time to retry."""

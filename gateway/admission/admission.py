@@ -1,8 +1,8 @@
-"""The gate: whether a request whose cost is known may go to the engine, and what it holds there.
+"""Admission control: decides whether a request may go to the engine.
 
     tenant's limits (429) → queue bounds (503) → predicted time to first token (503) → reservation
 
-A request holds its reservation from here to its end, however it ends.
+An admitted request holds its reservation until it ends in any way.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from penstock.gateway.admission.refusals import NotAdmittedError, rate_limit_hea
 from penstock.gateway.auth.callers import ANYBODY, Caller
 
 _FIRST_OUTPUT = 256.0  # tokens
-_WEIGHT = 0.1  # of the newest request in the means
+_WEIGHT = 0.1  # of the newest request in the moving averages
 
 
 class Reservation:
-    """What one admitted request holds: its part of the tenant's limits, its place in the queue.
+    """An admitted request's share of the tenant's limits, and its position in the queue.
 
-    Whoever runs the request says `started` when the engine has begun it, and `settle` at its end;
-    both may be said again, and only the first time counts.
+    The owner calls `started` when the engine has begun the request and `release` when the request
+    has ended. Only the first call of each counts.
     """
 
-    __slots__ = ("_caller", "_cost", "_hold", "_queue", "_waiting", "is_settled")
+    __slots__ = ("_caller", "_cost", "_hold", "_queue", "_waiting", "is_released")
 
     def __init__(
         self,
@@ -42,20 +42,20 @@ class Reservation:
         self._cost = cost
         self._queue = queue
         self._waiting = waiting
-        self.is_settled = False
+        self.is_released = False
 
     def started(self) -> None:
-        """It waits no more."""
+        """The request has left the queue."""
         waiting = self._waiting
         if waiting is not None and self._queue is not None:
             self._waiting = None
             self._queue.leave(waiting)
 
     def wait_s(self, num_tokens_ahead: int) -> float:
-        """Until the engine has begun so many queued tokens, as predicted; 0 if nothing is known."""
+        """Predicted seconds until the engine has begun this many queued tokens; 0 if unknown."""
         return 0.0 if self._queue is None else self._queue.drain_s(num_tokens_ahead)
 
-    def settle(
+    def release(
         self,
         *,
         num_prompt: int = 0,
@@ -63,10 +63,10 @@ class Reservation:
         num_output: int = 0,
         num_branches: int = 1,
     ) -> None:
-        """It ended, having used so many tokens; without any it never ran."""
-        if self.is_settled:
+        """The request has ended and used this many tokens; without output tokens it never ran."""
+        if self.is_released:
             return
-        self.is_settled = True
+        self.is_released = True
         self.started()
         if num_output and self._cost is not None:
             self._cost.learn(
@@ -75,11 +75,11 @@ class Reservation:
                 num_cached=num_cached,
                 output_tokens=num_output / num_branches,
             )
-        self._hold.settle(num_prompt - num_cached + num_output)
+        self._hold.release(num_prompt - num_cached + num_output)
 
 
 class Admission:
-    """The gate of one gateway."""
+    """Admission control of one gateway."""
 
     def __init__(self, quotas: Quotas, queue: EngineQueue) -> None:
         self._quotas = quotas
@@ -94,15 +94,15 @@ class Admission:
         *,
         deadline_s: float | None = None,
     ) -> Reservation:
-        """Let a request in.
+        """Admit a request.
 
         Args:
-            num_prompt: tokens.
-            deadline_s: within which its first token is wanted, from now.
+            num_prompt: number of prompt tokens.
+            deadline_s: seconds from now within which the first token is wanted.
 
         Raises:
-            RequestRefusedError: 429 for the tenant's own limits, 503 for everybody's queue;
-                nothing is held then.
+            RequestRefusedError: 429 for the tenant's own limits, 503 for the shared queue. Nothing
+                is reserved then.
         """
         tenant = caller.tenant
         output = self._cost.output_tokens(tenant, params.max_tokens) * params.num_branches
@@ -110,7 +110,7 @@ class Admission:
         try:
             hold = await self._quotas.reserve(caller, cost)
         except NotAdmittedError as error:
-            error.tell_queue(self._queue.num_requests)
+            error.set_queue_length(self._queue.num_requests)
             raise
         try:
             self._queue.check(caller, num_prompt, deadline_s=deadline_s)
@@ -127,42 +127,42 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the engine's queue, as far as this gateway knows."""
+        """Requests in the engine's queue, as this gateway estimates it."""
         return self._queue.num_requests
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """What is left of a caller's limits, for any answer; empty without limits."""
+        """Headers with what is left of a caller's limits; empty without limits."""
         return rate_limit_headers(caller.limits, self._quotas.levels(caller))
 
 
 @dataclass(slots=True)
-class _Habit:
+class _Averages:
     cached_share: float = 0.0
     output_tokens: float = _FIRST_OUTPUT
 
 
 class ExpectedCost:
-    """What a request will probably take: uncached prompt tokens, and as much output as is usual.
+    """Predicts a request's cost: its uncached prompt tokens, and its output tokens.
 
-    Means by tenant, learned from requests that ended; at first every prompt counts whole, and
-    output as far as it may go, up to a guess.
+    Moving averages by tenant, learned from requests that ended. At first nothing counts as cached,
+    and the output counts as its limit, but at most 256 tokens.
     """
 
     def __init__(self) -> None:
-        self._habits: dict[str, _Habit] = {}
+        self._averages: dict[str, _Averages] = {}
 
     def prompt_tokens(self, tenant: str, num_prompt: int) -> float:
-        """Those that will have to be computed."""
-        habit = self._habits.get(tenant)
-        return num_prompt * (1.0 - (0.0 if habit is None else habit.cached_share))
+        """Prompt tokens that must be computed."""
+        averages = self._averages.get(tenant)
+        return num_prompt * (1.0 - (0.0 if averages is None else averages.cached_share))
 
-    def output_tokens(self, tenant: str, most: int) -> float:
-        """Of one output that may have so many."""
-        habit = self._habits.get(tenant)
-        return min(most, _FIRST_OUTPUT if habit is None else habit.output_tokens)
+    def output_tokens(self, tenant: str, limit: int) -> float:
+        """Tokens of one output with this limit."""
+        averages = self._averages.get(tenant)
+        return min(limit, _FIRST_OUTPUT if averages is None else averages.output_tokens)
 
     def learn(self, tenant: str, *, num_prompt: int, num_cached: int, output_tokens: float) -> None:
-        """What a request of it took, its output as a mean over its branches."""
-        habit = self._habits.setdefault(tenant, _Habit())
-        habit.cached_share += _WEIGHT * (num_cached / max(num_prompt, 1) - habit.cached_share)
-        habit.output_tokens += _WEIGHT * (output_tokens - habit.output_tokens)
+        """A request has ended; `output_tokens` is the mean over its branches."""
+        averages = self._averages.setdefault(tenant, _Averages())
+        averages.cached_share += _WEIGHT * (num_cached / max(num_prompt, 1) - averages.cached_share)
+        averages.output_tokens += _WEIGHT * (output_tokens - averages.output_tokens)

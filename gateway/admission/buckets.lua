@@ -1,13 +1,13 @@
 -- A tenant's limits, shared by all gateways: see `redis_quotas`.
 --
--- KEYS  1 hash: requests, tokens (used of each bucket, flowing off), at (ms of the server's clock)
+-- KEYS  1 hash: requests, tokens (used of each bucket, draining), at (ms of the server's clock)
 --       2 sorted set: hold -> when its lease ends (ms)
 -- ARGV  action, then
 --   reserve  hold, tokens, lease (ms), limits: requests, tokens, at once (0: none)
 --            -> granted (1, 0), used requests, used tokens (as text), number running
---   settle   hold, requests and tokens to give back, limits of both (0: none)
+--   settle   hold, requests and tokens to return, limits of both (0: none)
 --   renew    lease (ms), holds…
--- All may be said again: a hold that is there is not taken twice, nor given back twice.
+-- All are idempotent: a hold is neither reserved nor returned twice.
 
 local now = redis.call('TIME')
 now = now[1] * 1000 + math.floor(now[2] / 1000)
@@ -38,7 +38,7 @@ if action == 'reserve' then
   local running = redis.call('ZCARD', holds)
   local granted = redis.call('ZSCORE', holds, hold) and true or false
   if not granted then
-    -- What costs more than a full bucket is let in by a full one, and owes the rest.
+    -- A request that costs more than a full bucket is admitted by a full one; the rest is a debt.
     granted = (request_limit <= 0 or requests + 1 <= request_limit + 1e-6)
       and (token_limit <= 0 or tokens + math.min(cost, token_limit) <= token_limit + 1e-6)
       and (at_once <= 0 or running < at_once)

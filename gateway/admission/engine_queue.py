@@ -1,13 +1,13 @@
-"""The queue in front of the engine as this gateway sees it: how long it is, whose, how fast.
+"""This gateway's estimate of the engine's queue: its length, by tenant, and how fast it drains.
 
-What this gateway sent and has heard nothing of is known exactly; what others sent, from the
-engine's stats, which are a moment old. The longer of both counts, and of what others sent each
-tenant is taken to have the part that it has here.
+Requests that this gateway sent and that have no output yet are known exactly. Requests of other
+gateways are known from the engine's stats, which are a moment old. The larger number counts, and a
+tenant's share of the others' requests is assumed to be the same as here.
 
-Predicted time to first token = tokens ahead ÷ the rate at which the queue drains + the request's
-own prompt ÷ the rate of prefill. The engine is fair between tenants, so no more than its share is
-ahead of a tenant, however long another's backlog is. Queued prompts are counted whole, and so is
-what leaves the queue: the part that is cached falls out.
+Predicted time to first token = tokens ahead ÷ the queue's drain rate + the request's own prompt ÷
+the prefill rate. The engine is fair between tenants, so a tenant waits for no more than its fair
+share, however long another's backlog is. Queued prompts count whole, and so do prompts that leave
+the queue, so the cached part cancels out.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from penstock.engine.transport.messages import EngineStats
 from penstock.gateway.admission.refusals import overloaded
 from penstock.gateway.auth.callers import Caller
 
-_REQUEST_BYTES = 4096  # of what a waiting request keeps in memory, beside its tokens
+_REQUEST_BYTES = 4096  # memory of a waiting request without its tokens
 _TOKEN_BYTES = 40
 _UNKNOWN_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBounds:
-    """Beyond these, new requests are refused; but a tenant may always fill its own share.
+    """Beyond these bounds new requests are refused, but a tenant may always fill its own share.
 
     Attributes:
-        max_bytes: of memory, as estimated.
-        max_age_s: of a tenant's oldest waiting request.
-        deadline_s: for a first token, where the caller names none; None: any wait will do.
+        max_bytes: estimated memory.
+        max_age_s: age of a tenant's oldest waiting request.
+        deadline_s: for the first token, where the caller sets none; None: no deadline.
     """
 
     max_requests: int = 4096
@@ -44,7 +44,7 @@ class QueueBounds:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Waiting:
-    """One request that the engine has not begun."""
+    """A request that the engine has not begun."""
 
     tenant: str
     num_tokens: int
@@ -52,8 +52,8 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class _Line:
-    """A tenant's, in order of arrival."""
+class _TenantQueue:
+    """A tenant's waiting requests, in order of arrival."""
 
     weight: float
     requests: dict[int, Waiting] = field(default_factory=dict)
@@ -63,15 +63,15 @@ class _Line:
 class HasStats(Protocol):
     @property
     def stats(self) -> EngineStats:
-        """The newest."""
+        """The newest stats."""
         ...
 
 
 class EngineQueue:
     """
     Args:
-        engine: whose newest stats count.
-        clock: seconds that only grow.
+        engine: provides the stats.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class EngineQueue:
         self._bounds = bounds
         self._engine = engine
         self._clock = clock
-        self._lines: dict[str, _Line] = {}  # of tenants that wait
+        self._tenants: dict[str, _TenantQueue] = {}  # only those with waiting requests
         self._num_requests = 0
         self._num_tokens = 0
 
     def check(self, caller: Caller, num_tokens: int, *, deadline_s: float | None) -> None:
-        """Whether one more may wait.
+        """Check whether one more request may wait.
 
         Args:
-            num_tokens: of its prompt.
-            deadline_s: for its first token; None: the configured one.
+            num_tokens: of the prompt.
+            deadline_s: for the first token; None: the configured one.
 
         Raises:
             RequestRefusedError: 503 `server_overloaded`.
@@ -108,40 +108,40 @@ class EngineQueue:
             )
 
     def enter(self, caller: Caller, num_tokens: int) -> Waiting:
-        """One more waits."""
+        """Add a request to the queue."""
         waiting = Waiting(tenant=caller.tenant, num_tokens=num_tokens, since_s=self._clock())
-        line = self._lines.setdefault(caller.tenant, _Line(caller.weight))
-        line.weight = caller.weight
-        line.requests[id(waiting)] = waiting
-        line.num_tokens += num_tokens
+        tenant = self._tenants.setdefault(caller.tenant, _TenantQueue(caller.weight))
+        tenant.weight = caller.weight
+        tenant.requests[id(waiting)] = waiting
+        tenant.num_tokens += num_tokens
         self._num_requests += 1
         self._num_tokens += num_tokens
         return waiting
 
     def leave(self, waiting: Waiting) -> None:
-        """The engine has begun it, or it has gone; once."""
-        line = self._lines[waiting.tenant]
-        del line.requests[id(waiting)]
-        line.num_tokens -= waiting.num_tokens
+        """Remove a request that the engine has begun or that has ended; call it once."""
+        tenant = self._tenants[waiting.tenant]
+        del tenant.requests[id(waiting)]
+        tenant.num_tokens -= waiting.num_tokens
         self._num_requests -= 1
         self._num_tokens -= waiting.num_tokens
-        if not line.requests:
-            del self._lines[waiting.tenant]
+        if not tenant.requests:
+            del self._tenants[waiting.tenant]
 
     def wait_s(self, caller: Caller, num_tokens: int) -> float:
-        """Until the engine begins a request of this caller, as predicted; 0 if nothing is known."""
-        line = self._lines.get(caller.tenant) or _Line(caller.weight)
+        """Predicted seconds until the engine begins a request of this caller; 0 if unknown."""
+        tenant = self._tenants.get(caller.tenant) or _TenantQueue(caller.weight)
         seen = self._engine.stats.num_tokens_waiting
-        own = _everywhere(line.num_tokens, num_tokens, here=self._num_tokens, seen=seen)
+        own = _everywhere(tenant.num_tokens, num_tokens, here=self._num_tokens, seen=seen)
         fair = own / self._share(caller) - num_tokens
         return self.drain_s(min(fair, max(self._num_tokens, seen)))
 
     def drain_s(self, num_tokens: float) -> float:
-        """Until so many queued tokens are no more; 0 if no rate is known."""
+        """Predicted seconds until this many tokens have left the queue; 0 if no rate is known."""
         stats = self._engine.stats
-        # While nobody waits for a place, only computing the prompts takes time.
-        has_places = stats.num_requests_waiting == 0
-        rate = (0.0 if has_places else stats.queue_tokens_per_s) or stats.prefill_tokens_per_s
+        # While the queue is empty, only computing the prompts takes time.
+        is_empty = stats.num_requests_waiting == 0
+        rate = (0.0 if is_empty else stats.queue_tokens_per_s) or stats.prefill_tokens_per_s
         return num_tokens / rate if rate > 0 else 0.0
 
     @property
@@ -150,37 +150,39 @@ class EngineQueue:
 
     def _over_bounds(self, caller: Caller, num_tokens: int) -> str | None:
         bounds, share, stats = self._bounds, self._share(caller), self._engine.stats
-        line = self._lines.get(caller.tenant) or _Line(caller.weight)
-        # what: the bound, the new one's, its tenant's, this gateway's, the engine's
+        tenant = self._tenants.get(caller.tenant) or _TenantQueue(caller.weight)
+        # what is bounded: the bound; the new request's, tenant's, gateway's and engine's amount
         measures = {
             "requests": (
-                bounds.max_requests, 1, len(line.requests), self._num_requests,
+                bounds.max_requests, 1, len(tenant.requests), self._num_requests,
                 stats.num_requests_waiting,
             ),
             "prompt tokens": (
-                bounds.max_tokens, num_tokens, line.num_tokens, self._num_tokens,
+                bounds.max_tokens, num_tokens, tenant.num_tokens, self._num_tokens,
                 stats.num_tokens_waiting,
             ),
             "bytes": (
                 bounds.max_bytes, _num_bytes(1, num_tokens),
-                _num_bytes(len(line.requests), line.num_tokens),
+                _num_bytes(len(tenant.requests), tenant.num_tokens),
                 _num_bytes(self._num_requests, self._num_tokens),
                 _num_bytes(stats.num_requests_waiting, stats.num_tokens_waiting),
             ),
         }  # fmt: skip
-        for what, (most, new, own, here, seen) in measures.items():
+        for what, (bound, new, own, here, seen) in measures.items():
             total = max(here, seen)
-            is_over = total > 0 and total + new > most  # an empty queue takes what fits the model
-            if is_over and _everywhere(own, new, here=here, seen=seen) > most * share:
-                return f"{total} of {most} {what} are waiting"
-        oldest = next(iter(line.requests.values()), None)
+            is_over = total > 0 and total + new > bound  # an empty queue accepts any request
+            if is_over and _everywhere(own, new, here=here, seen=seen) > bound * share:
+                return f"{total} of {bound} {what} are waiting"
+        oldest = next(iter(tenant.requests.values()), None)
         if oldest is not None and self._clock() - oldest.since_s > bounds.max_age_s:
             return f"your oldest request has been waiting for more than {bounds.max_age_s:g} s"
         return None
 
     def _share(self, caller: Caller) -> float:
-        """Of the engine, among those that wait here now and this one."""
-        others = sum(line.weight for name, line in self._lines.items() if name != caller.tenant)
+        """The caller's share of the engine among the tenants that wait now and itself."""
+        others = sum(
+            tenant.weight for name, tenant in self._tenants.items() if name != caller.tenant
+        )
         return caller.weight / (others + caller.weight)
 
     def _prefill_s(self, num_tokens: int) -> float:
@@ -192,7 +194,7 @@ class EngineQueue:
 
 
 def _everywhere(own: int, new: int, *, here: int, seen: int) -> float:
-    """What a tenant has with a new request in all gateways, if the part of it is the same."""
+    """A tenant's amount in all gateways with the new request, if its share is the same there."""
     return (own + new) * max(1.0, (seen + new) / (here + new))
 
 

@@ -1,7 +1,7 @@
-"""Each tenant's own limits: requests and tokens per minute, and requests at once.
+"""Each tenant's own limits: requests and tokens per minute, and concurrent requests.
 
-All that a request costs is taken at once or not at all; when it ends, what it did not use is given
-back, and what it used beyond is owed. `redis_quotas` does the same for many gateways.
+A request's cost is reserved completely or not at all. When the request ends, unused tokens are
+returned, and excess tokens become a debt. `redis_quotas` does the same for many gateways.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from typing import Protocol
 from penstock.gateway.admission.refusals import Levels, full_levels, quota_exceeded
 from penstock.gateway.auth.callers import Caller, TenantLimits
 
-CONCURRENCY_RETRY_S = 1.0  # nobody knows when one of the tenant's own requests ends
-_EPSILON = 1e-6  # of rounding, when exactly as long was waited as was told
+CONCURRENCY_RETRY_S = 1.0  # it is unknown when one of the tenant's requests will end
+_EPSILON = 1e-6  # rounding error of a client that waits exactly as long as it was told
 
 
 class Hold(Protocol):
-    """What one request has taken."""
+    """What one request has reserved. Either `release` or `cancel` is called, once."""
 
-    def settle(self, num_tokens: float) -> None:
-        """It ended, having used so much. Either this or `cancel` is called, once."""
+    def release(self, num_tokens: float) -> None:
+        """The request has ended and used this many tokens."""
         ...
 
     def cancel(self) -> None:
-        """It was not let in after all: it counts for nothing."""
+        """The request was not admitted after all: it costs nothing."""
         ...
 
 
 class Quotas(Protocol):
     async def reserve(self, caller: Caller, num_tokens: float) -> Hold:
-        """Take one request and its tokens.
+        """Reserve one request and its tokens.
 
         Raises:
-            RequestRefusedError: 429 `rate_limit_exceeded`; nothing was taken.
+            RequestRefusedError: 429 `rate_limit_exceeded`; nothing was reserved.
         """
         ...
 
     def levels(self, caller: Caller) -> Levels:
-        """As far as is known here."""
+        """What is left, as far as this gateway knows."""
         ...
 
 
 class NoHold:
-    """Of a tenant without limits."""
+    """The hold of a tenant without limits."""
 
-    def settle(self, num_tokens: float) -> None:
-        """Nothing was taken."""
+    def release(self, num_tokens: float) -> None:
+        """Nothing was reserved."""
 
     def cancel(self) -> None:
-        """Nothing was taken."""
+        """Nothing was reserved."""
 
 
 NO_HOLD = NoHold()
@@ -65,11 +65,11 @@ class _Account:
 
 
 class LocalQuotas:
-    """Limits kept by this process alone.
+    """Limits that this process keeps alone.
 
     Args:
-        share: of every limit that is this process's to give.
-        clock: seconds that only grow.
+        share: the fraction of every limit that this process may grant.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float], *, share: float = 1.0) -> None:
@@ -81,7 +81,7 @@ class LocalQuotas:
         return self.reserve_now(caller, num_tokens)
 
     def reserve_now(self, caller: Caller, num_tokens: float) -> Hold:
-        """As `reserve`, at once."""
+        """`reserve` without awaiting."""
         limits, now_s = self._limits(caller.limits), self._clock()
         if limits == TenantLimits():
             return NO_HOLD
@@ -89,7 +89,7 @@ class LocalQuotas:
         waits = {
             "requests per minute": _wait_s(account.requests, 1.0, now_s),
             "tokens per minute": _wait_s(account.tokens, num_tokens, now_s),
-            "concurrent requests": _wait_for_place_s(limits, account.num_running),
+            "concurrent requests": _concurrency_wait_s(limits, account.num_running),
         }
         if any(waits.values()):
             raise quota_exceeded(limits, self._levels(account, now_s), waits)
@@ -107,7 +107,7 @@ class LocalQuotas:
         return self._levels(account, self._clock())
 
     def give_back(self, account: _Account, num_tokens: float, num_requests: float) -> None:
-        """Of one that runs no more."""
+        """Return tokens and requests of a request that has ended."""
         account.num_running -= 1
         if account.tokens is not None:
             account.tokens.take(-num_tokens, self._clock())
@@ -144,7 +144,7 @@ class _LocalHold:
         self._account = account
         self._num_tokens = num_tokens
 
-    def settle(self, num_tokens: float) -> None:
+    def release(self, num_tokens: float) -> None:
         self._quotas.give_back(self._account, self._num_tokens - num_tokens, 0.0)
 
     def cancel(self) -> None:
@@ -152,7 +152,7 @@ class _LocalHold:
 
 
 def _fitting(bucket: TokenBucket | None, limit: float | None, now_s: float) -> TokenBucket | None:
-    """The bucket of a limit, which may have changed since."""
+    """The bucket of a limit, resized if the limit has changed."""
     if limit is None or bucket is None:
         return None if limit is None else TokenBucket(limit, now_s)
     if bucket.capacity != limit:
@@ -164,7 +164,7 @@ def _wait_s(bucket: TokenBucket | None, amount: float, now_s: float) -> float:
     return 0.0 if bucket is None else bucket.wait_s(amount, now_s)
 
 
-def _wait_for_place_s(limits: TenantLimits, num_running: int) -> float:
+def _concurrency_wait_s(limits: TenantLimits, num_running: int) -> float:
     limit = limits.max_concurrent_requests
     return 0.0 if limit is None or num_running < limit else CONCURRENCY_RETRY_S
 
@@ -174,13 +174,13 @@ def _times(limit: float | None, share: float) -> float | None:
 
 
 class TokenBucket:
-    """A bucket that refills steadily: a limit per minute, with bursts of a minute's worth.
+    """A token bucket: a limit per minute that allows bursts of a minute's worth.
 
-    Pure; the time is an argument. It starts full. What is taken may exceed what was asked for, so
-    its level may be a debt.
+    Pure; the time is an argument. It starts full. More may be taken than was asked for, so its
+    level may be negative.
 
     Args:
-        per_minute: its capacity, and what flows in in a minute.
+        per_minute: its capacity, and the refill per minute.
     """
 
     def __init__(self, per_minute: float, now_s: float) -> None:
@@ -195,16 +195,16 @@ class TokenBucket:
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much is there, 0 if it is; of what is more than a full bucket, until full."""
+        """Seconds until `amount` is available; for more than a full bucket, until it is full."""
         missing = min(amount, self.capacity) - self.level(now_s)
         return missing * 60.0 / self.capacity if missing > _EPSILON else 0.0
 
     def take(self, amount: float, now_s: float) -> None:
-        """Take out, or with a negative amount give back."""
+        """Take `amount`; a negative amount is returned."""
         self._level = min(self.level(now_s) - amount, self.capacity)
 
     def resize(self, per_minute: float, now_s: float) -> None:
-        """A new limit; what was used stays used."""
+        """Set a new limit and keep the amount used."""
         used = self.capacity - self.level(now_s)
         self.capacity = per_minute
         self._level = per_minute - used

@@ -1,11 +1,11 @@
-"""Tenants' limits kept in Redis, so that all gateways together keep to them.
+"""Tenants' limits in Redis, shared by all gateways.
 
     penstock:{quota:<tenant>}:buckets    what is used of the buckets
-    penstock:{quota:<tenant>}:running    requests that run, each with a lease
+    penstock:{quota:<tenant>}:running    running requests, each with a lease
 
-Taking is one script, so it is all or nothing; giving back is sent by a task, many at once. A
-request of a gateway that died runs out with its lease. While Redis, or a cluster's node, is away
-this gateway gives its own share of every limit kept there.
+One script reserves, so a reservation is complete or absent; a task sends returns in batches. The
+requests of a gateway that died expire with their leases. While Redis, or a cluster's node, is
+unavailable, this gateway grants its own share of the limits kept there.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _LOG = logging.getLogger(__name__)
 _SCRIPT = Script(
     files("penstock.gateway.admission").joinpath("buckets.lua").read_text(encoding="utf-8")
 )
-_AWAY_S = 1.0  # after a failure, before Redis is asked again
-_MAX_OWED = 10_000  # of what is to be given back while Redis is away
+_AWAY_S = 1.0  # after a failure, until Redis is tried again
+_MAX_OWED = 10_000  # returns that are kept while Redis is unavailable
 DEFAULT_LEASE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Owed:
-    """What is to be given back."""
+    """A return that Redis has not been told yet."""
 
     caller: Caller
     hold_id: str
@@ -56,9 +56,9 @@ class RedisQuotas:
     """`Quotas` of all gateways of one Redis.
 
     Args:
-        fallback: this gateway's share, while Redis is away.
-        lease_s: after which a gateway that is not heard of holds nothing any more.
-        clock: seconds that only grow.
+        fallback: grants this gateway's share while Redis is unavailable.
+        lease_s: after which the reservations of a gateway that is not heard from expire.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RedisQuotas:
         self._lease_s = lease_s
         self._clock = clock
         self._away_until_s = defaultdict[str, float](float)  # by node
-        self._levels: dict[str, Levels] = {}  # by tenant, as Redis told last
+        self._levels: dict[str, Levels] = {}  # by tenant, as Redis reported them last
         self._held: defaultdict[str, set[str]] = defaultdict(set)  # by tenant
         self._owed: deque[_Owed] = deque(maxlen=_MAX_OWED)
         self._wake = asyncio.Event()
@@ -102,7 +102,7 @@ class RedisQuotas:
                 limits.max_concurrent_requests or 0,
             )
         except BaseException as error:
-            # Redis' answer was lost, or the caller left before it came: it may have been granted.
+            # Redis may have granted it although its answer was lost or the caller has left.
             self.give_back(_Owed(caller, hold_id, num_tokens, 1))
             if not isinstance(error, StoreUnavailableError):
                 raise
@@ -120,17 +120,17 @@ class RedisQuotas:
         return self._levels.get(caller.tenant) or full_levels(caller.limits)
 
     def give_back(self, owed: _Owed) -> None:
-        """Soon."""
+        """Queue a return for the task that sends them."""
         self._held[owed.caller.tenant].discard(owed.hold_id)
         self._owed.append(owed)
         self._wake.set()
 
     async def aclose(self) -> None:
-        """Give back what is owed, and end."""
+        """Send the outstanding returns, then stop."""
         self._is_closing = True
         self._wake.set()
         if self._keeper is not None:
-            # Not cancelled at once: redis-py can lose a cancellation that meets a reply.
+            # Not cancelled at once: redis-py can lose a cancellation that coincides with a reply.
             await asyncio.wait({self._keeper}, timeout=_AWAY_S)
             self._keeper.cancel()
 
@@ -139,23 +139,23 @@ class RedisQuotas:
         while True:
             self._wake.clear()
             try:
-                await self._pay()
+                await self._send_owed()
                 if self._clock() >= renew_at_s:
                     renew_at_s = self._clock() + self._lease_s / 3
                     await self._renew()
             except Exception:
-                _LOG.exception("limits in Redis are not kept as they should be")
+                _LOG.exception("updating the tenants' limits in Redis failed")
                 self._owed.clear()
             if self._is_closing:
                 return
-            # What could not be paid is tried again a little later.
+            # What could not be sent is tried again a little later.
             wait_s = _AWAY_S if self._owed else max(renew_at_s - self._clock(), 0.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
 
-    async def _pay(self) -> None:
-        """What is owed at nodes that are not away."""
+    async def _send_owed(self) -> None:
+        """Send the returns to the nodes that are available."""
         for owed in list(self._owed):
             tenant, limits = owed.caller.tenant, owed.caller.limits
             if self._is_away(tenant):
@@ -170,10 +170,10 @@ class RedisQuotas:
                     limits.requests_per_minute or 0,
                     limits.tokens_per_minute or 0,
                 )
-            except StoreUnavailableError:  # the link has said so
+            except StoreUnavailableError:  # the link has logged it
                 self._note_away(tenant)
             else:
-                with contextlib.suppress(ValueError):  # so much is owed that it was dropped
+                with contextlib.suppress(ValueError):  # dropped: the deque was full
                     self._owed.remove(owed)
 
     async def _renew(self) -> None:
@@ -181,7 +181,7 @@ class RedisQuotas:
             if not hold_ids:
                 del self._held[tenant]
                 continue
-            with contextlib.suppress(StoreUnavailableError):  # the link has said so
+            with contextlib.suppress(StoreUnavailableError):  # the link has logged it
                 await self._run(tenant, "renew", round(self._lease_s * 1e3), *hold_ids)
 
     def _is_away(self, tenant: str) -> bool:
@@ -208,7 +208,7 @@ class _RedisHold:
         self._hold_id = hold_id
         self._num_tokens = num_tokens
 
-    def settle(self, num_tokens: float) -> None:
+    def release(self, num_tokens: float) -> None:
         unused = self._num_tokens - num_tokens
         self._quotas.give_back(_Owed(self._caller, self._hold_id, unused))
 
@@ -230,7 +230,7 @@ def _left(limit: float | None, used: bytes) -> float:
 
 
 def _waits(limits: TenantLimits, levels: Levels, num_tokens: float) -> dict[str, float]:
-    """Seconds until each limit would let it in."""
+    """Seconds until each limit would admit the request."""
     at_once = limits.max_concurrent_requests
     return {
         "requests per minute": _wait_s(limits.requests_per_minute, levels.requests, 1.0),

@@ -1,9 +1,9 @@
-"""What those are told who are not let in: why, when to come back, and what is left of their limits.
+"""Refusals: the reason, when to retry, and what is left of the tenant's limits.
 
-    429 rate_limit_exceeded    the tenant's own limits        x-ratelimit-*, RateLimit, Retry-After
-    503 server_overloaded      everybody's queue is too long  Retry-After
+    429 rate_limit_exceeded    the tenant's own limits   x-ratelimit-*, RateLimit, Retry-After
+    503 server_overloaded      the queue is too long     Retry-After
 
-Waits are jittered, so that those refused together do not return together.
+Retry times are jittered, so that clients refused together do not return together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.gateway.errors import RequestRefusedError, retry_headers
 
 MAX_RETRY_S = 120.0
 _MIN_RETRY_S = 0.1
-_JITTER = 0.25  # of the wait, and of a second: short waits need to be spread too
+_JITTER = 0.25  # of the wait plus one second: short waits must be spread too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Levels:
     """What is left of a tenant's limits.
 
     Attributes:
-        requests, tokens: in the buckets; below 0 a debt, infinite where there is no limit.
-        num_running: requests that were admitted and have not ended.
+        requests, tokens: in the buckets; negative for a debt, infinite without a limit.
+        num_running: admitted requests that have not ended.
     """
 
     requests: float = math.inf
@@ -36,7 +36,7 @@ class Levels:
 
 
 def full_levels(limits: TenantLimits) -> Levels:
-    """Of a tenant that has used nothing."""
+    """The levels of a tenant that has used nothing."""
     requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
     return Levels(
         requests=math.inf if requests is None else requests,
@@ -45,7 +45,7 @@ def full_levels(limits: TenantLimits) -> Levels:
 
 
 class NotAdmittedError(RequestRefusedError):
-    """Refused now; the same request may be let in later."""
+    """The request is refused now; the same request may be admitted later."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class NotAdmittedError(RequestRefusedError):
         super().__init__(message, code=code, status=status)
         self.headers = {**retry_headers(jittered(wait_s)), **(headers or {})}
         self._wait_ms = math.ceil(wait_s * 1e3)
-        self.tell_queue(num_queued)
+        self.set_queue_length(num_queued)
 
-    def tell_queue(self, length: int) -> None:
-        """How many wait for the engine."""
+    def set_queue_length(self, length: int) -> None:
+        """Set the number of requests that wait for the engine."""
         self.details = {"estimated_wait_ms": self._wait_ms, "queue_length": length}
 
 
 def jittered(wait_s: float) -> float:
-    """A little later than that, and in no more than two minutes."""
+    """`wait_s` plus some jitter, between 0.1 s and two minutes."""
     spread = _JITTER * (wait_s + 1.0)
     latest = MAX_RETRY_S * (1.0 - _JITTER / 2)
     late = max(min(wait_s, latest), _MIN_RETRY_S) + random.random() * spread  # noqa: S311
@@ -78,14 +78,14 @@ def jittered(wait_s: float) -> float:
 def quota_exceeded(
     limits: TenantLimits, levels: Levels, waits: Mapping[str, float]
 ) -> NotAdmittedError:
-    """429, naming the limit that takes longest.
+    """429, naming the limit with the longest wait.
 
     Args:
-        waits: seconds by what is limited.
+        waits: seconds until the request would fit, by limit.
     """
     name = max(waits, key=lambda each: waits[each])
     return NotAdmittedError(
-        f"your limit of {name} is used up",
+        f"rate limit reached for {name}",
         status=429,
         code="rate_limit_exceeded",
         wait_s=waits[name],
@@ -94,14 +94,14 @@ def quota_exceeded(
 
 
 def overloaded(message: str, *, wait_s: float, num_queued: int) -> NotAdmittedError:
-    """503: the server has more to do than it can promise to do in time."""
+    """503: the server is too busy to promise an answer in time."""
     return NotAdmittedError(
         message, status=503, code="server_overloaded", wait_s=wait_s, num_queued=num_queued
     )
 
 
 def rate_limit_headers(limits: TenantLimits, levels: Levels) -> dict[str, str]:
-    """OpenAI's `x-ratelimit-*`, and `RateLimit` and `RateLimit-Policy` of the IETF's draft."""
+    """OpenAI's `x-ratelimit-*`, and the IETF draft's `RateLimit` and `RateLimit-Policy`."""
     headers: dict[str, str] = {}
     current, policies = [], []
     for name, limit, level in _per_minute(limits, levels):
@@ -126,7 +126,7 @@ def _per_minute(limits: TenantLimits, levels: Levels) -> Iterator[tuple[str, flo
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: `120ms`, `7s`, `6m0s`."""
+    """In OpenAI's format: `120ms`, `7s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1e3)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

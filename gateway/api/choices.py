@@ -1,7 +1,7 @@
-"""What chat completions and completions share: an answer of one or several choices, whole or as
-a stream of chunks.
+"""Shared by chat completions and completions: an answer of one or several choices, whole or as a
+stream of chunks.
 
-The shape of a choice is the endpoint's.
+Each endpoint defines the format of its choices.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from penstock.gateway.generation.generation import (
 )
 from penstock.gateway.http.event_stream import DONE, data
 
-_ID = re.compile("[-_]")  # between what a request is, its id, and which of several it is
-_LONG_PROMPT_TOKENS = 256  # from here on its logprobs are made into JSON off the event loop
+_ID = re.compile("[-_]")  # separates a request id's prefix, its random part and the prompt's number
+_LONG_PROMPT_TOKENS = 256  # from here on a thread converts the prompt's logprobs to JSON
 
 Choice = dict[str, Any]
 
 
 class Answer(abc.ABC):
-    """One answer, once.
+    """One answer; to be read once, whole or as a stream.
 
-    Choices are numbered through: those of the first prompt, those of the second, and so on.
+    Choices are numbered consecutively: first those of the first prompt, then the second's, and so
+    on.
 
     Args:
-        generations: one per prompt, with as many choices each.
-        model: the name to answer under.
-        returns_token_ids: choices and chunks say of which tokens they are made.
+        generations: one per prompt, each with the same number of choices.
+        model: the model name in the answer.
+        returns_token_ids: whether choices and chunks list their token ids.
     """
 
     id_prefix: ClassVar[str]
@@ -69,19 +70,19 @@ class Answer(abc.ABC):
         self._usage = StreamUsage(options)
         self._prompts_seen: set[int] = set()
         self._returns_token_ids = returns_token_ids
-        self._num_told: dict[int, int] = {}  # token ids that chunks have told, by choice
+        self._num_sent: dict[int, int] = {}  # token ids sent in chunks, by choice
 
     @abc.abstractmethod
     def add_prompt(self, number: int) -> None:
-        """All is known of a prompt; comes once, before its choices, and maybe in a thread."""
+        """A prompt's logprobs are complete. Called once before its choices, maybe in a thread."""
 
     @abc.abstractmethod
     def choice(self, index: int, output: Output) -> Choice:
-        """A choice as a whole."""
+        """A whole choice."""
 
     @abc.abstractmethod
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
-        """What chunks tell of a delta, each in a chunk of its own."""
+        """A delta's choices, each for a chunk of its own."""
 
     def extras(self) -> dict[str, Any]:
         """Further fields of a whole answer."""
@@ -108,7 +109,7 @@ class Answer(abc.ABC):
         }
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events, `[DONE]` last; an exception ends it as `error_events` tells."""
+        """The answer as events, `[DONE]` last; after an exception `error_events` ends it."""
         async with contextlib.aclosing(merged(self.generations)) as batches:
             async for number, deltas in batches:
                 await self._see_prompt(number)
@@ -129,13 +130,13 @@ class Answer(abc.ABC):
         return pieces
 
     def _next_token_ids(self, index: int) -> dict[str, list[int]]:
-        """Those of a choice that were not told yet, if they are to be told."""
+        """The token ids of a choice that were not sent yet, if they were asked for."""
         if not self._returns_token_ids:
             return {}
         number, rank = divmod(index, self.num_each)
         token_ids = self.generations[number].output_token_ids(rank)
-        first = self._num_told.get(index, 0)
-        self._num_told[index] = len(token_ids)
+        first = self._num_sent.get(index, 0)
+        self._num_sent[index] = len(token_ids)
         return {"token_ids": list(token_ids[first:])}
 
     async def _see_prompt(self, number: int) -> None:
@@ -164,12 +165,12 @@ class Answer(abc.ABC):
 
 
 def error_events(error: Exception) -> bytes:
-    """The end of a stream that broke off."""
+    """The last events of a stream that failed."""
     return data(orjson.dumps(failure_of(error).body())) + DONE
 
 
 def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:
-    """Several choices' usage as one."""
+    """The sum of several generations' usage."""
     usages = list(usages)
     num_prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     num_output_tokens = sum(usage.output_tokens for usage in usages)
@@ -182,14 +183,14 @@ def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """What each chunk of a stream says of usage: `stream_options` decides."""
+    """The `usage` of each chunk of a stream, by `stream_options`."""
 
     def __init__(self, options: StreamOptions) -> None:
         self.is_shown = options.include_usage
         self._is_continuous = options.include_usage and options.continuous_usage_stats
 
     def of_chunk(self, generations: Sequence[DeltaSource]) -> dict[str, Any] | None:
-        """A chunk before the last says null, unless a running count was asked for."""
+        """Usage in a chunk before the last: null, unless a running count was asked for."""
         if not self._is_continuous:
             return None
         return usage_object(generation.usage for generation in generations)

@@ -1,10 +1,11 @@
-"""`Idempotency-Key`: an answer that may be asked for again, whatever became of its first reader.
+"""`Idempotency-Key`: an answer that can be requested again if its first reader was lost.
 
     POST, key → id of a log, derived from tenant, endpoint and key
-              → the log is there: read it from the start · it is not: plan, log, run
+              → if the log exists: read it from the start · if not: plan, log, run
 
-Such an answer is kept, and runs on, as a response is; it is in no conversation. One that failed
-stays failed for those who read it, and the next POST tries again under the next id.
+Such an answer is logged and continues without a reader, like a response, but belongs to no
+conversation. A failed answer stays failed for its readers; the next POST starts a new attempt under
+the next id.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from penstock.gateway.storage.response_log.record import ResponseHeader
 
 HEADER = "Idempotency-Key"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_DIGEST = "body_digest"  # in a header's echo
+_DIGEST = "body_digest"  # a key of `ResponseHeader.echo`
 Plan = Callable[[str], Awaitable[Generation]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdempotencyKey:
-    """What a request is known by.
+    """Identifies a request that may be repeated.
 
     Attributes:
-        tenant: whose key it is.
-        endpoint: keys of different endpoints have nothing to do with each other.
+        tenant: the key's owner.
+        endpoint: the same key at another endpoint is another key.
         key: as the client sent it.
-        digest: of the body.
+        digest: SHA-256 of the body.
     """
 
     tenant: str
@@ -62,10 +63,10 @@ class IdempotencyKey:
 def idempotency_key(
     request: Request, body: Mapping[str, Any], caller: Caller
 ) -> IdempotencyKey | None:
-    """The key that a request carries, if it does.
+    """The request's key, or None if it has none.
 
     Raises:
-        RequestRefusedError: it is no key.
+        RequestRefusedError: the header is not a valid key.
     """
     key = request.headers.get(HEADER)
     if key is None:
@@ -86,11 +87,11 @@ def refuse_with_key(params: Iterable[str]) -> None:
         RequestRefusedError: a request with a key has one of these parameters.
     """
     for param in params:
-        raise _refused(f"cannot be used with {param}: only a single output is logged")
+        raise _refused(f"cannot be used with {param}: only single-output requests are supported")
 
 
 class IdempotentAnswers:
-    """The answers to requests with a key."""
+    """Finds or starts the answers to requests with a key."""
 
     def __init__(self, service: ResponseService) -> None:
         self._service = service
@@ -99,20 +100,20 @@ class IdempotentAnswers:
     async def attach(
         self, key: IdempotencyKey, caller: Caller, plan: Plan, *, continues_prompt: bool
     ) -> LoggedGeneration:
-        """The answer that there is, running or ended, or a new one.
+        """The existing answer, running or ended, or a new one.
 
         Args:
-            plan: makes the generation of a new one, under the id it is given.
-            continues_prompt: its text is the prompt's next words.
+            plan: makes the generation of a new answer under the given id.
+            continues_prompt: the text continues the prompt.
 
         Raises:
-            RequestRefusedError: 409 `idempotency_key_reused`: the key came with another body.
-            StoreUnavailableError: it cannot be logged now.
-            Exception: what `plan` raises.
+            RequestRefusedError: 409 `idempotency_key_reused`: the key was used with another body.
+            StoreUnavailableError: the answer cannot be logged now.
+            Exception: whatever `plan` raises.
         """
         for attempt in itertools.count():
             response_id = key.response_id(attempt)
-            # Of several at once on this gateway one begins it; those on others the store sorts out.
+            # The lock picks one of several on this gateway; between gateways the store decides.
             async with self._locks.setdefault(response_id, asyncio.Lock()):
                 log = await self._find(caller, response_id)
                 if log is None:
@@ -123,7 +124,7 @@ class IdempotentAnswers:
                     except LogExistsError:
                         log = await self._find(caller, response_id)
             if log is None:
-                continue  # there is one that cannot be read any more
+                continue  # its log exists but can no longer be read
             if log.header.echo.get(_DIGEST) != key.digest:
                 raise _reused()
             if log.end is None or log.end.error is None:
@@ -159,12 +160,12 @@ def _header(
 
 def _reused() -> RequestRefusedError:
     error = RequestRefusedError(
-        f"this {HEADER} came with another body before",
+        f"this {HEADER} was already used with a different body",
         code="idempotency_key_reused",
         param=HEADER,
         status=409,
     )
-    error.headers = {"x-should-retry": "false"}  # clients try again after other 409s
+    error.headers = {"x-should-retry": "false"}  # OpenAI's clients retry other 409s
     return error
 
 

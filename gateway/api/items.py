@@ -1,9 +1,9 @@
-"""Messages as the items that are stored and listed, and back again for the chat template.
+"""Converts messages to the items that are stored and listed, and back for the chat template.
 
     {"id": "msg_…", "type": "message", "role", "status", "content": [{"type": "input_text", …}]}
 
-What the assistant said has parts of `output_text`, whoever sent it; everything else `input_text`.
-Lists are paged as OpenAI's clients do it: `{"object": "list", "data", "first_id", …}`.
+Assistant messages have `output_text` parts, all others `input_text`. Lists are paged as OpenAI's
+clients expect: `{"object": "list", "data", "first_id", …}`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Asked = TypeVar("_Asked", bound=Model)
 
 
 class Query(Model):
-    """In a query string numbers are texts, so types are not strict."""
+    """A query string. Its numbers are strings, so types are not strict."""
 
     model_config = ConfigDict(strict=False)
 
@@ -40,7 +40,7 @@ class PageQuery(Query):
 
 
 class IncludeQuery(Query):
-    """What more to show of items."""
+    """Which optional fields of items to show."""
 
     include: Includes = Field(default_factory=list)
 
@@ -58,8 +58,8 @@ def new_item_id() -> str:
 
 
 def item_objects(messages: Iterable[Message]) -> tuple[Item, ...]:
-    """What came in, as items with ids of their own: one that was given is not taken over, so that
-    an id names one item of a conversation."""
+    """Messages as items with new ids. A message's own id is dropped, so that an id always names one
+    item of a conversation."""
     return tuple(_item(message) for message in messages)
 
 
@@ -77,14 +77,14 @@ def _item(message: Message) -> Item:
 
 
 def for_template(item: Item) -> dict[str, str]:
-    """An item as chat templates know it."""
+    """An item as chat templates expect it."""
     return template_message(
         item["role"], [part["text"] for part in item["content"]], item.get("name")
     )
 
 
 def without_logprobs(item: Item) -> Item:
-    """An item as it is listed where nobody asked for log-probabilities."""
+    """An item as it is listed unless log-probabilities were asked for."""
     content: Sequence[Mapping[str, Any]] = item["content"]
     if not any(part.get("logprobs") for part in content):
         return item
@@ -103,14 +103,14 @@ def _output_part(text: str) -> dict[str, Any]:
 
 
 def read_query(kind: type[_Asked], params: QueryParams) -> _Asked:
-    """A query string as its schema has it.
+    """A query string, parsed by its schema.
 
     Raises:
         RequestRefusedError: a parameter is unknown or wrong.
     """
     values: dict[str, Any] = {}
     for name in params:
-        if name in ("include", "include[]"):  # clients write a list either way
+        if name in ("include", "include[]"):  # clients write lists in both ways
             values["include"] = [*values.get("include", ()), *params.getlist(name)]
         else:
             values[name] = params[name]
@@ -124,7 +124,7 @@ def item_page(items: Sequence[Item], params: QueryParams) -> dict[str, Any]:
         items: all of them, oldest first.
 
     Raises:
-        RequestRefusedError: a parameter is wrong, or `after` is none of the items.
+        RequestRefusedError: a parameter is wrong, or `after` is not one of the items.
     """
     query = read_query(ItemsQuery, params)
     ordered = items if query.order == "asc" else items[::-1]
@@ -135,7 +135,7 @@ def item_page(items: Sequence[Item], params: QueryParams) -> dict[str, Any]:
 
 
 def list_object(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page as the API shows it; of an empty one the ids are empty."""
+    """A page in the API's format; on an empty page the ids are empty strings."""
     return {
         "object": "list",
         "data": data,
@@ -150,5 +150,5 @@ def _index(items: Sequence[Item], item_id: str) -> int:
         if item["id"] == item_id:
             return index
     raise RequestRefusedError(
-        f"no item {item_id!r} to list after", code="item_not_found", param="after", status=404
+        f"after: there is no item {item_id!r}", code="item_not_found", param="after", status=404
     )

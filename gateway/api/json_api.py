@@ -1,5 +1,5 @@
-"""What all HTTP endpoints share: reading a body within its limit, answering whoever is left, and
-405 for a path that is served, but not with this method.
+"""Shared by all HTTP endpoints: reading a JSON body within its size limit, cancelling work when the
+client disconnects, and 405 for a method that a path does not support.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.gateway.http.event_stream import wait_disconnect
 
 _Result = TypeVar("_Result")
 CLIENT_GONE = 499  # nginx's number; nobody receives it
-# Several of 4 MB that are complete at the same time held the event loop up for 0.1 s when they were
-# parsed one after the other: from one thread, the loop has its turn between them.
+# Parsing several 4 MB bodies in a row on the event loop blocked it for 0.1 s. One thread parses
+# them instead, so the event loop gets its turn in between.
 _LARGE_BODY_BYTES = 256 << 10
 _LARGE_BODIES = ThreadPoolExecutor(1, thread_name_prefix="penstock-body")
 
@@ -36,7 +36,7 @@ async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
     """The body as a JSON object.
 
     Raises:
-        RequestRefusedError: it is too large or no JSON object.
+        RequestRefusedError: the body is too large or not a JSON object.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -45,7 +45,7 @@ async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
     async for chunk in request.stream():
         chunks.append(chunk)
         num_bytes += len(chunk)
-        if num_bytes > max_bytes:  # no length was declared, or a wrong one
+        if num_bytes > max_bytes:  # the length was missing or wrong
             raise _too_large(max_bytes)
     if num_bytes < _LARGE_BODY_BYTES:
         return parse_json(b"".join(chunks))
@@ -60,7 +60,7 @@ def _too_large(max_bytes: int) -> RequestRefusedError:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of `work`, which is cancelled when the client leaves (None)."""
+    """The result of `work`; if the client disconnects, `work` is cancelled and the result None."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(wait_disconnect(request.receive))
     try:
@@ -73,7 +73,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _
 
 
 class WrongMethod:
-    """An ASGI application that refuses, and says what is allowed."""
+    """An ASGI application that answers 405 and lists the allowed methods."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._headers = {"Allow": ", ".join(allowed)}
@@ -83,10 +83,10 @@ class WrongMethod:
 
 
 def refusing_others(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """The routes, and behind them for each of their paths one that takes every other method.
+    """The routes, followed by one for each path that refuses every other method.
 
-    Starlette's own router stops at the first of a path's routes, so its `Allow` names the methods
-    of that one alone; and what is mounted at `/` would take whatever no route takes.
+    Starlette's router stops at a path's first route, so its `Allow` would name that route's methods
+    only; and the application mounted at `/` would receive the unmatched requests.
     """
     methods: dict[str, set[str]] = {}
     for route in routes:

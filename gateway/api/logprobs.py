@@ -1,4 +1,4 @@
-"""Log-probabilities in the APIs' three shapes: a list of objects, the older parallel lists, and
+"""Log-probabilities in the APIs' three formats: a list of objects, the older parallel lists, and
 vLLM's list of dictionaries for a prompt."""
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Lists = dict[str, list[Any]]
 
 
 def token_name(token_id: int) -> str:
-    """vLLM's name of a token by its id, where texts would not tell tokens apart."""
+    """vLLM's name of a token by its id: several tokens may have the same text."""
     return f"token_id:{token_id}"
 
 
 def token_objects(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """As chat completions and responses have them: one object per token.
+    """The format of chat completions and responses: one object per token.
 
     Args:
-        as_ids: tokens by id instead of by text.
+        as_ids: name tokens by id instead of by text.
     """
     name = token_name if as_ids else tokenizer.token_text
 
@@ -48,11 +48,11 @@ def token_objects(
 def prompt_dictionaries(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """As vLLM has them: null for the first token, then token id → object, the token's own first.
+    """vLLM's format: null for the first token, then token id → object, the token's own first.
 
     Args:
         entries: of the prompt's tokens from the second on.
-        num_top: alternatives wanted; there may be more in the entries.
+        num_top: alternatives wanted; the entries may have more.
     """
 
     def entry_object(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def prompt_dictionaries(
 
 
 class TokenLists:
-    """As completions has them: parallel lists, with each token's offset in the choice's text.
+    """The format of completions: parallel lists, with each token's offset in the choice's text.
 
     Args:
-        num_top: alternatives wanted; there may be more in the entries.
-        context: ids that come before, whose text does not count.
-        as_ids: tokens by id instead of by text.
+        num_top: alternatives wanted; the entries may have more.
+        context: preceding ids, whose text is not counted.
+        as_ids: name tokens by id instead of by text.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TokenLists:
         return {
             "tokens": [name(entry.token_id) for entry in entries],
             "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
-            # The token itself is always among them, as OpenAI has it.
+            # As with OpenAI, the token itself is always among them.
             "top_logprobs": [
                 {
                     name(token_id): max(logprob, _LEAST)
@@ -115,7 +115,7 @@ class TokenLists:
         }
 
     def add_prompt(self, first_token_id: int, entries: Sequence[TokenLogprobs]) -> Lists:
-        """The lists of a prompt, of whose first token nothing is known."""
+        """The lists of a prompt, whose first token has no logprobs."""
         first: Lists = {
             "tokens": [self._name(first_token_id)],
             "token_logprobs": [None],
@@ -125,7 +125,7 @@ class TokenLists:
         return joined(first, self.add(entries))
 
     def _offset(self, token_id: int) -> int:
-        """Where the token's text begins: also inside a character that it does not complete."""
+        """Where the token's text begins. Tokens that share a character get the same offset."""
         offset = self._next_offset
         self._next_offset += len(self._detokenizer.push(token_id))
         return offset

@@ -1,9 +1,9 @@
-"""The project's own OpenAPI document: a table of operations, the schemas that requests are parsed
-with, and the shapes of answers: exact, so that a test can hold answers against them.
+"""The project's own OpenAPI document: a table of operations, the schemas that parse requests, and
+exact schemas of answers, which a test checks answers against.
 
-A parameter is in it as it is taken: null everywhere, and what is refused with the values that ask
-for nothing (`parameters`). Not in it: the WebSocket at `/v1/responses` (PROTOCOL.md), and the
-events of streams.
+It describes parameters as the server accepts them: null for all of them, and for refused ones only
+the values without effect (`parameters`). It leaves out the WebSocket at `/v1/responses`
+(PROTOCOL.md) and the events of streams.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from penstock.gateway.api.schema.parameters import PARAMETERS, Endpoint, Paramet
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
 
 _STATUSES = {
-    400: "A parameter is unknown, unsupported, missing or wrong, or the HTTP is.",
-    401: "No valid API key.",
-    403: "This Host or Origin may not use the server.",
-    404: "What is named is not there (any more), or is another tenant's.",
-    405: "Not with this method.",
-    408: "Header or body took too long.",
-    409: "A turn runs where this one wants to, or the head is another by now.",
-    413: "The body is too large.",
-    429: "The tenant's limits are used up; Retry-After says for how long.",
-    431: "The header is too large.",
-    500: "The engine gave up on this request, or a mistake of ours.",
-    503: "Too much is queued, or engine or store do not answer; Retry-After says for how long.",
+    400: "A parameter is unknown, unsupported, missing or invalid, or the HTTP is malformed.",
+    401: "The API key is missing or invalid.",
+    403: "Requests with this Host or Origin are not allowed.",
+    404: "The resource does not exist, has expired, or belongs to another tenant.",
+    405: "This path does not support the method.",
+    408: "The request's header or body took too long to arrive.",
+    409: "Another turn is running on the conversation's head, or the head has moved.",
+    413: "The request body is too large.",
+    429: "The tenant's rate limit is reached; Retry-After says when to retry.",
+    431: "The request header is too large.",
+    500: "The engine failed on this request, or the server has a bug.",
+    503: "The queue is full, or the engine or the session store is unavailable; Retry-After says "
+    "when to retry.",
 }
 _ALWAYS = (400, 403, 405, 408, 431, 503)
-_KEYED = (401, 500)  # below /v1
+_KEYED = (401, 500)  # paths that need an API key
 _WITH_BODY = (413,)
 Schema = dict[str, Any]
 
@@ -62,12 +63,12 @@ class _Operation:
     """One method of one path.
 
     Attributes:
-        answer: name of the schema of a 200; empty: text.
-        body: the request's schemas, one of which it has.
-        query: of the query string.
-        statuses: beside those that all have.
+        answer: name of the schema of a 200; empty: plain text.
+        body: schemas of the request body, of which one applies.
+        query: schema of the query string.
+        statuses: failures beside those that every operation has.
         streams: whether it may answer with server-sent events.
-        example: of a body.
+        example: an example of a body.
     """
 
     summary: str
@@ -80,7 +81,7 @@ class _Operation:
 
 
 def _one(summary: str, answer: str, *statuses: int, **more: Any) -> _Operation:
-    """On something that may not be there."""
+    """An operation on a resource that may not exist."""
     return _Operation(summary=summary, answer=answer, statuses=(404, *statuses), **more)
 
 
@@ -99,61 +100,69 @@ _RESPONSE, _CONVERSATION = "/v1/responses/{response_id}", "/v1/conversations/{co
 _ITEMS = f"{_CONVERSATION}/items"
 _OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("post", "/v1/chat/completions"): _generate(
-        "Answer a chat.",
+        "Create a chat completion.",
         "ChatCompletion",
         ChatRequest,
         {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
     ),
     ("post", "/v1/completions"): _generate(
-        "Go on with a text.",
+        "Create a completion of one or several prompts.",
         "Completion",
         CompletionRequest,
         {"prompt": ["Once upon", "There was"], "max_tokens": 16, "logprobs": 1},
     ),
     ("post", "/v1/responses"): _generate(
-        "Begin a response.",
+        "Create a response.",
         "Response",
         ResponsesRequest,
         {"input": "Hello", "max_output_tokens": 16},
     ),
-    ("get", _RESPONSE): _one("A response, or its events.", "Response", streams=True),
-    ("delete", _RESPONSE): _one("Forget a response.", "Deleted", 409),
-    ("post", f"{_RESPONSE}/cancel"): _one("Stop a response.", "Response"),
+    ("get", _RESPONSE): _one(
+        "Retrieve a response, or stream its events.", "Response", streams=True
+    ),
+    ("delete", _RESPONSE): _one("Delete a response.", "Deleted", 409),
+    ("post", f"{_RESPONSE}/cancel"): _one("Cancel a response.", "Response"),
     ("get", f"{_RESPONSE}/input_items"): _one(
-        "What a response was made from.", "Items", query=ItemsQuery
+        "List the input items of a response.", "Items", query=ItemsQuery
     ),
     ("post", "/v1/conversations"): _Operation(
-        summary="Begin a conversation.", answer="Conversation", body=(NewConversation,)
+        summary="Create a conversation.", answer="Conversation", body=(NewConversation,)
     ),
     ("get", "/v1/conversations"): _one(
-        "The caller's conversations.", "Conversations", query=PageQuery
+        "List the tenant's conversations.", "Conversations", query=PageQuery
     ),
-    ("get", _CONVERSATION): _one("A conversation.", "Conversation"),
+    ("get", _CONVERSATION): _one("Retrieve a conversation.", "Conversation"),
     ("post", _CONVERSATION): _one(
-        "Change its metadata.", "Conversation", body=(ConversationUpdate,)
+        "Update a conversation's metadata.", "Conversation", body=(ConversationUpdate,)
     ),
-    ("delete", _CONVERSATION): _one("Forget it.", "Deleted", 409),
-    ("get", f"{_CONVERSATION}/tree"): _one("Its turns.", "Tree"),
-    ("post", f"{_CONVERSATION}/head"): _one("Move its head.", "Head", 409, body=(NewHead,)),
-    ("get", _ITEMS): _one("Its items.", "Items", query=ItemsQuery),
-    ("post", _ITEMS): _one("Add items.", "Items", 409, body=(NewItems,), query=IncludeQuery),
-    ("get", f"{_ITEMS}/{{item_id}}"): _one("An item.", "Item", query=IncludeQuery),
-    ("delete", f"{_ITEMS}/{{item_id}}"): _one("Take an item out.", "Conversation", 409),
+    ("delete", _CONVERSATION): _one("Delete a conversation.", "Deleted", 409),
+    ("get", f"{_CONVERSATION}/tree"): _one("List a conversation's turns.", "Tree"),
+    ("post", f"{_CONVERSATION}/head"): _one(
+        "Move a conversation's head to another turn.", "Head", 409, body=(NewHead,)
+    ),
+    ("get", _ITEMS): _one("List a conversation's items.", "Items", query=ItemsQuery),
+    ("post", _ITEMS): _one(
+        "Add items to a conversation.", "Items", 409, body=(NewItems,), query=IncludeQuery
+    ),
+    ("get", f"{_ITEMS}/{{item_id}}"): _one("Retrieve an item.", "Item", query=IncludeQuery),
+    ("delete", f"{_ITEMS}/{{item_id}}"): _one("Delete an item.", "Conversation", 409),
     ("post", "/v1/tickets"): _Operation(
-        summary="A ticket that opens one WebSocket.", answer="Ticket"
+        summary="Create a ticket that opens one WebSocket.", answer="Ticket"
     ),
-    ("get", "/v1/models"): _Operation(summary="The model's names.", answer="Models"),
-    ("get", "/v1/models/{model}"): _one("The model.", "Model"),
+    ("get", "/v1/models"): _Operation(summary="List the model's names.", answer="Models"),
+    ("get", "/v1/models/{model}"): _one("Retrieve the model.", "Model"),
     ("post", "/tokenize"): _one(
-        "The ids of a text or a chat.", "Tokens", body=(TokenizePrompt, TokenizeChat)
+        "Tokenize a text or a chat.", "Tokens", body=(TokenizePrompt, TokenizeChat)
     ),
-    ("post", "/detokenize"): _one("The text of ids.", "Text", body=(Detokenize,)),
-    ("get", "/health"): _Operation(summary="Whether an engine is there.", answer="Status"),
-    ("get", "/ready"): _Operation(summary="Whether requests are served.", answer="Status"),
+    ("post", "/detokenize"): _one("Convert token ids to text.", "Text", body=(Detokenize,)),
+    ("get", "/health"): _Operation(summary="Check whether the engine is up.", answer="Status"),
+    ("get", "/ready"): _Operation(
+        summary="Check whether requests would be served.", answer="Status"
+    ),
     ("get", "/metrics"): _Operation(summary="Metrics for Prometheus."),
     ("get", "/openapi.json"): _Operation(summary="This document.", answer="Document"),
 }
-# What an answer tells others' paths: by operation, the values of their parameters.
+# OpenAPI links: which parameters of other paths an operation's answer supplies.
 _LINKS = {
     ("post", "/v1/responses"): {"response_id": "$response.body#/id"},
     ("post", "/v1/conversations"): {"conversation_id": "$response.body#/id"},
@@ -164,7 +173,8 @@ _LINKS = {
 }
 _EVENT: Schema = {
     "type": "object",
-    "description": "One of many; chat completions and completions end with `[DONE]` as data.",
+    "description": "One event of many. Streams of chat completions and completions end with "
+    "`[DONE]` as data.",
     "properties": {"event": STRING, "data": STRING},
     "required": ["data"],
 }
@@ -174,8 +184,8 @@ _ENDPOINTS = {
     "ResponsesRequest": Endpoint.RESPONSES,
 }
 _STREAMING_QUERY: tuple[tuple[str, Schema, str], ...] = (
-    ("stream", {"enum": ["true", "false"]}, "Events instead of the response."),
-    ("starting_after", INTEGER, "Only events numbered above; with stream."),
+    ("stream", {"enum": ["true", "false"]}, "Stream events instead of the whole response."),
+    ("starting_after", INTEGER, "Only events with a higher sequence number; needs stream."),
 )
 
 
@@ -183,7 +193,7 @@ def document(model_names: Sequence[str]) -> dict[str, Any]:
     """The document, as JSON.
 
     Args:
-        model_names: what a request may name as its model.
+        model_names: accepted values of a request's `model`.
     """
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in _OPERATIONS.items():
@@ -200,9 +210,9 @@ def document(model_names: Sequence[str]) -> dict[str, Any]:
 
 
 _ABOUT = (
-    "OpenAI's API as far as it is served here, and penstock's own. Every answer has an "
-    "`x-request-id`, that of the request where it brings one. A server without API keys asks for "
-    "none."
+    "The part of OpenAI's API that this server supports, and penstock's additions. Every answer "
+    "has an `x-request-id` header, which repeats the request's own if it has one. A server that "
+    "was started without API keys requires none."
 )
 
 
@@ -217,7 +227,7 @@ def _operation(method: str, path: str, operation: _Operation) -> dict[str, Any]:
         "parameters": [*_path_parameters(path), *_query_parameters(method, operation)],
         "responses": {
             "200": {
-                "description": "As asked.",
+                "description": "Success.",
                 "content": _content(operation),
                 "links": _links(method, path),
             },
@@ -311,13 +321,13 @@ def _request_schemas(model_names: Sequence[str]) -> dict[str, Schema]:
     for name, endpoint in _ENDPOINTS.items():
         properties = schemas[name]["properties"]
         schemas[name]["properties"] = {
-            parameter: _as_taken(use, properties.get(parameter, {}))
+            parameter: _as_accepted(use, properties.get(parameter, {}))
             for parameter, use in PARAMETERS[endpoint].items()
         }
     return schemas
 
 
-def _as_taken(parameter: Parameter, schema: Schema) -> Schema:
+def _as_accepted(parameter: Parameter, schema: Schema) -> Schema:
     if parameter.use is Use.HONOURED:
         has_null = {"type": "null"} in schema.get("anyOf", ()) or None in schema.get("enum", ())
         return schema if has_null else nullable(schema)
@@ -348,7 +358,7 @@ def _map(values: Schema) -> Schema:
 
 
 def _object(optional: dict[str, Schema] | None = None, /, **fields: Schema) -> Schema:
-    """These fields and no others; all are always there but the optional ones."""
+    """An object with exactly these fields, all required except the optional ones."""
     return {
         "type": "object",
         "properties": fields | (optional or {}),

@@ -12,7 +12,7 @@ from penstock.gateway.auth.tickets import TICKET_TTL_S, Tickets
 
 
 class TicketDesk:
-    """The endpoint. Whoever may ask for anything may buy a ticket; it needs no body."""
+    """The endpoint. Every authenticated caller may create a ticket; the request needs no body."""
 
     def __init__(self, tickets: Tickets) -> None:
         self._tickets = tickets

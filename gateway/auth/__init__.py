@@ -1,1 +1,1 @@
-"""Who calls, and what they may do: Host, Origin, API keys, tickets."""
+"""Authentication: Host, Origin, API keys, tickets."""

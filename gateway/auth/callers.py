@@ -1,6 +1,6 @@
-"""Who asks: the tenant behind an API key, and what it may do.
+"""The caller of a request: the tenant of its API key, and what the tenant may do.
 
-`guard` finds it and leaves it in the ASGI scope; everybody else only reads it here.
+`guard` finds the caller and puts it into the ASGI scope; all other modules read it from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANY_PRIORITY = (-(1 << 31), (1 << 31) - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What a tenant may use, over all its keys and all gateways. None: no limit."""
+    """A tenant's limits over all its keys and all gateways. None: no limit."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -35,17 +35,17 @@ NO_LIMITS = TenantLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """A tenant, by one of its keys.
+    """A tenant, identified by one of its keys.
 
     Attributes:
-        tenant: whose conversations, responses and prefix cache these are.
-        key_id: names the key in logs; no secret.
-        weight: its share of the engine beside others' shares.
-        priority: of requests that carry none, or may not.
-        priority_bounds: least and greatest priority that a request may carry, clamped to them;
-            None: what it carries does not count.
-        allows_cache_salt: whether a request's own cache salt counts.
-        cache_salt: keeps its prefix cache apart from other tenants'; empty shares it.
+        tenant: owner of conversations, responses and prefix cache.
+        key_id: the key's name in logs; not secret.
+        weight: the tenant's share of the engine, relative to other tenants' weights.
+        priority: of requests that set none, or may not set one.
+        priority_bounds: minimum and maximum to which a request's priority is clamped; None: a
+            request's priority is ignored.
+        allows_cache_salt: whether a request's own cache salt is used.
+        cache_salt: separates its prefix cache from other tenants'; empty shares it.
     """
 
     tenant: str = "default"
@@ -58,16 +58,16 @@ class Caller:
     limits: TenantLimits = NO_LIMITS
 
     def priority_of(self, asked: int | None) -> int:
-        """What a request runs with that asks for a priority, or for none."""
+        """The priority of a request that asks for `asked`; None: it asks for none."""
         if asked is None or self.priority_bounds is None:
             return self.priority
         least, greatest = self.priority_bounds
         return min(max(asked, least), greatest)
 
     def salt_of(self, asked: str | None) -> str:
-        """The cache salt of a request that brings one, or none."""
+        """The cache salt of a request that asks for `asked`; None: it asks for none."""
         own = (asked or "") if self.allows_cache_salt else ""
-        # A tenant's salt has no line break, so no other pair makes the same text.
+        # A tenant's salt has no line break, so different pairs cannot produce the same text.
         return f"{self.cache_salt}\n{own}" if self.cache_salt else own
 
 
@@ -88,10 +88,10 @@ def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
 
 
 def deadline_of(scope: MutableMapping[str, Any]) -> float | None:
-    """Seconds within which the caller wants its first token; None if it does not say.
+    """Seconds within which the caller wants the first token; None if it sets no deadline.
 
     Raises:
-        RequestRefusedError: `x-request-deadline-ms` is no such number.
+        RequestRefusedError: `x-request-deadline-ms` is not a valid number.
     """
     text = Headers(scope=scope).get(_DEADLINE_HEADER)
     if text is None:
@@ -102,7 +102,7 @@ def deadline_of(scope: MutableMapping[str, Any]) -> float | None:
         milliseconds = math.nan
     if not 0 < milliseconds <= _MAX_DEADLINE_MS:
         raise RequestRefusedError(
-            f"{_DEADLINE_HEADER} must be a number of milliseconds more than 0",
+            f"{_DEADLINE_HEADER} must be a number of milliseconds above 0",
             code="invalid_value",
             param=_DEADLINE_HEADER,
         )

@@ -1,13 +1,14 @@
-"""Who may come in: Host, Origin and API key, checked before anything else, for HTTP and WebSocket.
+"""Checks Host, Origin and API key of every HTTP request and WebSocket before anything else.
 
-    Host     bound to loopback, it must name loopback (or an allowed origin): a rebound DNS name
-             could otherwise reach us
-    Origin   absent, the server's own, or allowed: browsers let any page open a WebSocket to us
+    Host     on a server bound to loopback it must name loopback (or an allowed origin), against
+             DNS rebinding
+    Origin   absent, the server's own, or allowed: browsers let any page open a WebSocket
     key      `/v1/*`, `/tokenize`, `/detokenize`: `Authorization: Bearer`, or for browsers'
              WebSockets a ticket as `?ticket=`, or the subprotocol `openai-insecure-api-key.<key>`
 
-Whoever is let in is known from here on (`callers`), and is told with every answer what is left of
-its limits. No key and no ticket leaves this file: the ticket is taken out of the address.
+The accepted caller is put into the scope (`callers`), and every answer gets headers with what is
+left of its limits. Keys and tickets do not leave this module: the ticket is removed from the query
+string.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Guard:
-    """ASGI middleware; a WebSocket is refused at its handshake with the same answer as HTTP.
+    """ASGI middleware. A WebSocket is refused at its handshake with the same answer as HTTP.
 
     Args:
-        limit_headers: what to tell a caller of its limits.
+        limit_headers: gives the headers with what is left of a caller's limits.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class Guard:
         self._limit_headers = limit_headers
         self._checks_host = config.is_loopback
         self._allowed_origins = frozenset(config.allowed_origins)
-        # A name trusted as an origin is no rebound name: a proxy here may pass it on as Host. Nor
-        # is the name that the server was told to listen on.
+        # Names of allowed origins are trusted: a local proxy may pass them on as Host. So is the
+        # name that the server was told to listen on.
         self._hosts = {"localhost", config.host_name.lower()} | {
             name for origin in self._allowed_origins if (name := urlsplit(origin).hostname)
         }
@@ -72,7 +73,7 @@ class Guard:
                 )
             else:
                 set_caller(scope, caller)
-                send = self._telling(caller, send)
+                send = self._adding_limits(caller, send)
         if failure is None:
             await self._app(scope, receive, send)
         else:
@@ -86,19 +87,19 @@ class Guard:
             return refusal(
                 403,
                 code="host_not_allowed",
-                message=f"this server is for this machine alone, and is not called {host!r}",
+                message=f"the Host {host!r} is not allowed: this server listens on loopback only",
             )
         is_reading = scope["type"] == "http" and scope["method"] in _READING_METHODS
         origin = headers.get("origin")
-        if origin is not None and not is_reading and not self._lets_in(origin.lower(), host):
+        if origin is not None and not is_reading and not self._allows(origin.lower(), host):
             return refusal(
                 403,
                 code="origin_not_allowed",
-                message=f"pages of {origin!r} may not use this server; see --allowed-origins",
+                message=f"the origin {origin!r} is not allowed; see --allowed-origins",
             )
         return None
 
-    def _lets_in(self, origin: str, host: str) -> bool:
+    def _allows(self, origin: str, host: str) -> bool:
         if not self._allowed_origins.isdisjoint((origin, "*")):
             return True
         return bool(host) and origin.partition("://")[2] == host
@@ -113,23 +114,23 @@ class Guard:
         key_id = await self._tickets.redeem(ticket)
         return None if key_id is None else self._keys.by_id(key_id)
 
-    def _telling(self, caller: Caller, send: Send) -> Send:
-        """Adds what is left of the caller's limits to the head of an answer."""
+    def _adding_limits(self, caller: Caller, send: Send) -> Send:
+        """Adds headers with what is left of the caller's limits to an answer."""
         if caller.limits == NO_LIMITS:
             return send
 
-        async def telling(message: Message) -> None:
+        async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in self._limit_headers(caller).items():
                     headers.setdefault(name, value)
             await send(message)
 
-        return telling
+        return send_with_limits
 
 
 def _pop_ticket(scope: Scope) -> str | None:
-    """The ticket in an address, which is taken out of it: addresses get into logs."""
+    """Remove the ticket from the query string and return it: URLs get into logs."""
     query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
     tickets = [value for name, value in query if name == _TICKET]
     if tickets:
@@ -147,7 +148,7 @@ def _subprotocol_keys(subprotocols: Sequence[str]) -> list[str]:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without the port; nothing where there is none."""
+    """The name in a Host header, without the port; empty if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,14 +1,14 @@
-"""The keys that open this server: those of `--api-key`, and those of the key file as it is now.
+"""The accepted API keys: those of `--api-key` and those of the key file, which may change.
 
-The file says which keys there are, whose they are, and what their tenants may do. It is TOML, or
-JSON of the same shape where its name ends in `.json`:
+The file lists keys, their tenants, and what the tenants may do. It is TOML, or JSON of the same
+structure if its name ends in `.json`:
 
     [[keys]]                            # key or sha256 (of the key, in hex), tenant, id?
     [tenants.NAME]                      # all of them optional, see `_TENANT_FIELDS`
 
-It is looked at when a key is offered, at most once a second, and read again when it has changed;
-one that makes no sense leaves everything as it was, and says so in the log once. Nothing of a key
-ever gets into an error.
+The file is checked when a key is offered, at most once a second, and read again when it has
+changed. If it has become invalid, the previous keys stay and the log says so once. No part of a key
+ever appears in an error.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _KEY_FIELDS = frozenset({"key", "sha256", "tenant", "id"})
 class KeyRing:
     """
     Args:
-        keys: of the tenant `default`, without limits.
-        file: of further keys.
-        clock: seconds that only grow.
+        keys: keys of the tenant `default`, without limits.
+        file: the key file.
+        clock: monotonic seconds.
 
     Raises:
-        ConfigError: the file makes no sense.
+        ConfigError: the file is invalid.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class KeyRing:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody needs a key."""
+        """Whether the server needs no key."""
         return self._file is None and not self._given
 
     def find(self, offered: Sequence[bytes]) -> Caller | None:
-        """Whose key is among those offered. What is compared is of one length, and all of it is,
-        whatever is found."""
+        """The caller of an offered key. Always compares every key, by digests of equal length, so
+        that the time taken reveals nothing."""
         self._poll()
         found = None
         for key in offered:
@@ -107,14 +107,14 @@ class KeyRing:
         try:
             self._callers = self._given | read_key_file(self._file)
         except ConfigError as error:
-            _LOG.error("the keys stay as they were: %s", error)
+            _LOG.error("keeping the previous API keys: %s", error)
         else:
             self._by_id = self._ids()
-            _LOG.info("read the key file again: %d keys", len(self._callers))
+            _LOG.info("reloaded the key file: %d keys", len(self._callers))
 
 
 def _stamp(file: Path | None) -> _Stamp:
-    """Changes when the file does, also when it was replaced by another of the same age."""
+    """Changes with the file, also when another file of the same age replaces it."""
     try:
         status = None if file is None else file.stat()
     except OSError:
@@ -123,12 +123,12 @@ def _stamp(file: Path | None) -> _Stamp:
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept and compared of a key."""
+    """The digest of a key; only digests are kept and compared."""
     return hashlib.sha256(key).digest()
 
 
 def name_of(digest: bytes) -> str:
-    """The id of a key that was given none."""
+    """The id of a key without a configured one."""
     return f"key-{digest.hex()[:12]}"
 
 
@@ -136,7 +136,7 @@ def read_key_file(path: Path) -> dict[bytes, Caller]:
     """Callers by the SHA-256 digest of their keys.
 
     Raises:
-        ConfigError: it cannot be read, or makes no sense.
+        ConfigError: the file cannot be read or is invalid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -144,7 +144,7 @@ def read_key_file(path: Path) -> dict[bytes, Caller]:
     except OSError as error:
         raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
     except ValueError as error:
-        # What is wrong with a text that holds keys is told by its place alone.
+        # The parser's message may quote a key, so only its position is reported.
         found = re.search(r"line \d+,? column \d+", str(error))
         where = f" at {found.group()}" if found else ""
         kind = "JSON" if path.suffix == ".json" else "TOML"
@@ -156,8 +156,8 @@ def read_key_file(path: Path) -> dict[bytes, Caller]:
 
 
 def _callers(values: Any) -> dict[bytes, Caller]:
-    _check(isinstance(values, dict), "it must be a table")
-    _check_fields(values, frozenset({"keys", "tenants"}), "it")
+    _check(isinstance(values, dict), "the top level must be a table")
+    _check_fields(values, frozenset({"keys", "tenants"}), "the top level")
     keys, tenants = values.get("keys", []), values.get("tenants", {})
     _check(isinstance(keys, list), "keys must be a list of tables")
     _check(isinstance(tenants, dict), "tenants must be a table of tables")
@@ -165,7 +165,7 @@ def _callers(values: Any) -> dict[bytes, Caller]:
     callers: dict[bytes, Caller] = {}
     for number, table in enumerate(keys, 1):
         digest, caller = _key(f"key {number}", table, of_tenant)
-        _check(digest not in callers, f"key {number} is there twice")
+        _check(digest not in callers, f"key {number} appears twice")
         callers[digest] = caller
     ids = [caller.key_id for caller in callers.values()]
     _check(len(set(ids)) == len(ids), "two keys have the same id")
@@ -178,7 +178,7 @@ def _key(where: str, table: Any, tenants: Mapping[str, Caller]) -> tuple[bytes, 
     key, sha256 = table.get("key"), table.get("sha256")
     _check((key is None) != (sha256 is None), f"{where} needs either key or sha256")
     if key is not None:
-        _check(isinstance(key, str) and bool(key.strip()), f"{where}: key must be a text")
+        _check(isinstance(key, str) and bool(key.strip()), f"{where}: key must be a string")
         digest = digest_of(key.encode())
     else:
         is_digest = isinstance(sha256, str) and _SHA256.fullmatch(sha256) is not None
@@ -212,7 +212,8 @@ def _tenant(name: Any, table: Any) -> Caller:
     _check(isinstance(table, dict), f"{where} must be a table")
     _check_fields(table, _TENANT_FIELDS, where)
     weight = _number(table, "weight", where, default=1.0)
-    _check(weight is not None and 1e-3 <= weight <= 1e3, f"{where}: weight must be in 0.001…1000")
+    is_weight = weight is not None and 1e-3 <= weight <= 1e3
+    _check(is_weight, f"{where}: weight must be between 0.001 and 1000")
     assert weight is not None
     salt = table.get("cache_salt", name)
     _check_name(salt, f"{where}: cache_salt")
@@ -237,7 +238,7 @@ def _bounds(table: Mapping[str, Any], where: str) -> tuple[int, int] | None:
         return None
     _check(
         least is not None and greatest is not None and least <= greatest,
-        f"{where}: min_priority and max_priority go together, the lesser first",
+        f"{where}: min_priority and max_priority must be set together, min_priority not greater",
     )
     assert least is not None
     assert greatest is not None
@@ -271,7 +272,7 @@ def _priority(table: Mapping[str, Any], name: str, where: str) -> int | None:
     value = table.get(name)
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     is_valid = value is None or (is_integer and -_MAX_PRIORITY <= value < _MAX_PRIORITY)
-    _check(is_valid, f"{where}: {name} must be a whole number")
+    _check(is_valid, f"{where}: {name} must be a 32-bit integer")
     return value
 
 
@@ -282,7 +283,7 @@ def _check_name(value: Any, where: str) -> None:
 
 def _check_fields(table: Mapping[Any, Any], known: frozenset[str], where: str) -> None:
     unknown = sorted(str(name) for name in set(table) - known)
-    # A key that was written where a name belongs must not be told either.
+    # An unknown name is not quoted either: it might be a misplaced key.
     _check(not unknown, f"{where} has {len(unknown)} unknown field(s); known: "
            f"{', '.join(sorted(known))}")  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Tickets in Redis, so that any gateway takes what another has sold.
+"""Tickets in Redis, so that any gateway accepts a ticket that another has issued.
 
-    penstock:ticket:<digest>    the id of the key it was bought with; gone with its first use
+    penstock:ticket:<digest>    the id of the key that requested it; deleted by its first use
 
-While Redis is away a gateway takes the tickets that it has sold itself meanwhile.
+While Redis is unavailable a gateway accepts only tickets that it issues itself in that time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.gateway.storage.redis_link import RedisLink
 
 
 class RedisTickets:
-    """`Tickets` of all gateways of one Redis."""
+    """`Tickets` shared by all gateways of one Redis."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link

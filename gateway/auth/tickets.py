@@ -1,8 +1,8 @@
-"""Tickets: what opens one WebSocket, once, where a header cannot be sent and a key must not be
-written into an address.
+"""Tickets: each opens one WebSocket once, for clients that cannot send a header and must not put
+their key into a URL.
 
-A ticket stands for the key it was bought with, and not for longer than that is valid. In memory
-here; `admission.redis_tickets` keeps them for all gateways.
+A ticket stands for the key that requested it, and is only valid while that key is. This module
+keeps tickets in memory; `auth.redis_tickets` keeps them for all gateways.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 TICKET_TTL_S = 30
-_MAX_TICKETS = 100_000  # beyond it the oldest goes: they are worth seconds
+_MAX_TICKETS = 100_000  # beyond it the oldest is dropped: tickets last only seconds
 
 
 class Tickets(Protocol):
@@ -23,7 +23,7 @@ class Tickets(Protocol):
         ...
 
     async def redeem(self, ticket: str) -> str | None:
-        """The id of the key it was bought with, the first time; None if it is none (any more)."""
+        """Use up a ticket: the id of the key that requested it; None if it is not valid."""
         ...
 
 
@@ -32,10 +32,10 @@ def new_ticket() -> str:
 
 
 class MemoryTickets:
-    """Of this process.
+    """Tickets of this process.
 
     Args:
-        clock: seconds that only grow.
+        clock: monotonic seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:

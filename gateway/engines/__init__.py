@@ -1,1 +1,1 @@
-"""The gateway's end of the wire to the engine, and the streams that outlive one."""
+"""The client of the engine, and the streams that outlive an engine."""

@@ -1,9 +1,9 @@
-"""The gateway's end of the wire: submits requests to the engine and hands out its streams.
+"""The client of the engine: submits requests and returns their streams.
 
-A connection to the engine is one *life*: it begins with `Hello` and `EngineInfo`, and ends when the
-connection is lost, the engine says `Failure`, is silent for too long, loses a frame, or somebody
-calls `mark_dead`. Then the next is tried, so a restarted engine is found without anyone's help, and
-goes on with the streams that are open (`open_streams`).
+A connection to the engine is one *life*. It begins with `Hello` and `EngineInfo`, and ends when the
+connection is lost, the engine sends `Failure`, is silent for too long or loses a frame, or when
+`mark_dead` is called. The client then connects again, so it finds a restarted engine by itself,
+which continues the open streams (`open_streams`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENGINE_WAIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _RETRY_S = 0.05  # while no engine listens
-# What of the stats is over when an engine dies: all but its counters and the sizes of its pools.
+# Stats that are reset when an engine dies: all but the counters and the sizes of its pools.
 _GAUGES = tuple(
     field.name
     for field in dataclasses.fields(EngineStats)
@@ -52,9 +52,9 @@ class EngineClient:
     """A gateway's link to one engine.
 
     Args:
-        address: path of the Unix socket at which the engine listens; it may not be there yet.
-        max_engine_lives: engines that may die with a request before it fails.
-        engine_wait_s: how long the streams of an engine that died wait for the next.
+        address: path of the Unix socket on which the engine listens; it need not exist yet.
+        max_engine_lives: how many engines may die with a request before it fails.
+        engine_wait_s: how long the streams of a dead engine wait for the next one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineClient:
         engine_wait_s: float = ENGINE_WAIT_S,
     ) -> None:
         self.stats = EngineStats()
-        self.info: EngineInfo | None = None  # None while no engine answers
+        self.info: EngineInfo | None = None  # None while there is no engine
         self._address = address
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._streams = OpenStreams(
@@ -78,12 +78,12 @@ class EngineClient:
         self._keeper: asyncio.Task[None] | None = None
         self._is_draining = False
         self._num_lives = 0
-        self._engine_pid = 0  # of the last that answered
+        self._engine_pid = 0  # of the last engine that answered
         self._num_silent_beats = 0
         self._num_steps = 0
-        self._last_step_s: float | None = None  # of the engine, for whatever gateway; None: no work
+        self._last_step_s: float | None = None  # the engine's, for any gateway; None: no work
 
-    # -- for everybody ----------------------------------------------------------------------
+    # -- public -----------------------------------------------------------------------------
 
     @property
     def is_alive(self) -> bool:
@@ -91,24 +91,24 @@ class EngineClient:
 
     @property
     def is_lost(self) -> bool:
-        """Whether an engine was here and is gone."""
+        """Whether there was an engine and it is gone."""
         return self.info is None and self._num_lives > 0
 
     @property
     def since_step_s(self) -> float:
-        """Seconds since the engine's last step ended, or its work began; 0 while it has none. It
-        grows while a step is stuck, whether or not heartbeats go on."""
+        """Seconds since the engine's last step ended or its work began; 0 while it has no work. It
+        grows while a step is stuck, even if heartbeats continue."""
         return 0.0 if self._last_step_s is None else time.monotonic() - self._last_step_s
 
     def start(self) -> None:
-        """Begin to connect; call it inside the event loop."""
+        """Start connecting. Must be called in the event loop."""
         self._keeper = asyncio.create_task(self._keep_connected(), name="engine-client")
 
     async def drain(
         self, grace_s: float, *, hand_over: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Take no more requests; let streams end on their own for a while, then fail the rest,
-        after `hand_over` had its chance with them."""
+        """Accept no more requests; let streams end by themselves for `grace_s`, then call
+        `hand_over` and fail the rest."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -119,47 +119,47 @@ class EngineClient:
         self._streams.fail_all(_SHUTDOWN)
 
     async def close(self) -> None:
-        """Let go of the engine; streams still open fail."""
+        """Disconnect from the engine; open streams fail."""
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeper
 
     async def wait_ready(self) -> EngineInfo:
-        """What the engine is, as soon as it says so."""
+        """The engine's info, as soon as there is an engine."""
         while self.info is None:
             await self._has_info.wait()
         return self.info
 
     def require_info(self) -> EngineInfo:
-        """What the engine is, for a request that comes in.
+        """The engine's info, for a new request.
 
         Raises:
-            EngineDeadError: no engine answers, or this gateway takes no more requests.
+            EngineDeadError: there is no engine, or this gateway accepts no more requests.
         """
         if self._is_draining:
             raise EngineDeadError(_SHUTDOWN)
         return self.info_for_running()
 
     def info_for_running(self) -> EngineInfo:
-        """What the engine is, for a request that was let in: a drain gives it time.
+        """The engine's info, for a request that was already admitted: also during a drain.
 
         Raises:
-            EngineDeadError: no engine answers.
+            EngineDeadError: there is no engine.
         """
         if self.info is None:
             raise EngineDeadError("the engine is not available")
         return self.info
 
     def submit(self, request: Request, *, epoch: int = 1) -> EngineStream:
-        """Queue a request for the engine. Its stream goes on when another engine takes over.
+        """Queue a request for the engine. If the engine dies, the next one continues the stream.
 
         Args:
-            epoch: of the owner, where gateways take requests over from each other: the highest
-                has the engine's.
+            epoch: of the owner, where gateways take over requests from each other: the engine obeys
+                the highest.
 
         Raises:
-            EngineDeadError: no engine answers.
+            EngineDeadError: there is no engine.
         """
         self.info_for_running()
         if self._last_step_s is None:
@@ -167,27 +167,27 @@ class EngineClient:
         return self._streams.open(request, epoch=epoch)
 
     def abort(self, stream: EngineStream) -> None:
-        """Stop a request; nothing more comes out of its stream. A finished one is left alone."""
+        """Stop a request; its stream yields nothing more. Does nothing if it has finished."""
         self._streams.abort(stream)
 
     def abort_branch(self, stream: EngineStream, index: int) -> None:
-        """Stop one branch of a request that goes on; what is on its way of it still comes."""
+        """Stop one branch; the request continues. Outputs in flight are still delivered."""
         self._streams.abort_branch(stream, index)
 
     def drop_prefix(self, token_ids: Sequence[int], cache_salt: str) -> None:
-        """Have the engine forget the cached KV of these tokens, as far as nobody else uses it.
+        """Have the engine drop the cached KV of these tokens, except what other requests use.
 
-        Without an engine there is nothing to forget.
+        Without an engine there is nothing to drop.
         """
         if self.info is not None:
             self._outbox.put_nowait(DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt))
 
     def mark_dead(self, reason: str) -> None:
-        """Somebody knows that the engine is gone: its streams wait for the next."""
+        """End the current life, because the engine is known to be gone."""
         if self._death is not None and not self._death.done():
             self._death.set_result(reason)
 
-    # -- one life after the other -----------------------------------------------------------
+    # -- lives ------------------------------------------------------------------------------
 
     async def _keep_connected(self) -> None:
         try:
@@ -195,10 +195,10 @@ class EngineClient:
                 socket = await self._connected()
                 try:
                     reason = await self._live(socket)
-                except Exception as error:  # a bug: tell, and try again
+                except Exception as error:  # a bug: report it, and try again
                     reason = f"{type(error).__name__}: {error}"
-                    self._bury(reason)
-                _LOG.error("the engine is gone: %s", reason)
+                    self._end_life(reason)
+                _LOG.error("lost the engine: %s", reason)
                 self._streams.tick()
                 await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
         finally:
@@ -206,7 +206,7 @@ class EngineClient:
             self._streams.fail_all(_SHUTDOWN)
 
     async def _connected(self) -> EngineSocket:
-        """As soon as an engine listens."""
+        """A connection, as soon as an engine listens."""
         while True:
             with contextlib.suppress(OSError):
                 return await EngineSocket.connect(self._address, self._on_frame)
@@ -214,7 +214,7 @@ class EngineClient:
             await asyncio.sleep(_RETRY_S)
 
     async def _live(self, socket: EngineSocket) -> str:
-        """From hello to death; returns the cause."""
+        """One life, from hello to the end; returns why it ended."""
         self._death = asyncio.get_running_loop().create_future()
         self._num_silent_beats = self._num_steps = 0
         self._outbox = asyncio.Queue()
@@ -224,7 +224,7 @@ class EngineClient:
         ]
         try:
             reason = await self._death
-            self._bury(reason)
+            self._end_life(reason)
             return reason
         finally:
             for task in tasks:
@@ -235,14 +235,14 @@ class EngineClient:
             socket.close()
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
-        # A bug in one of them must end the life, not leave a half-dead link.
+        # A bug in one task must end the life instead of leaving a half-working link.
         try:
             await work
         except Exception as error:
-            _LOG.exception("the link to the engine broke")
+            _LOG.exception("the link to the engine failed")
             self.mark_dead(f"{type(error).__name__}: {error}")
 
-    def _bury(self, reason: str) -> None:
+    def _end_life(self, reason: str) -> None:
         self.info = None
         self._has_info.clear()
         self._last_step_s = None
@@ -254,15 +254,15 @@ class EngineClient:
             await socket.send(encode(await self._outbox.get()))
 
     async def _watch(self, socket: EngineSocket) -> None:
-        """A killed engine's socket closes at once: no need to wait until it has been silent."""
+        """Ends the life when the socket closes: a killed engine's does at once."""
         await socket.disconnected.wait()
         self.mark_dead("its connection closed")
 
     async def _beat(self) -> None:
-        """Say hello until the engine answers, then show that we live and count its silence.
+        """Send `Hello` until the engine answers, then heartbeats, and count its silent beats.
 
-        Beats are counted, not seconds: after this event loop stood still, what the engine sent
-        meanwhile is read before the next beat.
+        Beats are counted instead of seconds: if this event loop was stopped for a while, it reads
+        what the engine sent in that time before the next beat.
         """
         while True:
             self._outbox.put_nowait(Hello() if self.info is None else Heartbeat())
@@ -278,7 +278,7 @@ class EngineClient:
         try:
             self._on_message(decode(frame))
         except Exception as error:
-            _LOG.exception("the link to the engine broke")
+            _LOG.exception("the link to the engine failed")
             self.mark_dead(f"{type(error).__name__}: {error}")
 
     def _on_message(self, message: Message) -> None:
@@ -290,23 +290,23 @@ class EngineClient:
             since_s = message.since_step_s
             self._last_step_s = None if since_s is None else time.monotonic() - since_s
         elif isinstance(message, EngineInfo):
-            if self.info is None:  # else a second answer, to a hello that had to wait
+            if self.info is None:  # otherwise it answers a second hello
                 self._num_lives += 1
                 self.info = message
                 self._has_info.set()
                 is_same, self._engine_pid = message.pid == self._engine_pid, message.pid
-                self._streams.go_on(is_same=is_same)
+                self._streams.continue_all(is_same=is_same)
         elif isinstance(message, Failure):
             self.mark_dead(message.message)
 
     def _on_step(self, step: Step) -> None:
         self._num_steps += 1
         if step.number != self._num_steps:
-            self.mark_dead(f"frame {step.number} came where {self._num_steps} was due")
+            self.mark_dead(f"got frame {step.number} instead of {self._num_steps}")
             return
         self.stats = step.stats or self.stats
         self._streams.deliver(step.outputs)
-        # Heartbeats correct it: other gateways may have work there.
+        # Other gateways may have work in the engine; the next heartbeat corrects this.
         self._last_step_s = time.monotonic() if self._streams else None
 
 
@@ -314,7 +314,7 @@ class EngineSocket(asyncio.Protocol):
     """Made by `connect`.
 
     Attributes:
-        disconnected: set once the connection is lost; all that came before was handed over.
+        disconnected: set once the connection is lost and all received frames were passed on.
     """
 
     def __init__(self, on_frame: Callable[[bytes], None]) -> None:
@@ -327,23 +327,23 @@ class EngineSocket(asyncio.Protocol):
     @classmethod
     async def connect(cls, address: str, on_frame: Callable[[bytes], None]) -> EngineSocket:
         """Args:
-            address: path of the Unix socket at which the engine listens.
-            on_frame: is called with every frame.
+            address: path of the Unix socket on which the engine listens.
+            on_frame: called with every frame.
 
         Raises:
-            OSError: nobody listens there.
+            OSError: nothing listens there.
         """
         loop = asyncio.get_running_loop()
         _, connected = await loop.create_unix_connection(lambda: cls(on_frame), address)
         return connected
 
     async def send(self, frame: bytes) -> None:
-        """Returns as soon as there is room for the next."""
+        """Send a frame; returns as soon as there is room for the next."""
         self.write(frame)
         await self._has_room.wait()
 
     def write(self, frame: bytes) -> None:
-        """Waits for nobody; `close` sends it still."""
+        """Send a frame without waiting; `close` still flushes it."""
         self._transport.write(framed(frame))
 
     def close(self) -> None:
@@ -358,7 +358,7 @@ class EngineSocket(asyncio.Protocol):
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)
-        except ValueError:  # this is no engine
+        except ValueError:  # not an engine's frames
             self._transport.abort()
 
     def pause_writing(self) -> None:

@@ -1,10 +1,10 @@
-"""One request's outputs on their way from the wire to whoever reads them.
+"""One request's outputs between the transport and their reader.
 
-What was not read yet is merged per branch, so a slow reader costs a few integers per token and
-gets several tokens at once. All tokens that came are kept, so that another engine can go on from
-them: a single output is continued, and only what belongs to its prompt may come twice; several
-outputs and searches begin anew, and their first tokens must be those that are known, or it is
-another answer (`Replay`).
+Unread outputs are merged per branch, so a slow reader costs a few integers per token and gets
+several tokens at once. All received tokens are kept, so that another engine can continue from them.
+A single output is continued where it stopped, and only data about its prompt may arrive twice.
+Several outputs and beam searches are computed again from the start, and their first tokens must
+equal the known ones, otherwise the request fails (`Replay`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from penstock.gateway.errors import GenerationFailedError
 
 
 class EngineStream:
-    """A request's outputs, in order; those of one branch merge, but never across a notice.
+    """A request's outputs, in order; those of one branch are merged, but never across a notice.
 
     Attributes:
-        wire_id: its name in the engine that computes it; None while none does.
-        token_ids: by branch, all that came.
-        ended: branches that need nothing more: they finished, or are not wanted.
-        epoch: of the owner of what is computed, where gateways share it; otherwise 1.
+        wire_id: the request's id in the engine that computes it; None while no engine does.
+        token_ids: all received tokens, by branch.
+        ended: branches that finished or were aborted.
+        epoch: of the owner, where gateways take over requests from each other; otherwise 1.
         num_deaths: engines that died while they had this request.
-        num_strikes: those of them since its last output came.
+        num_strikes: those deaths since its last output.
     """
 
     __slots__ = (
         "_error",
         "_is_done",
+        "_last_index",
         "_num_prompt_logprobs",
         "_num_submits",
         "_on_ready",
-        "_open",
         "_pending",
         "_replay",
         "ended",
@@ -59,7 +59,8 @@ class EngineStream:
         self.num_deaths = 0
         self.num_strikes = 0
         self._pending: list[RequestOutput | _Merged] = []
-        self._open: dict[int, int] = {}  # by branch, once outputs merge: the place of its last
+        # By branch, while outputs are merged: the index of its last output in `_pending`.
+        self._last_index: dict[int, int] = {}
         self._error: Exception | None = None
         self._is_done = False
         self._on_ready: Callable[[], None] | None = None
@@ -70,36 +71,36 @@ class EngineStream:
     # -- for the reader ---------------------------------------------------------------------
 
     async def next(self) -> list[RequestOutput]:
-        """Everything that came since the last call; waits while there is nothing.
+        """All outputs since the last call; waits while there are none.
 
         Raises:
-            EngineDeadError: the engine died, and no other came to go on.
-            GenerationFailedError: no engine can go on with this request.
+            EngineDeadError: the engine died and no other replaced it in time.
+            GenerationFailedError: no engine can continue this request.
         """
         while not self._pending and self._error is None:
             waiter = asyncio.get_running_loop().create_future()
             self.when_ready(partial(_release, waiter))
             await waiter
-        return self.take()
+        return self.next_nowait()
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Have this called, once, as soon as there is something to take; maybe at once."""
+        """Call `call` once, as soon as `next_nowait` has something to return; maybe at once."""
         if self._pending or self._error is not None:
             call()
         else:
             self._on_ready = call
 
-    def take(self) -> list[RequestOutput]:
-        """Everything that came since the last call, if anything did.
+    def next_nowait(self) -> list[RequestOutput]:
+        """All outputs since the last call, without waiting; may be empty.
 
         Raises:
             Exception: as `next`.
         """
-        if not self._pending and self._error is not None:  # first what arrived, then the error
+        if not self._pending and self._error is not None:  # outputs come before the error
             raise self._error
         outputs, self._pending = self._pending, []
-        if self._open:
-            self._open.clear()
+        if self._last_index:
+            self._last_index.clear()
         return [
             output if isinstance(output, RequestOutput) else output.whole() for output in outputs
         ]
@@ -107,10 +108,10 @@ class EngineStream:
     # -- for the client ---------------------------------------------------------------------
 
     def push(self, output: RequestOutput) -> None:
-        """An output came.
+        """Add an output.
 
         Raises:
-            GenerationFailedError: it contradicts what came from an engine before.
+            GenerationFailedError: it differs from what an earlier engine sent.
         """
         if self._is_done:
             return
@@ -143,19 +144,19 @@ class EngineStream:
                 self._wake()
 
     def lose_engine(self) -> None:
-        """The engine that computed it is gone."""
+        """The engine that computed the request is gone."""
         self.wire_id = None
         self.num_deaths += 1
         self.num_strikes += 1
 
     def forgive_death(self) -> None:
-        """The engine had not died: the link to it was lost."""
+        """The engine had not died: only the link to it was lost."""
         self.num_deaths -= 1
         self.num_strikes = max(0, self.num_strikes - 1)
 
     def submit(self) -> Submit:
-        """What an engine has to be asked at first, and so that it goes on. Each time under an id
-        of its own: an engine, and what comes of it, may still know the one before."""
+        """The message that starts or continues the request in an engine. Each has a new id, because
+        the engine, or outputs in flight, may still refer to the previous one."""
         request_id, num_before = self.request.request_id, self._num_submits
         self._num_submits += 1
         owner = f"@{self.epoch}" if self.epoch > 1 else ""
@@ -182,18 +183,18 @@ class EngineStream:
         )
 
     def _merge(self, output: RequestOutput) -> None:
-        """Another output came before the last was read."""
-        pending, index = self._pending, output.index
-        if not self._open:
-            self._open = {each.index: 0 for each in pending if isinstance(each, RequestOutput)}
-        place = self._open.get(index)
-        if place is None or output.notice is not None:
-            self._open[index] = len(pending)
+        """Add an output while others are unread."""
+        pending, branch = self._pending, output.index
+        if not self._last_index:
+            self._last_index = {e.index: 0 for e in pending if isinstance(e, RequestOutput)}
+        index = self._last_index.get(branch)
+        if index is None or output.notice is not None:
+            self._last_index[branch] = len(pending)
             pending.append(output)
             return
-        last = pending[place]
+        last = pending[index]
         if isinstance(last, RequestOutput):
-            last = pending[place] = _Merged(last)
+            last = pending[index] = _Merged(last)
         last.add(output)
 
     def _wake(self) -> None:
@@ -208,7 +209,7 @@ def _release(waiter: asyncio.Future[None]) -> None:
 
 
 class _Merged:
-    """Outputs of one branch that were not read yet: the first, and what later ones add to it."""
+    """Several unread outputs of one branch, merged."""
 
     __slots__ = (
         "_first",
@@ -240,18 +241,18 @@ class _Merged:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
             num_cached_tokens=self._num_cached_tokens,
-            notice=self._first.notice,  # no other has one
+            notice=self._first.notice,  # only the first can have one
         )
 
 
 class Replay:
-    """Takes what is known out of one stream's outputs.
+    """Removes from a stream's outputs what an earlier engine already sent.
 
     Args:
-        due: by branch, the tokens that come again.
-        ended: branches of which nothing more is wanted.
-        num_prompt_logprobs: as many are known.
-        has_tokens: tokens had come, and with them how many of the prompt's were cached.
+        due: the tokens that will come again, by branch.
+        ended: branches whose outputs are dropped.
+        num_prompt_logprobs: how many were received.
+        has_tokens: tokens were received, and with the first of them the number of cached tokens.
     """
 
     def __init__(
@@ -274,19 +275,19 @@ class Replay:
         return not self._due and not self._ended
 
     def unseen(self, output: RequestOutput) -> RequestOutput | None:
-        """What of an output is new, if anything is.
+        """The new part of an output; None if nothing is new.
 
         Raises:
-            GenerationFailedError: it contradicts what is known.
+            GenerationFailedError: the output differs from the known tokens.
         """
         prompt_logprobs = self._unseen_prompt_logprobs(output)
         if output.index in self._ended:
-            return None  # computed before the engine heard that it is not wanted
+            return None  # computed before the engine received the abort
         num_known = self._num_known(output)
         token_ids = output.token_ids[num_known:]
         num_cached = 0 if self._has_tokens else output.num_cached_tokens
-        is_told = token_ids or prompt_logprobs or num_cached or output.finish_reason
-        if not is_told and output.notice is None and output.queue_position is None:
+        has_news = token_ids or prompt_logprobs or num_cached or output.finish_reason
+        if not has_news and output.notice is None and output.queue_position is None:
             return None
         return dataclasses.replace(
             output,
@@ -302,7 +303,7 @@ class Replay:
         return output.prompt_logprobs[num_known:]
 
     def _num_known(self, output: RequestOutput) -> int:
-        """How many of its tokens, from the first on, are known."""
+        """How many of an output's first tokens are known."""
         index, token_ids = output.index, output.token_ids
         due = self._due.get(index)
         if due is None or output.error is not None:
@@ -312,9 +313,9 @@ class Replay:
         is_cut_short = output.finish_reason is not None and start + len(token_ids) < len(due)
         if token_ids[: len(known)] != known or is_cut_short:
             raise GenerationFailedError(
-                "the engine died, and its successor answers this request differently"
+                "the engine died, and the next one answers this request differently"
             )
         self._num_seen[index] += len(known)
         if token_ids and self._num_seen[index] == len(due):
-            del self._due[index]  # with the first token all that belongs to the prompt is here
+            del self._due[index]  # data about the prompt arrives with the first token
         return len(known)

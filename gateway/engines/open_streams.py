@@ -1,15 +1,15 @@
-"""The streams that are open, whichever engine computes them: they outlive it.
+"""The open streams, which outlive the engine that computes them.
 
-When the engine dies they wait; the next one is asked to go on with them. One of them may be what
-kills engines. So who was there at two deaths in a row without an output between them is a suspect:
-suspects enter the next engine one at a time, each when the one before has had an output, and if
-the engine dies with one again, that one is to blame.
+When the engine dies they wait, and the next engine continues them. One of the requests may be the
+cause of the deaths. A request that was in the engine at two deaths in a row, with no output between
+them, is a suspect. Suspects enter the next engine one at a time, each after the previous one has
+had an output; if the engine dies again with a suspect, that request fails.
 
-    in the engine ──death──► waiting ──return──► in the engine        (suspects: one by one)
-         │                      └─ nobody returns, too many deaths, to blame ──► failed
-         └─ last output, abort ──► gone
+    in the engine ──death──► waiting ──new engine──► in the engine        (suspects: one by one)
+         │                      └─ no engine in time, too many deaths ──► failed
+         └─ last output, abort ──► closed
 
-Plans messages, sends none.
+This module only plans messages; `post` sends them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError
 
 _MAX_STRIKES = 3
-_TRIAL_S = 10.0  # an engine that lives so long with a suspect is not killed by its mere arrival
+_TRIAL_S = 10.0  # an engine that survives a suspect for this long accepts the next one
 
 
 class OpenStreams:
     """
     Args:
-        post: takes a message for the engine of the moment.
-        max_engine_lives: engines that may die with a request; the last takes it along.
-        engine_wait_s: for the return of an engine.
-        clock: seconds.
+        post: sends a message to the current engine.
+        max_engine_lives: a request fails when this many engines have died with it.
+        engine_wait_s: how long to wait for the next engine.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class OpenStreams:
         self._clock = clock
         self._streams: dict[EngineStream, None] = {}  # in order
         self._in_engine: dict[str, EngineStream] = {}  # by wire id
-        self._lost: list[EngineStream] = []  # with the last engine
-        self._death: tuple[float, str] | None = None  # when and why, while no engine is there
+        self._lost: list[EngineStream] = []  # those that the last engine had
+        self._death: tuple[float, str] | None = None  # when and why, while there is no engine
         self._suspects: deque[EngineStream] = deque()
         self._trial: EngineStream | None = None
         self._trial_began_s = 0.0
@@ -68,7 +68,7 @@ class OpenStreams:
         return stream
 
     def abort(self, stream: EngineStream) -> None:
-        """Stop a request, wherever it is. A finished one is left alone."""
+        """Stop a request. Does nothing if it has finished."""
         if stream not in self._streams:
             return
         del self._streams[stream]
@@ -77,17 +77,17 @@ class OpenStreams:
             self._leave(stream)
 
     def abort_branch(self, stream: EngineStream, index: int) -> None:
-        """Stop one branch of a request that goes on; what is on its way of it still comes."""
+        """Stop one branch; the request continues. Outputs in flight are still delivered."""
         if stream in self._streams:
             stream.ended.add(index)
             if stream.wire_id is not None:
                 self._post(Abort(branches=((stream.wire_id, index),)))
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """An iteration's outputs came."""
+        """Pass the outputs of an engine's iteration to their streams."""
         find = self._in_engine.get
         for output in outputs:
-            # What was aborted while its tokens were on their way is simply not here any more.
+            # A request may have been aborted while its outputs were in flight.
             stream = find(output.request_id)
             if stream is None:
                 continue
@@ -106,7 +106,7 @@ class OpenStreams:
     # -- the engine's lives -----------------------------------------------------------------
 
     def lose_engine(self, reason: str) -> None:
-        """The engine died, or its link did: then it is told that nobody listens any more."""
+        """The engine died or the link was lost. In the latter case the engine gets the aborts."""
         if self._death is None:
             self._death = self._clock(), reason
         if self._in_engine:
@@ -123,11 +123,11 @@ class OpenStreams:
             elif stream.num_deaths >= self._max_engine_lives:
                 self._fail(stream, EngineDeadError(f"the engine died: {reason}"))
 
-    def go_on(self, *, is_same: bool = False) -> None:
-        """An engine is there: it goes on with all that wait.
+    def continue_all(self, *, is_same: bool = False) -> None:
+        """There is an engine: it continues all waiting streams.
 
         Args:
-            is_same: the one that was lost. It had not died: it stood still, or this gateway did.
+            is_same: it is the engine that was lost: it or this gateway had only been stopped.
         """
         self._death = None
         if is_same:
@@ -142,7 +142,7 @@ class OpenStreams:
         self._try_next()
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Called regularly: checks the time limits."""
         now_s = self._clock()
         if self._death is not None and now_s - self._death[0] >= self._engine_wait_s:
             self.fail_all(f"the engine died: {self._death[1]}")
@@ -167,11 +167,11 @@ class OpenStreams:
             self._post(Abort(branches=branches))
 
     def _try_next(self) -> None:
-        """Let the next suspect in, if there is one."""
+        """Submit the next suspect, if there is one."""
         self._trial = None
         while self._suspects and self._trial is None:
             stream = self._suspects.popleft()
-            if stream in self._streams:  # still wanted
+            if stream in self._streams:  # not aborted
                 self._trial, self._trial_began_s = stream, self._clock()
                 self._submit(stream)
 
@@ -182,7 +182,7 @@ class OpenStreams:
         stream.fail(error)
 
     def _leave(self, stream: EngineStream) -> None:
-        """The engine is done with a stream."""
+        """The engine no longer has the stream."""
         assert stream.wire_id is not None
         del self._in_engine[stream.wire_id]
         stream.wire_id = None

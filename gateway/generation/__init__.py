@@ -1,1 +1,1 @@
-"""From a request to deltas of text, whatever the API and the transport."""
+"""From a request to deltas of text, independent of API and transport."""

@@ -1,6 +1,6 @@
-"""Whether a request fits the model's context and the engine's KV memory, said before it is sent.
+"""Checks before submission whether a request fits the model's context and the engine's KV memory.
 
-Pure functions of what the engine told of itself.
+Pure functions of the engine's `EngineInfo`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.auth.callers import Caller
 
 _MIN_PROMPT_BYTES = 1 << 20
-_BYTES_PER_TOKEN = 16  # four times those of English
+_BYTES_PER_TOKEN = 16  # four times the average of English
 
 
 def default_prompt_bytes(max_model_len: int) -> int:
-    """Bytes of a prompt's text beyond which it is not tokenised, where nobody says."""
+    """The default of `--max-prompt-bytes`: longer prompts are not tokenised."""
     return max(_MIN_PROMPT_BYTES, _BYTES_PER_TOKEN * max_model_len)
 
 
@@ -33,23 +33,25 @@ def check_prompt_bytes(
     param: str,
     num_known_tokens: int = 0,
 ) -> None:
-    """Refuse a text that cannot fit the context, by its length alone: tokenising it takes seconds.
+    """Refuse a text whose length shows that it cannot fit the context. Tokenising it would take
+    seconds.
 
     Args:
-        longest_token_bytes: the tokenizer's; None: it has none, or the prompt need not fit.
-        max_bytes: the limit in that case; None: the default.
+        longest_token_bytes: length of the tokenizer's longest token; None: there is no such bound,
+            or the prompt need not fit.
+        max_bytes: the limit where `longest_token_bytes` is None; None: the default.
         param: the parameter that the text came from.
-        num_known_tokens: those before the text.
+        num_known_tokens: tokens before the text.
 
     Raises:
-        PromptTooLongError: the text is too long to fit, or to be tokenised.
+        PromptTooLongError: the text is too long for the context, or to be tokenised.
     """
-    # One character has up to four bytes; nearly all texts need not be encoded to be let through.
+    # A character has at most four bytes, so nearly all texts pass without being encoded.
     if longest_token_bytes is None:
         limit = max_bytes or default_prompt_bytes(max_model_len)
         if len(text) * 4 > limit and (num_bytes := _num_bytes(text)) > limit:
             raise PromptTooLongError(
-                f"the prompt has {num_bytes} bytes of text, and this server tokenises at most "
+                f"the prompt has {num_bytes} bytes of text, but this server accepts at most "
                 f"{limit} (--max-prompt-bytes)",
                 param=param,
             )
@@ -71,13 +73,13 @@ def _num_bytes(text: str) -> int:
 def output_limit(
     request: SamplingRequest, num_prompt_tokens: int, *, max_model_len: int, param: str
 ) -> int:
-    """Output tokens at most: what is asked for, as far as the context has room.
+    """The maximum of output tokens: the requested number, or less if the context has less room.
 
     Args:
         param: the parameter that the prompt came from.
 
     Raises:
-        InvalidRequestError: there is no room, or not for `min_tokens`.
+        InvalidRequestError: there is no room for output, or not enough for `min_tokens`.
     """
     if num_prompt_tokens == 0:
         raise InvalidRequestError("the prompt has no tokens", param=param)
@@ -93,9 +95,8 @@ def output_limit(
         )
     if request.min_tokens > room:
         raise PromptTooLongError(
-            f"min_tokens is {request.min_tokens}, but beside the prompt's "
-            f"{num_prompt_tokens} tokens the model's context of {max_model_len} "
-            f"tokens has room for {room}",
+            f"min_tokens is {request.min_tokens}, but after the prompt's {num_prompt_tokens} "
+            f"tokens the model's context of {max_model_len} tokens has room for only {room}",
             param="min_tokens",
         )
     if wanted is not None and request.min_tokens > wanted:
@@ -106,20 +107,20 @@ def output_limit(
 def fit_branches(
     params: SamplingParams, num_prompt_tokens: int, *, info: EngineInfo, is_limit_given: bool
 ) -> SamplingParams:
-    """Parameters whose branches all fit into KV memory at once, at their longest.
+    """Parameters whose branches all fit into KV memory at the same time, at full length.
 
-    Where the caller named no limit of output tokens, it is lowered to what fits.
+    If the caller set no limit of output tokens, the limit is lowered to what fits.
 
     Raises:
-        InvalidRequestError: too many branches, or too long ones.
+        InvalidRequestError: the branches are too many or too long.
     """
     if params.num_branches == 1:
         return params
     name = "n" if params.num_branches == params.n else "best_of"
     if params.num_branches > info.max_num_seqs:
         raise InvalidRequestError(
-            f"{name} asks for {params.num_branches} outputs at once, and this server computes at "
-            f"most {info.max_num_seqs} sequences at once",
+            f"{name} requests {params.num_branches} outputs, but this server runs at most "
+            f"{info.max_num_seqs} sequences at once",
             param=name,
         )
 
@@ -130,11 +131,11 @@ def fit_branches(
     least = params.max_tokens if is_limit_given else max(params.min_tokens, 1)
     if num_blocks(least) > info.num_blocks:
         raise InvalidRequestError(
-            f"{params.num_branches} outputs of {least} tokens to a prompt of {num_prompt_tokens} "
-            f"need {num_blocks(least)} KV blocks, and this server has {info.num_blocks}",
+            f"{params.num_branches} outputs of {least} tokens for a prompt of {num_prompt_tokens} "
+            f"tokens need {num_blocks(least)} KV blocks, but this server has {info.num_blocks}",
             param=name,
         )
-    # The longest that fits: blocks grow with tokens.
+    # The number of blocks grows with the limit, so bisection finds the largest limit that fits.
     limits = range(least, params.max_tokens + 1)
     num_fitting = bisect.bisect_right(limits, info.num_blocks, key=num_blocks)
     return dataclasses.replace(params, max_tokens=limits[num_fitting - 1])
@@ -143,10 +144,10 @@ def fit_branches(
 def check_vocabulary(
     token_ids: Sequence[int] | Mapping[int, float], size: int, *, param: str
 ) -> None:
-    """Refuse ids that are none of the model's.
+    """Refuse token ids that are not in the vocabulary.
 
     Raises:
-        InvalidRequestError: there is one.
+        InvalidRequestError: there is such an id.
     """
     if token_ids and max(token_ids) >= size:
         raise InvalidRequestError(
@@ -154,19 +155,18 @@ def check_vocabulary(
         )
 
 
-def fitting_priority(caller: Caller, request: SamplingRequest, policy: str) -> int:
-    """What a request runs with: what it asks for, as far as the caller may ask.
+def effective_priority(caller: Caller, request: SamplingRequest, policy: str) -> int:
+    """The requested priority, clamped to the caller's bounds.
 
     Raises:
-        InvalidRequestError: it asks for a priority that the scheduler would not heed.
+        InvalidRequestError: a priority is requested, but the scheduler does not use priorities.
     """
     asked = request.priority if "priority" in request.model_fields_set else None
     if policy == "priority":
         return caller.priority_of(asked)
     if asked and caller.priority_bounds is not None:
         raise InvalidRequestError(
-            "this server serves in the order of arrival; priority needs it started with "
-            "--scheduling-policy priority",
+            "priority is not enabled on this server; start it with --scheduling-policy priority",
             param="priority",
         )
     return 0

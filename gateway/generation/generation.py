@@ -1,11 +1,11 @@
-"""From a planned request to deltas of text, whatever the transport.
+"""From a planned request to deltas of text, independent of the transport.
 
     engine → outputs of branches → deltas → finish reasons and usage
 
-Lives here: stop strings, the choice of the best branches, the promise that a generation that is
-left early is aborted, and going on from the middle of one. A `Branch` is one output as it grows:
-an engine's tokens in, what a reader is told out. `DeltaSource` is what answers are made from; a
-`Generation` has its deltas from an engine, `api.responses.logged_generation` from a log.
+This module handles stop strings, the choice of the best branches, aborting a generation that is
+left early, and continuing one from the middle. A `Branch` is one growing output: the engine's
+tokens go in, deltas come out. APIs make their answers from a `DeltaSource`: a `Generation` gets its
+deltas from an engine, `api.responses.logged_generation` from a log.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class Output:
 
 
 class Generation:
-    """One prompt and the branches of output that answer it. Used as a context: entering submits
-    the request, leaving before the end aborts it.
+    """One prompt and the branches of output that answer it. A context manager: entering it submits
+    the request, leaving it before the end aborts the request.
 
         with generation:
             while (deltas := await generation.next()) is not None:
                 ...
         generation.branches[0].finish_reason, generation.usage
 
-    A request with `output_token_ids` goes on from the middle, wherever its beginning was computed:
-    what those tokens make of text beyond `shown_text` (half a character may be held back at the
-    cut) is the first delta.
+    A request with `output_token_ids` continues from the middle, wherever its beginning was
+    computed. The first delta is the text of those tokens beyond `shown_text`, for example a
+    character that was incomplete at the cut.
 
     Args:
         texts: one per branch that is computed.
-        shown_text: what has been delivered of the output.
+        shown_text: the part of the output that was already delivered.
         epoch: see `EngineClient.submit`.
-        reservation: what it holds until it is left or discarded; None: nothing.
+        reservation: released when the generation is left or discarded; None: nothing is reserved.
 
     Attributes:
-        prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; all of
-            them are there when the first delta comes.
-        prefix_id: names the KV of all full blocks of prompt and output to an engine; None before
-            the end, and where only the gateway knew the end.
+        prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; complete
+            when the first delta arrives.
+        prefix_id: identifies the KV of all full blocks of prompt and output in an engine; None
+            before the end, and if the gateway ended the output.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Generation:
     def __enter__(self) -> Generation:
         """
         Raises:
-            EngineDeadError: no engine answers.
-            GenerationFailedError: the output so far is not what its tokens say.
+            EngineDeadError: the engine is not available.
+            GenerationFailedError: the delivered text does not match the output tokens.
         """
         if self.request.output_token_ids:
             self._catch_up(self.request.output_token_ids)
@@ -108,7 +108,7 @@ class Generation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Not a coroutine, so no cancellation can come between the client's leaving and this.
+        # Not a coroutine, so that cancellation cannot interrupt it.
         if self._stream is not None:
             self._engine.abort(self._stream)
         self._stream = None
@@ -117,14 +117,14 @@ class Generation:
         rest = FinishReason.ERROR if is_error else FinishReason.ABORT
         reason = self.branches[0].finish_reason if self.is_finished else None
         self._meter.finished((reason or rest).value)
-        self._settle_reservation()
+        self._release_reservation()
 
     def discard(self) -> None:
-        """It will not be entered: give back what it holds."""
-        self._reservation.settle()
+        """Release the reservation of a generation that will not be entered."""
+        self._reservation.release()
 
     def cancel(self) -> None:
-        """Stop it; what has come so far is still delivered, and then the end."""
+        """Stop the generation. Output that has already arrived is still delivered, then the end."""
         if self._stream is None:
             return
         self._engine.abort(self._stream)
@@ -143,12 +143,12 @@ class Generation:
 
     @property
     def num_wanted(self) -> int:
-        """Branches that the caller is to see; more of them may be computed."""
+        """Branches that the caller gets; more may be computed."""
         return self.request.sampling_params.n
 
     @property
     def usage(self) -> Usage:
-        """The prompt once, and the tokens of all branches that were computed."""
+        """The prompt is counted once; output tokens include all computed branches."""
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             output_tokens=sum(len(branch.token_ids) for branch in self.branches),
@@ -156,7 +156,8 @@ class Generation:
         )
 
     def best(self) -> Sequence[int]:
-        """The indices of the branches wanted: all, or the likeliest per token, best first."""
+        """The indices of the branches for the caller: all, or those of the highest mean logprob,
+        best first."""
         indices = range(len(self.branches))
         if self.num_wanted == len(indices):
             return indices
@@ -164,11 +165,11 @@ class Generation:
         return ranked[: self.num_wanted]
 
     def output_token_ids(self, rank: int) -> Sequence[int]:
-        """Of a branch wanted, so far."""
+        """The token ids so far of the branch of this rank."""
         return self.branches[self.best()[rank]].token_ids
 
     async def next(self) -> list[Delta] | None:
-        """All that came since the last call, in order; None at the end.
+        """All deltas since the last call, in order; None at the end.
 
         Raises:
             EngineDeadError: the engine died.
@@ -185,20 +186,20 @@ class Generation:
                 return deltas
         return None
 
-    def take(self) -> list[Delta]:
-        """What `next` would give if it did not wait; nothing if it would. For who is called by
-        `when_ready` at every token, and needs no task for it.
+    def next_nowait(self) -> list[Delta]:
+        """All deltas since the last call, without waiting; may be empty. For callbacks of
+        `when_ready`, which need no task.
 
         Raises:
             Exception: as `next`.
         """
         due, self._due = self._due, []
         if self._num_running and self._stream is not None:
-            due += self._deltas(self._stream.take())
+            due += self._deltas(self._stream.next_nowait())
         return due
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Have this called, once, as soon as there is something to take; maybe at once."""
+        """Call `call` once, as soon as `next_nowait` has something to return; maybe at once."""
         assert self._stream is not None, "when_ready() outside of its context"
         self._stream.when_ready(call)
 
@@ -214,7 +215,7 @@ class Generation:
         return deltas
 
     def _catch_up(self, token_ids: tuple[int, ...]) -> None:
-        """Take what is known of the output, as if it had just come."""
+        """Process the output tokens that are known, as if they had just arrived."""
         assert len(self.branches) == 1, "only a single output can be continued"
         reason = self._end_of(token_ids)
         delta = self.branches[0].add(
@@ -226,14 +227,15 @@ class Generation:
             )
         )
         if not delta.text.startswith(self._shown_text):
-            raise GenerationFailedError("the text that was delivered is not that of its tokens")
+            raise GenerationFailedError("the delivered text does not match the output tokens")
         delta.text = delta.text[len(self._shown_text) :]
         self._num_running -= delta.finish_reason is not None
         if delta.text or delta.finish_reason:
             self._due.append(delta)
 
     def _end_of(self, token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Why the output ends with these tokens, if it does: its last words may have been lost."""
+        """Why the output ends with these tokens; None if it does not. The finish reason may have
+        been lost with the previous owner."""
         info, params = self._engine.info_for_running(), self.request.sampling_params
         ends = params.stop_token_ids + (() if params.ignore_eos else info.eos_token_ids)
         if len(token_ids) >= params.min_tokens and token_ids[-1] in ends:
@@ -252,7 +254,7 @@ class Generation:
             raise GenerationFailedError(message)
         branch = self.branches[output.index]
         if branch.finish_reason is not None:
-            return None  # on its way when the branch was stopped
+            return None  # already in flight when the branch was stopped
         if output.num_cached_tokens:
             self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs:
@@ -276,12 +278,12 @@ class Generation:
             wait_s = self._reservation.wait_s(output.num_tokens_ahead)
             delta.estimated_wait_ms = round(wait_s * 1e3)
             return delta
-        is_telling = delta.text or delta.logprobs or delta.finish_reason or delta.notice
-        return delta if is_telling else None
+        has_content = delta.text or delta.logprobs or delta.finish_reason or delta.notice
+        return delta if has_content else None
 
-    def _settle_reservation(self) -> None:
+    def _release_reservation(self) -> None:
         used = self.usage
-        self._reservation.settle(
+        self._reservation.release(
             num_prompt=used.prompt_tokens if used.output_tokens else 0,
             num_cached=used.cached_tokens if used.output_tokens else 0,
             num_output=used.output_tokens,
@@ -289,7 +291,8 @@ class Generation:
         )
 
     def _stop(self, index: int) -> None:
-        """A stop string was found: only the gateway knows, so the engine must be told."""
+        """Tell the engine that a branch has ended with a stop string, which only the gateway
+        finds."""
         assert self._stream is not None
         if self.is_finished:
             self._engine.abort(self._stream)
@@ -300,11 +303,12 @@ class Generation:
 async def merged(
     generations: Sequence[DeltaSource],
 ) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """Enters several generations, and gives their deltas as they come, each with its number."""
+    """Enter several generations and yield their deltas as they arrive, with the generation's
+    number."""
     with contextlib.ExitStack() as stack:
         for generation in generations:
             stack.enter_context(generation)
-        if len(generations) == 1:  # no tasks on the usual path
+        if len(generations) == 1:  # the usual path needs no tasks
             while (deltas := await generations[0].next()) is not None:
                 yield 0, deltas
             return
@@ -327,7 +331,7 @@ async def merged(
 
 
 async def collected(generations: Sequence[DeltaSource]) -> list[list[Output]]:
-    """The outputs wanted of each generation, whole."""
+    """The best outputs of each generation, whole."""
     deltas: dict[tuple[int, int], list[Delta]] = {}  # by generation and branch
     async with contextlib.aclosing(merged(generations)) as batches:
         async for number, batch in batches:
@@ -351,16 +355,16 @@ def _whole(deltas: Sequence[Delta]) -> Output:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made for every token
 class Delta:
-    """What came of one branch since its last delta.
+    """One branch's output since its last delta.
 
     Attributes:
-        index: which branch.
+        index: the branch.
         text: may be empty while a character or a stop string is incomplete.
         logprobs: one entry per token that has text; empty unless asked for.
-        finish_reason: set on the branch's last delta, and only there.
-        notice: what happened to the branch before this text came.
-        queue_position: of a request that waits and asked for it: how many are served before it.
-        estimated_wait_ms: with it, until its own turn; 0 while nothing is measured.
+        finish_reason: set only on the branch's last delta.
+        notice: an event of the branch before this text.
+        queue_position: for a waiting request that asked for it: how many are served before it.
+        estimated_wait_ms: with `queue_position`, the wait; 0 while nothing has been measured.
     """
 
     index: int
@@ -377,7 +381,7 @@ class Branch:
 
     Attributes:
         finish_reason: None until the end.
-        token_ids: the output so far, without what came after a stop string.
+        token_ids: the output so far, without tokens after a stop string.
     """
 
     __slots__ = ("_index", "_params", "_sum_logprobs", "_text", "finish_reason", "token_ids")
@@ -392,19 +396,19 @@ class Branch:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token of output; 0 if its logprobs were not reported."""
+        """Mean logprob per output token; 0 if the logprobs were not reported."""
         return self._sum_logprobs / max(len(self.token_ids), 1)
 
     def add(self, output: RequestOutput) -> Delta:
-        """What an output of the engine adds, until it ends or a stop string is found."""
+        """Add an output of the engine, up to its end or a stop string."""
         params = self._params
-        # A token that ended the sequence counts, but carries no text.
-        is_silent = output.stop_token_id is not None and not params.include_stop_str_in_output
-        spoken = output.token_ids[:-1] if is_silent else output.token_ids
-        pushed = self._text.push(spoken)
+        # A token that ended the sequence counts as output, but its text is not shown.
+        hides_last = output.stop_token_id is not None and not params.include_stop_str_in_output
+        shown = output.token_ids[:-1] if hides_last else output.token_ids
+        pushed = self._text.push(shown)
         text, counted, reason = pushed.text, output.token_ids, output.finish_reason
         if pushed.stop is not None:
-            counted, reason = spoken[: pushed.num_tokens], FinishReason.STOP
+            counted, reason = shown[: pushed.num_tokens], FinishReason.STOP
         elif reason is not None:
             rest = self._text.finish()
             text += rest.text
@@ -432,17 +436,17 @@ class Usage:
 
 
 class DeltaSource(Protocol):
-    """Used as a context, as `Generation` is."""
+    """A context manager, like `Generation`."""
 
     def __enter__(self) -> DeltaSource: ...
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     async def next(self) -> list[Delta] | None:
-        """All that came since the last call, in order; None at the end.
+        """All deltas since the last call, in order; None at the end.
 
         Raises:
-            Exception: it failed.
+            Exception: the generation failed.
         """
         ...
 
@@ -456,18 +460,18 @@ class DeltaSource(Protocol):
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """Usage so far."""
         ...
 
     @property
     def num_wanted(self) -> int:
-        """Outputs that the caller is to see."""
+        """Outputs that the caller gets."""
         ...
 
     def best(self) -> Sequence[int]:
-        """The indices of the outputs wanted, best first."""
+        """The indices of the outputs for the caller, best first."""
         ...
 
     def output_token_ids(self, rank: int) -> Sequence[int]:
-        """So far, of one of the outputs wanted."""
+        """The token ids so far of the output of this rank."""
         ...

@@ -1,9 +1,9 @@
-"""Plans generations: everything that can be refused is refused before one exists.
+"""Plans generations. A request that can be refused is refused here, before its generation exists.
 
     prompt → token ids → (fits the context and KV memory?) → Generation
 
-Lives here: tokenising off the event loop when it is long, and sampling parameters with every
-default filled in.
+Long texts are tokenised off the event loop, and every default of the sampling parameters is filled
+in.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.context_limits import (
     check_prompt_bytes,
     check_vocabulary,
+    effective_priority,
     fit_branches,
-    fitting_priority,
     output_limit,
 )
 from penstock.gateway.generation.generation import Generation
@@ -44,15 +44,15 @@ from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 
-LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop for everybody
+LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop
 _LONG_TEXT_TOKENS = 16 << 10
-_MANY_MESSAGES = 256  # a template is a program, and may look at each for each
-NUM_CONTEXT_TOKENS = 64  # of a prompt, as many as the text that continues it can depend on
+_MANY_MESSAGES = 256  # a template may take quadratic time in the number of messages
+NUM_CONTEXT_TOKENS = 64  # last tokens of a prompt on which the continuing text can depend
 _SEED_MASK = (1 << 64) - 1
-# What a draw is shaped by has no sense in a search: only what the caller asks for is looked at.
+# Beam search does not sample, so the model's sampling defaults do not apply to it.
 _SEARCH_DEFAULTS = GenerationDefaults(temperature=0.0)
 _MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
-_MAX_OPEN = 64  # running and waiting; each has its text in memory
+_MAX_OPEN = 64  # running and waiting; each keeps its text in memory
 _Result = TypeVar("_Result")
 
 
@@ -69,7 +69,7 @@ class ChatPrompt:
 
     @classmethod
     def of(cls, asked: ChatRequest | TokenizeChat) -> ChatPrompt:
-        """As a request has it."""
+        """The chat of a request."""
         return cls(
             messages=[message.for_template() for message in asked.messages],
             add_generation_prompt=asked.add_generation_prompt,
@@ -81,10 +81,10 @@ class ChatPrompt:
 
 
 class Generator:
-    """Tokenises prompts and plans what answers them.
+    """Tokenises prompts and plans their generations.
 
     Args:
-        templates: renders those that requests bring; None: they may not bring any.
+        templates: renders the chat templates of requests; None: requests may not have any.
         max_prompt_bytes: see `GatewayConfig`.
     """
 
@@ -108,7 +108,7 @@ class Generator:
         self._max_prompt_bytes = max_prompt_bytes
 
     async def close(self) -> None:
-        """End what runs beside the event loop."""
+        """Stop the threads and the template process."""
         self.long_work.close()
         if self._templates is not None:
             await self._templates.close()
@@ -116,7 +116,7 @@ class Generator:
     async def tokenise_chat(
         self, prompt: ChatPrompt, *, must_fit: bool, tenant: str = ""
     ) -> list[int]:
-        """The ids of a rendered conversation; raises as `render_chat` and `tokenise`."""
+        """The token ids of a rendered conversation. Raises as `render_chat` and `tokenise`."""
         text = await self.render_chat(prompt)
         if prompt.add_special_tokens:
             return await self.tokenise(
@@ -137,10 +137,10 @@ class Generator:
         return token_ids
 
     async def render_chat(self, prompt: ChatPrompt) -> str:
-        """A conversation as the model's template writes it.
+        """A conversation, rendered by the model's or the request's template.
 
         Raises:
-            InvalidRequestError: the template refuses it, or is not to be trusted.
+            InvalidRequestError: the template raises an error, or requests may not have templates.
         """
         arguments: dict[str, Any] = {
             "messages": prompt.messages,
@@ -157,7 +157,7 @@ class Generator:
             )
         if self._templates is None:
             raise RequestRefusedError(
-                "this server takes no templates from requests; it was started without "
+                "chat_template is not enabled on this server; start it with "
                 "--trust-request-chat-template",
                 code="unsupported_parameter",
                 param="chat_template",
@@ -173,17 +173,17 @@ class Generator:
         must_fit: bool,
         num_known_tokens: int = 0,
     ) -> list[int]:
-        """The ids of a text.
+        """The token ids of a text.
 
         Args:
-            param: the parameter that it came from.
-            must_fit: all of it has to fit the context, behind `num_known_tokens` others.
+            param: the parameter that the text came from.
+            must_fit: the whole text must fit the context, after `num_known_tokens` others.
 
         Raises:
-            PromptTooLongError: its length alone says that it does not fit, or that it takes too
-                long.
-            EngineDeadError: no engine answers, and it must fit.
-            RequestRefusedError: 503: too many long texts wait.
+            PromptTooLongError: the text's length shows that it does not fit, or that tokenising it
+                would take too long.
+            EngineDeadError: it must fit, but the engine is not available.
+            RequestRefusedError: 503: too many long texts are waiting.
         """
         info = self._engine.require_info() if must_fit else self._engine.info
         tokenizer = self.model.tokenizer
@@ -219,19 +219,20 @@ class Generator:
         deadline_s: float | None = None,
         retention: Retention | None = None,
     ) -> Generation:
-        """A generation that fits and is admitted, not yet begun. It is to be entered or discarded.
+        """A generation that fits and is admitted, but not started. The caller must enter or discard
+        it.
 
         Args:
             param: the parameter that the prompt came from, for error messages.
-            deadline_s: within which its first token is wanted, from now.
+            deadline_s: seconds from now within which the first token is wanted.
 
         Raises:
             InvalidRequestError: the prompt or a sampling parameter cannot be served.
-            RequestRefusedError: 429 or 503: it was not admitted.
-            EngineDeadError: no engine answers.
+            RequestRefusedError: 429 or 503: the request was not admitted.
+            EngineDeadError: the engine is not available.
         """
         info = self._engine.require_info()
-        priority = fitting_priority(caller, request, info.scheduling_policy)
+        priority = effective_priority(caller, request, info.scheduling_policy)
         params = self._fitting_params(request, len(prompt_token_ids), info=info, param=param)
         for name, token_ids in (
             (param, prompt_token_ids),
@@ -270,11 +271,12 @@ class Generator:
         epoch: int,
         continues_prompt: bool = False,
     ) -> Generation:
-        """A generation that goes on from the middle, wherever it was begun; it was admitted then.
+        """A generation that continues one from the middle, wherever it was started. It is not
+        admitted again.
 
         Args:
             output_token_ids, shown_text, epoch: see `Generation`.
-            continues_prompt: its text is the prompt's next words.
+            continues_prompt: the text continues the prompt.
         """
         return self._generation(
             dataclasses.replace(request, output_token_ids=tuple(output_token_ids)),
@@ -308,9 +310,9 @@ class Generator:
             reservation=reservation,
         )
         if reservation is not None:
-            # A client may leave before anybody comes to enter or discard it.
+            # A client may disconnect before the generation is entered or discarded.
             loop = asyncio.get_running_loop()
-            weakref.finalize(generation, _give_back, reservation, loop).atexit = False
+            weakref.finalize(generation, _release, reservation, loop).atexit = False
         return generation
 
     def _fitting_params(
@@ -355,10 +357,10 @@ class Generator:
         )
 
 
-def _give_back(reservation: Reservation, loop: asyncio.AbstractEventLoop) -> None:
-    # In whatever thread the garbage was found.
-    if not (reservation.is_settled or loop.is_closed()):
-        loop.call_soon_threadsafe(reservation.settle)
+def _release(reservation: Reservation, loop: asyncio.AbstractEventLoop) -> None:
+    # The garbage collector may call this in any thread.
+    if not (reservation.is_released or loop.is_closed()):
+        loop.call_soon_threadsafe(reservation.release)
 
 
 _Number = TypeVar("_Number", int, float)
@@ -369,8 +371,8 @@ def _first(*values: _Number | None) -> _Number:
 
 
 class LongWork:
-    """Work on long texts: few at a time, in order of arrival, and no more waiting than there is
-    memory for. Short work is done at once."""
+    """Runs work on long texts in a few threads, in order of arrival, with a bounded queue. Short
+    work runs at once."""
 
     def __init__(self) -> None:
         num_threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
@@ -381,13 +383,13 @@ class LongWork:
         """What `work` returns.
 
         Raises:
-            RequestRefusedError: 503: too much waits.
+            RequestRefusedError: 503: the queue is full.
         """
         if not is_long:
             return work()
         if self._num_open >= _MAX_OPEN:
             raise RequestRefusedError(
-                f"{_MAX_OPEN} long prompts are being tokenised already",
+                f"{_MAX_OPEN} long prompts are already being tokenised",
                 code="server_overloaded",
                 status=503,
             )
@@ -398,5 +400,5 @@ class LongWork:
             self._num_open -= 1
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Drop work that has not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)

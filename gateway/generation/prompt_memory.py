@@ -1,8 +1,8 @@
-"""Prompts that were tokenised lately: who sends a whole conversation every turn has only the new
-part of it tokenised.
+"""Recently tokenised prompts. When a client sends the whole conversation every turn, only the new
+part is tokenised.
 
-Each tenant has its own, so that nobody learns from the time an answer takes what others asked. All
-of them together are bounded (16 MiB of ids), and nothing has to be there: no flag for that.
+Each tenant has its own memory, so that response times reveal nothing about other tenants' prompts.
+The total is bounded (16 MiB of ids); it is only a cache, so there is no flag for it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from penstock.engine.text import Tokenizer
 from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse_any
 from penstock.gateway.storage.conversations.records import Rendering
 
-_MIN_CHARS = 1024  # shorter ones are tokenised faster than found
+_MIN_CHARS = 1024  # tokenising a shorter prompt is faster than finding it
 _MAX_PROMPTS = 128  # of a tenant
 _MAX_TENANTS = 64
-_MAX_TOKENS = 4 << 20  # of all; four bytes each
+_MAX_TOKENS = 4 << 20  # in total; four bytes each
 _Prompts = OrderedDict[Rendering, "array[int]"]
 
 
 class PromptMemory:
-    """The least recently used go first."""
+    """Evicts the least recently used prompts first."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -31,8 +31,8 @@ class PromptMemory:
         self.num_tokens = 0
 
     def search(self, tenant: str) -> Callable[[str], Reused]:
-        """What finds the longest beginning of a text that is known as ids, and the rest of it. It
-        keeps to what is known now, and may be called in a thread."""
+        """A function that finds the longest prefix of a text whose ids are known, and the rest. It
+        uses a snapshot, so it may run in a thread."""
         prompts = self._tenants.get(tenant, _Prompts())
         known = [(rendering, (token_ids,)) for rendering, token_ids in prompts.items()]
 
@@ -44,7 +44,7 @@ class PromptMemory:
         return find
 
     def remember(self, tenant: str, text: str, token_ids: Sequence[int]) -> None:
-        """A prompt was tokenised."""
+        """Remember a prompt that was tokenised."""
         if len(text) < _MIN_CHARS or len(token_ids) > _MAX_TOKENS // 4:
             return
         prompts = self._tenants.setdefault(tenant, OrderedDict())

@@ -1,6 +1,6 @@
-"""The model as the gateway knows it: its names, tokenizer, chat template and sampling defaults.
+"""The model's names, tokenizer, chat template and sampling defaults, read once at start-up.
 
-Read once at start-up. No weights and no torch: the engine has those.
+Only the engine loads weights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ServedModel:
         return self.names[0]
 
     def require(self, name: str | None) -> str:
-        """The name to answer under; a request without one means this model.
+        """The name for the answer; a request without a model name gets this model.
 
         Raises:
-            RequestRefusedError: no such model here.
+            RequestRefusedError: 404: this server does not have the model.
         """
         if name is None:
             return self.name
@@ -52,16 +52,16 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
     """Find and read the model's small files.
 
     Args:
-        checks_template: render the chat template in a process of its own first: one that does not
-            end must not keep the gateway from saying so.
+        checks_template: first render the chat template in a separate process, so that a template
+            that never ends becomes an error instead of blocking the gateway.
 
     Raises:
-        ModelLoadError: they are missing or broken.
+        ModelLoadError: a file is missing or invalid.
     """
     path = resolve_model(config.model, weights=False)
     files = TemplateFiles.read(path)
     check = TemplateCheck(files) if checks_template and files.source is not None else None
-    tokenizer = Tokenizer.from_directory(path)  # meanwhile
+    tokenizer = Tokenizer.from_directory(path)  # while the check runs
     if check is not None:
         check.result()
     return ServedModel(

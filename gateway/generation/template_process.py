@@ -1,5 +1,5 @@
-"""Chat templates that nobody vouches for, rendered in a process that may be killed: those of
-requests (`--trust-request-chat-template`), and the model's own once at start.
+"""Renders untrusted chat templates in a process that can be killed: those of requests
+(`--trust-request-chat-template`), and the model's own once at start.
 
 The process itself is `penstock.engine.text.template_sandbox`.
 """
@@ -30,14 +30,14 @@ from penstock.engine.text.template_sandbox import (
 from penstock.gateway.errors import RequestRefusedError
 
 MAX_WAITING = 16  # requests for the one process
-# Where CPU time is not the limit: the process waits for a core, or for its start.
+# CPU time is the main limit; this one covers waiting for a core and for the process to start.
 _MAX_WALL_S = 30.0
 _EXIT_S = 5.0
 
 
 class TemplateProcess:
-    """Renders one template at a time. The process starts with the first, and again after one that
-    ended it."""
+    """Renders one template at a time. The process is started for the first template, and again
+    after a template has ended it."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -50,15 +50,15 @@ class TemplateProcess:
         """The text of a conversation.
 
         Args:
-            arguments: of `ChatTemplate.render`, other than the template.
+            arguments: of `ChatTemplate.render`, without the template.
 
         Raises:
-            InvalidRequestError: the template fails, or takes more than it may.
-            RequestRefusedError: 503: too many wait.
+            InvalidRequestError: the template fails or exceeds a limit.
+            RequestRefusedError: 503: too many requests are waiting.
         """
         if self._num_waiting >= MAX_WAITING:
             raise RequestRefusedError(
-                f"{MAX_WAITING} requests with a chat_template of their own are waiting already",
+                f"{MAX_WAITING} requests with their own chat_template are already waiting",
                 code="server_overloaded",
                 param="chat_template",
                 status=503,
@@ -93,14 +93,14 @@ class TemplateProcess:
             async with asyncio.timeout(_MAX_WALL_S):
                 return await _exchange(process, frame)
         except (EOFError, TimeoutError) as error:
-            if isinstance(error, EOFError):  # it is dying: of what, its exit code is to say
+            if isinstance(error, EOFError):  # the process is ending; its exit code says why
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _EXIT_S)
             await _end(process)
             raise InvalidRequestError(
                 f"chat_template {_end_of(process.returncode)}", param="chat_template"
             ) from error
-        except BaseException:  # nobody waits for the answer any more: it must not be the next one's
+        except BaseException:  # cancelled: the answer must not be read as the next request's
             await _end(process)
             raise
 
@@ -110,7 +110,7 @@ async def _exchange(process: Process, frame: bytes) -> bytes:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(frame)
-    with contextlib.suppress(ConnectionError):  # what it read last says more
+    with contextlib.suppress(ConnectionError):  # reading then fails with a better reason
         await process.stdin.drain()
     length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
     return await process.stdout.readexactly(length)
@@ -123,8 +123,8 @@ async def _end(process: Process) -> None:
 
 
 class TemplateCheck:
-    """The rendering of a model's own template before anything else looks at it; it goes on beside
-    other work until its `result` is asked for."""
+    """Renders a model's own template before anything else uses it. The process runs in parallel
+    until `result` is called."""
 
     def __init__(self, files: TemplateFiles) -> None:
         job = TemplateJob(
@@ -136,7 +136,7 @@ class TemplateCheck:
         )
 
     def result(self) -> None:
-        """Raises: ModelLoadError: the template is broken, or takes more than it may."""
+        """Raises: ModelLoadError: the template fails or exceeds a limit."""
         with self._process as process:
             try:
                 answer, _ = process.communicate(self._frame, timeout=_MAX_WALL_S)
@@ -155,7 +155,7 @@ def _command() -> list[str]:
 
 
 def _end_of(code: int | None) -> str:
-    """What a template did to the process that rendered it."""
+    """Why the process ended, as the predicate of a sentence about the template."""
     if code == -CPU_SIGNAL:
         return f"takes more than {MAX_CPU_S:g} s to render"
     if code == -signal.SIGKILL:

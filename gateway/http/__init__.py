@@ -1,1 +1,1 @@
-"""Connections: uvicorn's protocols with limits, event streams, the chat page."""
+"""uvicorn's protocols with limits, event streams, and the chat page."""

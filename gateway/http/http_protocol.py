@@ -1,20 +1,18 @@
-"""uvicorn's HTTP protocol with an end to its patience: slow headers and bodies, large headers and
-trailers, requests sent ahead of their answers, readers that do not keep up, connections beyond the
-limit, and upgrades that are no WebSocket handshake.
+"""uvicorn's HTTP protocol with limits: for slow headers and bodies, large headers and trailers,
+pipelined requests, slow readers, too many connections, and invalid upgrades.
 
-uvicorn 0.54 knows one timer, for a kept-alive connection without a request. Here a connection
-that is due to complete a header or a body has a time for it, and is then answered 408 (closed
-without a word where it sent nothing). What has no time left, or no place, is refused in the shape
-of OpenAI's errors; a header can be refused only through the application, so that WebSocket
-handshakes get the same answer: the failure goes with the scope, and `RefuseConnections`, around
-the application, sends it.
+uvicorn 0.54 has one timer, for a kept-alive connection without a request. Here a connection also
+has a time limit for each header and body, after which it is answered 408 (or closed without an
+answer if it sent nothing). Refusals are in OpenAI's error format. A header can be refused only
+through the application, so that WebSocket handshakes get the same answer: the failure is put into
+the scope, and `RefuseConnections`, around the application, sends it.
 
-No timer ends a connection before what has arrived on it was read: a process that stood still
-(SIGSTOP, a suspended laptop, a machine with too much to do) finds its timers due when it goes on,
-and uvloop runs those before it looks at its sockets. To close a connection then would reset it
-under a request that came in time.
+No timer ends a connection before the data that has arrived on it is read. When a process was
+stopped (SIGSTOP, a suspended laptop, an overloaded machine), its timers are due when it resumes,
+and uvloop runs them before it polls its sockets. Closing a connection then would reset it although
+its request arrived in time.
 
-What is overridden of uvicorn beside asyncio's and httptools' callbacks: `_start_asgi_task`,
+Overridden members of uvicorn, beside asyncio's and httptools' callbacks: `_start_asgi_task`,
 `_should_upgrade`, `handle_websocket_upgrade`, `on_response_complete`, and `flow`.
 """
 
@@ -41,20 +39,20 @@ from uvicorn.protocols.http.httptools_impl import (
 from penstock.gateway.errors import Failure, refusal
 from penstock.gateway.http.raw_writer import offer_raw_writer
 
-MAX_REFUSED_CONNECTIONS = 64  # beyond the limit, open at once, to be answered 503
+MAX_REFUSED_CONNECTIONS = 64  # beyond the limit, open at the same time, answered 503
 _LOG = logging.getLogger(__name__)
 _STATE_KEY = "penstock.refused"
-_MAX_PIPELINE = 8  # requests that wait for the answers before theirs; then nothing is read
+_MAX_PIPELINE = 8  # waiting requests, beyond which nothing is read
 _PIECE_BYTES = 2048  # parsed at a time: a read of 256 KiB can hold 14,000 requests
 _WEBSOCKET_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
-_CHUNK_FRAMING_BYTES = 16  # of every chunk that are free: its size and line ends
+_CHUNK_FRAMING_BYTES = 16  # not counted for each chunk: its size and line ends
 MAX_STALL_S = 10.0
-_TURN_S = 0.001  # a turn of the event loop at least
+_TURN_S = 0.001  # at least one iteration of the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What a connection may take; the fields of `GatewayConfig` of the same names."""
+    """Limits of connections; see the fields of the same names in `GatewayConfig`."""
 
     max_connections: int
     header_timeout_s: float
@@ -66,7 +64,7 @@ class HttpLimits:
 
 
 class _Due(Enum):
-    """What the client owes us."""
+    """What the client has to send next."""
 
     NOTHING = auto()
     HEADER = auto()
@@ -85,7 +83,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._num_framing_bytes = 0  # of a body: chunk extensions and trailers
+        self._num_framing_bytes = 0  # chunk extensions and trailers of a body
         self._unparsed = b""  # while the pipeline is full
         self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the latest parsed
         self._stall = StallTimer(self.loop)
@@ -93,7 +91,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     # -- the connection ---------------------------------------------------------------------
 
     def refuse_connection(self) -> None:
-        """It is beyond the limit: its first request is answered 503."""
+        """The connection exceeds the limit: its first request is answered 503."""
         self._refuse_by_application(_too_many_connections())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -104,8 +102,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stall.stop()
-        # Those that wait are never run, and would hold this connection as it holds them; the one
-        # that runs is to hear that its client is gone.
+        # Waiting requests are never run, and would form a reference cycle with this connection.
+        # The running one must learn that its client is gone.
         self.pipeline.clear()
         self._unparsed = b""
         if self._running is not None:
@@ -121,7 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _on_stall(self) -> None:
-        """Cut it off: a stream that ends without its terminal event is resumed."""
+        """Abort the connection: a client resumes a stream without a terminal event."""
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -133,10 +131,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._parse(self._unparsed + data)
 
     def handle_websocket_upgrade(self) -> None:
-        self._expect_next(_Due.NOTHING)  # from here on WebSocket pings tell whether it lives
+        self._expect_next(_Due.NOTHING)  # from here on WebSocket pings detect a dead connection
         if self._is_answering():
             failure: Failure | None = refusal(
-                400, code="invalid_upgrade", message="an upgrade needs a connection of its own"
+                400,
+                code="invalid_upgrade",
+                message="a connection cannot be upgraded while a request is being answered",
             )
         else:
             failure = handshake_failure(self.parser.get_method(), self.headers)
@@ -144,13 +144,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(failure)
             return
         super().handle_websocket_upgrade()
-        # They hold each other, and nobody will say that this one is lost.
+        # Breaks a reference cycle: `connection_lost` will not be called on this protocol.
         self.parser = None  # type: ignore[assignment]
 
     # -- the parser -------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> None:
-        """Piece by piece, until the pipeline is full: the rest then waits, and no more is read."""
+        """Parse in pieces until the pipeline is full; then the rest waits and reading pauses."""
         self._unparsed = b""
         view = memoryview(data)
         while view and self.parser is not None and not self.transport.is_closing():
@@ -188,18 +188,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(_framing_too_large(limits.max_header_bytes))
 
     def _num_body_bytes_due(self) -> int:
-        """0 or less if the header does not say: the body is chunked."""
+        """Missing bytes of the body; 0 or less if its length is unknown, because it is chunked."""
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         return int(length) - self._num_body_bytes
 
     def _on_upgrade(self, rest: bytes) -> None:
-        """The parser reads no body after a header that asks for an upgrade, whatever it upgrades
-        to. One that is not to a WebSocket we ignore (RFC 9110 §7.8)."""
+        """The parser stops after a header that asks for an upgrade. An upgrade to anything but a
+        WebSocket is ignored (RFC 9110 §7.8), so its header is parsed again without it."""
         method = self.parser.get_method()
         if self._should_upgrade():
             self.handle_websocket_upgrade()
         elif method == b"CONNECT":
-            self._refuse(refusal(405, code="method_not_allowed", message="this is no proxy"))
+            self._refuse(
+                refusal(405, code="method_not_allowed", message="CONNECT is not supported")
+            )
         else:
             version = self.parser.get_http_version().encode()
             head = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
@@ -208,23 +210,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._parse_piece(b"".join([*head, b"\r\n", rest]))
 
     def _should_upgrade(self) -> bool:
-        """HTTP/1.0 knows no upgrade (RFC 9110 §7.8)."""
+        """HTTP/1.0 has no upgrade (RFC 9110 §7.8)."""
         return super()._should_upgrade() and self.parser.get_http_version() == "1.1"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._due is not _Due.HEADER:
-            self._due, self._num_header_bytes = _Due.HEADER, 1  # of it at least
+            self._due, self._num_header_bytes = _Due.HEADER, 1  # at least one byte has arrived
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._due is _Due.HEADER:  # else it is a trailer, which is for nobody here
+        if self._due is _Due.HEADER:  # otherwise it is a trailer, which is ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._expect_next(_Due.BODY)
         self._num_framing_bytes = self._num_body_bytes = 0
         if self.parser.should_upgrade() and not self._should_upgrade():
-            return  # it is parsed again
+            return  # the header is parsed again
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > self.limits.max_header_bytes:
             self._refuse_by_application(_header_too_large(self.limits.max_header_bytes))
@@ -249,7 +251,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._unparsed:
             self._parse(self._unparsed)
-        self._start_timer()  # of a request that had to wait for this response
+        self._start_timer()  # for a request that had to wait for this response
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -261,7 +263,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     # -- time -------------------------------------------------------------------------------
 
     def _start_timer(self) -> None:
-        """Have one running while something is due, unless we do not read for a while ourselves."""
+        """Run a timer while something is due, unless this side has paused reading."""
         if self._due is _Due.NOTHING or self._timer is not None or self.transport.is_closing():
             return
         limits = self.limits
@@ -304,7 +306,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(refusal(400, code="invalid_http", message=msg))
 
     def _refuse(self, failure: Failure) -> None:
-        """Answer, unless this request has its answer or another is getting one, and close."""
+        """Answer, unless this request was answered or another one is being answered, and close."""
         if self._may_answer() and not self.transport.is_closing():
             self.transport.write(last_answer(failure, self.server_state.default_headers))
         self._expect_next(_Due.NOTHING)
@@ -321,8 +323,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def last_answer(failure: Failure, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """What is written to a connection that is then closed. There is no access line of it: no
-    request has come as far as the application."""
+    """The answer on a connection that is then closed. It has a log line here because the request
+    never reaches the access log."""
     _LOG.info("refused a connection: %d %s, %s", failure.status, failure.code, failure.message)
     response = failure.response()
     lines = [b"%s: %s\r\n" % field for field in (*headers, *response.raw_headers)]
@@ -331,8 +333,8 @@ def last_answer(failure: Failure, headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 class _PipelineFlow(FlowControl):
-    """Reads no more while the pipeline is full, although uvicorn does whenever the application
-    waits for a body or for its client to leave."""
+    """Keeps reading paused while the pipeline is full. uvicorn resumes it whenever the application
+    waits for a body or for a disconnect."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
         super().__init__(transport)
@@ -362,7 +364,7 @@ class _Chunks:
 
 
 class RefuseConnections:
-    """ASGI middleware that answers what the protocol refused; outermost."""
+    """The outermost ASGI middleware, which answers requests that the protocol refused."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -382,7 +384,7 @@ def limited_protocol(limits: HttpLimits) -> type[LimitedHttpProtocol]:
 
 
 def handshake_failure(method: bytes, headers: list[tuple[bytes, bytes]]) -> Failure | None:
-    """Why this is no handshake for a WebSocket (RFC 6455 §4.2.1), if so."""
+    """Why this is not a valid WebSocket handshake (RFC 6455 §4.2.1); None if it is."""
     values: dict[bytes, list[bytes]] = {}
     for name, value in headers:
         values.setdefault(name, []).append(value)
@@ -391,7 +393,9 @@ def handshake_failure(method: bytes, headers: list[tuple[bytes, bytes]]) -> Fail
     )
     if method != b"GET" or has_body:
         return refusal(
-            400, code="invalid_upgrade", message="a WebSocket begins with a GET without a body"
+            400,
+            code="invalid_upgrade",
+            message="a WebSocket handshake must be a GET without a body",
         )
     if values.get(b"sec-websocket-version") != [b"13"]:
         failure = refusal(426, code="invalid_upgrade", message="Sec-WebSocket-Version must be 13")
@@ -406,7 +410,7 @@ def handshake_failure(method: bytes, headers: list[tuple[bytes, bytes]]) -> Fail
 
 def _too_many_connections() -> Failure:
     return refusal(
-        503, code="too_many_connections", message="the server has as many connections as it takes"
+        503, code="too_many_connections", message="the server has reached its connection limit"
     )
 
 
@@ -424,19 +428,19 @@ def _header_too_large(max_bytes: int) -> Failure:
 def after_reading(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object
 ) -> asyncio.TimerHandle:
-    """Call `callback` in the loop's next turn: it polls its sockets before it runs a timer."""
+    """Call `callback` in the loop's next iteration, after it has polled its sockets."""
     return loop.call_later(_TURN_S, callback, *args)
 
 
 class StallTimer:
-    """Runs while a transport's buffer is full: a reader that does not keep up is let go, so that it
-    comes back and resumes.
+    """Runs while a transport's buffer is full. It disconnects a slow reader, which can reconnect
+    and resume.
 
-    What it has not read stays in its response's log; on its connection there is never more than the
-    transport's buffer (64 KiB). If that does not drain for a while, the connection ends.
+    Unread events stay in the response's log, so a connection holds at most the transport's buffer
+    (64 KiB). If the buffer does not drain for `max_stall_s`, the connection ends.
 
     Attributes:
-        num_stalled: connections of this process that were let go.
+        num_stalled: connections of this process that were disconnected.
     """
 
     __slots__ = ("_loop", "_timer")
@@ -447,10 +451,10 @@ class StallTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, max_stall_s: float, on_stall: Callable[[], None]) -> None:
-        """The buffer is full: it has so long to drain.
+        """The buffer is full; call `on_stall` if it does not drain in `max_stall_s`.
 
-        What is to be done then is kept only while the timer runs: a connection and its timer must
-        not hold each other once it has ended.
+        The callback is kept only while the timer runs, so that a connection and its timer form no
+        reference cycle.
         """
         if self._timer is None:
             self._timer = self._loop.call_later(max_stall_s, self._expire, on_stall)
@@ -461,9 +465,9 @@ class StallTimer:
             self._timer = None
 
     def _expire(self, on_stall: Callable[[], None]) -> None:
-        self._timer = after_reading(self._loop, _let_go, on_stall)
+        self._timer = after_reading(self._loop, _count_and_call, on_stall)
 
 
-def _let_go(on_stall: Callable[[], None]) -> None:
+def _count_and_call(on_stall: Callable[[], None]) -> None:
     StallTimer.num_stalled += 1
     on_stall()

@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
 PAGE_DIRECTORY = Path(__file__).parents[2] / "clients" / "browser"
-_SERVED = frozenset({"", ".html", ".css", ".js", ".svg"})  # no notes, no pictures of it
+_SERVED = frozenset({"", ".html", ".css", ".js", ".svg"})  # not the notes and screenshots
 _METHODS = ("GET", "HEAD")
 _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]+")
 _POLICY = (
@@ -43,7 +43,7 @@ class ChatPage:
                 headers["Content-Security-Policy"] = policy
                 headers["X-Content-Type-Options"] = "nosniff"
                 headers["Referrer-Policy"] = "no-referrer"
-                headers["Cache-Control"] = "no-cache"  # asks again, so an upgrade shows at once
+                headers["Cache-Control"] = "no-cache"  # revalidated, so an upgrade shows at once
             await send(message)
 
         if PurePosixPath(scope["path"]).suffix not in _SERVED:
@@ -53,6 +53,6 @@ class ChatPage:
 
 
 def _policy(host: str) -> str:
-    # Of 'self', not every browser knows that it means this server's WebSockets, too.
+    # Not every browser lets 'self' include this server's WebSockets.
     sockets = f" ws://{host} wss://{host}" if _HOST.fullmatch(host) else ""
     return _POLICY.format(sockets=sockets)

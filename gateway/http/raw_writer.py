@@ -1,8 +1,8 @@
-"""A way to the socket past the middlewares, for what is sent at every token.
+"""Writes stream data directly to the socket, bypassing the middlewares.
 
-As an ASGI message each token would go through the `send` of every middleware, and all of them pass
-on untouched what comes after a response's head. So our protocols put a `RawWriter` into the scope,
-and streams write with it once their head is out. A server without one gets ASGI messages.
+As an ASGI message, each token would pass the `send` of every middleware, although none changes
+anything after a response's head. So our protocols put a `RawWriter` into the scope, and streams use
+it once their head is sent. On a server without one, streams send ASGI messages.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ _KEY = "penstock.raw_writer"
 
 
 class RawWriter(Protocol):
-    """The body of a response that has no length, or the messages of a WebSocket.
+    """Writes the body of a response without a length, or the messages of a WebSocket.
 
-    It holds no connection: a scope that did would keep it alive.
+    It has no reference to the connection, which the scope would otherwise keep alive.
     """
 
     def write(self, payload: bytes) -> bool:
-        """Write a piece of the body, or a text message. False: wait for `drained` before the next.
+        """Write a piece of the body, or a text message. If False, await `drained` before the next.
 
         Raises:
-            WebSocketDisconnect: the client is gone (HTTP: nothing happens then).
+            WebSocketDisconnect: the client is gone (with HTTP, the data is dropped instead).
         """
         ...
 
     async def drained(self) -> None:
-        """Return when there is room again, or nobody to read."""
+        """Return when there is room again, or the client is gone."""
         ...
 
 
@@ -38,7 +38,7 @@ def offer_raw_writer(scope: Scope, writer: RawWriter) -> None:
 
 
 def raw_writer_of(scope: Scope) -> RawWriter | None:
-    """The way of this connection, once its head is out; None if it has none."""
+    """The connection's writer, to be used once the head is sent; None if it has none."""
     if scope.get("method") == "HEAD":
-        return None  # what follows the head is not to be sent
+        return None  # the answer has no body
     return cast("RawWriter | None", scope.get("extensions", {}).get(_KEY))

@@ -1,9 +1,9 @@
-"""uvicorn's server with an accept loop of its own, so that a limit holds from the accept on.
+"""uvicorn's server with its own accept loop, so that limits apply from the accept on.
 
-uvloop's listener neither counts nor tells: a TLS handshake is no connection to it and has 60 s, and
-without a free descriptor it closes what it accepts without a word. Here a connection counts, and is
-timed, from the moment it is accepted. Beyond `max_connections` some are taken to be answered 503;
-beyond those, connections are closed at once. What is turned away is said in the log, summed up.
+uvloop's listener does not count TLS handshakes as connections and gives them 60 s, and without a
+free descriptor it silently closes what it accepts. Here a connection is counted and timed from the
+moment it is accepted. Beyond `max_connections`, a few are accepted to be answered 503; beyond
+those, connections are closed at once. The log has a summary of what was turned away.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.gateway.http.http_protocol import LimitedHttpProtocol
 
 _LOG = logging.getLogger(__name__)
 _MAX_ACCEPTS = 64  # in one turn of the event loop
-_RETRY_S = 0.5  # after an accept for which the system had no descriptor or no memory
+_RETRY_S = 0.5  # after an accept that failed for lack of descriptors or memory
 _REPORT_TICKS = 20  # of uvicorn's, 10 a second
 _SWEEP_TICKS = 100
 _TLS_CLOSE_S = 5.0  # for the peer's close_notify
@@ -39,7 +39,7 @@ class HttpServer(uvicorn.Server):
         self._events: Counter[tuple[int, str]] = Counter()  # not yet in the log
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # which listens on none
+        await super().startup(sockets=[])  # uvicorn itself listens on none
         self._listeners = list(sockets or ())
         for listener in self._listeners:
             listener.setblocking(False)
@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
         if counter % _REPORT_TICKS == 0:
             self._report()
         if counter % _SWEEP_TICKS == 0:
-            self._abort_what_does_not_close()
+            self._abort_unclosed()
         return await super().on_tick(counter)
 
     # -- accepting ----------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
             loop.remove_reader(listener)
 
     def stop_accepting(self) -> None:
-        """For good; the connections there are stay."""
+        """Stop accepting for good; existing connections stay."""
         self._pause_accepting()
         self._listeners = []
         if self._retry is not None:
@@ -84,7 +84,7 @@ class HttpServer(uvicorn.Server):
                 connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor is free, or no memory
+            except OSError as error:  # out of descriptors or memory
                 self._note(logging.WARNING, f"failed accepts: {error.strerror}")
                 self._pause_accepting()
                 loop = asyncio.get_running_loop()
@@ -120,7 +120,7 @@ class HttpServer(uvicorn.Server):
         try:
             connection.setblocking(False)
             await loop.connect_accepted_socket(lambda: arrival, connection, **options)
-        except OSError:  # the peer is gone, its TLS is not ours, or it took too long
+        except OSError:  # the peer is gone, or its TLS handshake failed or took too long
             if tls is not None:
                 self._note(logging.INFO, "TLS handshakes that failed or took too long")
         finally:
@@ -132,10 +132,11 @@ class HttpServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 
-    # -- what has no end of itself ------------------------------------------------------------
+    # -- periodic work ------------------------------------------------------------------------
 
-    def _abort_what_does_not_close(self) -> None:
-        """A connection that is closed with data unsent stays until its peer has read them."""
+    def _abort_unclosed(self) -> None:
+        """Abort connections that are still closing since the last sweep, because their peer does
+        not read the unsent data."""
         closing = {
             connection
             for connection in self.server_state.connections
@@ -155,8 +156,8 @@ class HttpServer(uvicorn.Server):
 
 
 class _Arrival(asyncio.Protocol):
-    """An accepted connection whose transport is not up yet: until its TLS handshake is done it has
-    no HTTP protocol, and is small."""
+    """An accepted connection before its transport is ready. During the TLS handshake it has no HTTP
+    protocol yet, which saves memory."""
 
     transport = None
 
@@ -174,6 +175,6 @@ class _Arrival(asyncio.Protocol):
         protocol.connection_made(cast("asyncio.Transport", transport))
 
     def shutdown(self) -> None:
-        """As uvicorn asks every connection to when the server ends."""
+        """uvicorn calls this for every connection when the server ends."""
         if self.opening is not None:
             self.opening.cancel()

@@ -1,11 +1,11 @@
-"""uvicorn's WebSocket protocol with an end to its patience with readers, and RFC 6455's close codes
-where uvicorn has only a traceback.
+"""uvicorn's WebSocket protocol with a limit for slow readers, and with RFC 6455's close codes where
+uvicorn only logs a traceback.
 
     1007   a text message that is not UTF-8 (RFC 6455 §8.1)
-    1013   "try again later": the reader was too slow; it connects again and resumes
+    1013   "try again later": the reader was too slow and should reconnect and resume
 
-A code is heard: uvicorn closes at once, and what the client was still sending then resets the
-connection, often before the client has read why.
+The connection stays open until the client has read the code. uvicorn would close it at once, and
+data that the client is still sending would reset it, often before the client has read the code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.gateway.http.raw_writer import offer_raw_writer
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
 
-_FAREWELL_S = 5.0  # for the close code to be read
+_CLOSE_S = 5.0  # for the client to read the close code
 
 
 class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
@@ -55,19 +55,19 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
-        if not self.handshake_complete:  # it was not refused
+        if not self.handshake_complete:  # the handshake was not refused
             offer_raw_writer(
                 cast("Scope", self.scope), _Messages(self.conn, self.transport, self.writable)
             )
 
     def start_keepalive(self) -> None:
-        del self.request, self.response  # the handshake is over, and an idle socket is to be small
+        del self.request, self.response  # not needed after the handshake; saves memory
         super().start_keepalive()
 
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True  # by an answer; uvicorn would log it as an error
+            self.handshake_complete = True  # refused by an answer; uvicorn would log an error
 
     def data_received(self, data: bytes) -> None:
         if self._has_failed:
@@ -77,8 +77,8 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
             self._refuse_handshake(self.conn.handshake_exc)
 
     def _refuse_handshake(self, error: Exception) -> None:
-        """websockets could not read the request: it has tighter limits than HTTP. uvicorn would
-        say nothing, and wait."""
+        """Answer a handshake that the websockets library cannot read: its limits are tighter than
+        those for HTTP. uvicorn would wait without an answer."""
         self._has_failed = self.handshake_complete = self.close_sent = True
         if isinstance(error, InvalidMessage):
             failure = refusal(400, code="invalid_upgrade", message=str(error))
@@ -95,7 +95,8 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         self.pong_timer = after_reading(self.loop, super().keepalive_timeout)
 
     def handle_parser_exception(self) -> None:
-        """Tell both sides of the close code that is due, and wait for the client to go."""
+        """Send the close code to the client and the application, and wait for the client to
+        close."""
         close = self.conn.close_sent
         assert close is not None
         self._has_failed = self.close_sent = self.disconnected = True
@@ -105,7 +106,7 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.close_timer = self.loop.call_later(_FAREWELL_S, self.transport.abort)
+        self.close_timer = self.loop.call_later(_CLOSE_S, self.transport.abort)
 
     def send_receive_event_to_app(self) -> None:
         is_text = self.curr_msg_data_type == "text" and not self.close_sent
@@ -117,11 +118,11 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     def _on_stall(self) -> None:
-        """Say why, behind what is in the buffer; who never reads is cut off."""
+        """Send 1013 after the data in the buffer; abort if the client does not read it."""
         if not (self.close_sent or self.transport.is_closing()):
             self.conn.send_close(1013, "too slow; connect again and resume")
             self.handle_parser_exception()
-        self.loop.call_later(_FAREWELL_S, self.transport.abort)
+        self.loop.call_later(_CLOSE_S, self.transport.abort)
 
 
 class _Messages:

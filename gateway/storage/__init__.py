@@ -1,1 +1,1 @@
-"""What outlives a request, in memory or in Redis: conversations and response logs."""
+"""Storage that outlives a request, in memory or in Redis: conversations and response logs."""

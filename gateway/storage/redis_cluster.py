@@ -1,12 +1,12 @@
-"""A client of a Redis Cluster whose nodes fail one by one.
+"""A client of a Redis Cluster in which each node fails separately.
 
-Not redis-py's own: there a node that does not answer fails the whole pipeline, drops the
-connections to all other nodes, and holds every command back until the slots were asked for anew.
-Here each node has a plain client of redis-py. A node that failed is pinged, and asked nothing else
-until it answers; meanwhile the others serve what is theirs, and are asked whether another node has
-taken its slots over.
+In redis-py's own cluster client, a node that does not answer fails the whole pipeline, drops the
+connections to all other nodes, and blocks every command until the slots are read again. Here each
+node has a plain client of redis-py. A node that failed gets only pings until it answers. Meanwhile
+the other nodes serve their slots, and are asked whether another node has taken over the failed
+node's.
 
-A command's key is its second word. Keys of one script lie in one slot.
+A command's key is its second word. All keys of a script are in one slot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _HEAL_EVERY_S = 0.1
 _MAX_REDIRECTIONS = 4
 _TRY_AGAIN_S = 0.05  # while a slot moves between two nodes
-_NUM_ASKED = 3  # nodes that are asked for the slots at once
+_NUM_ASKED = 3  # nodes that are asked for the slots at the same time
 _KEYLESS = ("PING", "CONFIG GET")
 _SCRIPTS = ("EVAL", "EVALSHA")
 
@@ -43,7 +43,7 @@ class _Node:
     host: str
     port: int
     client: Redis
-    is_doubted: bool = False  # it failed; a ping will tell
+    is_doubted: bool = False  # it failed and has to answer a ping first
     is_away: bool = False
 
     @property
@@ -57,7 +57,7 @@ class ClusterClient(AsyncCoreCommands):
     Args:
         seeds: (host, port) of some of its nodes.
         connect: makes the client of one node.
-        timeout_s: after which a node that answers no ping is away.
+        timeout_s: after which a node that does not answer a ping counts as away.
     """
 
     _event_dispatcher: Any = None  # of connections: each node's client has its own
@@ -73,19 +73,19 @@ class ClusterClient(AsyncCoreCommands):
         self._connect = connect
         self._timeout_s = timeout_s
         self._nodes: dict[str, _Node] = {}
-        self._slots: list[_Node | None] = []  # none before the first answer
-        self._is_stale = False  # a node told of another owner, or of none
+        self._slots: list[_Node | None] = []  # empty before the first answer
+        self._is_stale = False  # a node reported another owner of a slot, or none
         self._first: asyncio.Task[None] | None = None
         self._healing: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     def node_name(self, key: str | bytes) -> str:
-        """Of the node that serves a key; empty while that is not known."""
+        """The name of the node that serves a key; empty while that is unknown."""
         node = self._node_of(key)
         return "" if node is None else node.name
 
     async def execute_command(self, *words: Any, **options: Any) -> Any:
-        """As redis-py's; its commands end here."""
+        """redis-py's commands call this method."""
 
         async def send(client: Redis, commands: list[Words]) -> list[Any]:
             command: Any = client.execute_command  # it has no types
@@ -99,17 +99,17 @@ class ClusterClient(AsyncCoreCommands):
     async def run(
         self, commands: Sequence[Words], send: Send, *, follows_slots: bool = True
     ) -> list[Any]:
-        """Send commands to their nodes, all nodes at the same time.
+        """Send commands to their nodes, to all nodes in parallel.
 
         Args:
-            send: gives one node its commands.
-            follows_slots: a command whose slot has another owner by now is sent there.
+            send: sends its commands to one node.
+            follows_slots: whether to resend a command to the slot's new owner.
 
         Returns:
-            replies in the commands' order; the error of one that failed stands in its place.
+            replies in the commands' order; for a command that failed, its error.
 
         Raises:
-            redis.exceptions.ConnectionError: no node ever told where the slots are.
+            redis.exceptions.ConnectionError: no node has ever answered where the slots are.
         """
         await self._know_slots()
         replies: list[Any] = [None] * len(commands)
@@ -142,7 +142,7 @@ class ClusterClient(AsyncCoreCommands):
 
     async def aclose(self) -> None:
         tasks = {task for task in (self._first, self._healing) if task is not None}
-        while tasks:  # redis-py waits in ways that may swallow a cancellation
+        while tasks:  # redis-py may swallow a cancellation
             for task in tasks:
                 task.cancel()
             _, tasks = await asyncio.wait(tasks, timeout=0.1)
@@ -182,7 +182,7 @@ class ClusterClient(AsyncCoreCommands):
         return replies
 
     async def _ask_importer(self, command: Words, redirection: exceptions.AskError) -> Any:
-        """The node that a slot is on its way to."""
+        """Send a command to the node that is importing its slot."""
 
         async def send(client: Redis, commands: list[Words]) -> list[Any]:
             pipeline = client.pipeline(transaction=False)
@@ -196,7 +196,7 @@ class ClusterClient(AsyncCoreCommands):
         return reply
 
     def _node_for(self, command: Words) -> _Node | None:
-        """Of a command without a key, any that answers."""
+        """The node of a command's key; without a key, any node that answers."""
         key = _key_of(command)
         if key is not None:
             return self._node_of(key)
@@ -213,7 +213,7 @@ class ClusterClient(AsyncCoreCommands):
             self._nodes[name] = _Node(host, port, self._connect(host, port))
         return self._nodes[name]
 
-    # -- which node serves what, and lives ----------------------------------------------------
+    # -- slots and health ---------------------------------------------------------------------
 
     async def _know_slots(self) -> None:
         if self._slots:
@@ -231,7 +231,7 @@ class ClusterClient(AsyncCoreCommands):
             self._healing = asyncio.create_task(self._heal())
 
     async def _heal(self) -> None:
-        """Until every node answers that serves slots."""
+        """Ping nodes and read slots until every node that serves slots answers."""
         while True:
             doubted = [node for node in self._nodes.values() if node.is_doubted]
             await asyncio.gather(self._learn_slots(), *map(self._ping, doubted))
@@ -258,13 +258,13 @@ class ClusterClient(AsyncCoreCommands):
             await self._ask_for_slots()
         except Exception as error:
             self._is_stale = True
-            _LOG.debug("no node tells where the slots are: %s", error)
+            _LOG.debug("cannot read the cluster's slots: %s", error)
 
     async def _ask_for_slots(self) -> None:
-        """The first answer counts; one that is out of date is put right by redirections.
+        """Read the slots from the first node that answers. Redirections correct an outdated answer.
 
         Raises:
-            redis.exceptions.ConnectionError: there is none.
+            redis.exceptions.ConnectionError: no node answers.
         """
         well = [node for node in self._nodes.values() if not node.is_doubted]
         asked = random.sample(well, min(_NUM_ASKED, len(well)))
@@ -295,12 +295,12 @@ class ClusterClient(AsyncCoreCommands):
                 await node.client.aclose()
 
     async def _slots_by(self, node: _Node) -> list[tuple[int, int, str, int]]:
-        """First and last slot of a range, and the host and port that serve it."""
+        """A node's slot ranges: first and last slot, and the host and port that serve them."""
         async with asyncio.timeout(self._timeout_s):
             command: Any = node.client.execute_command  # it has no types
             found = await command("CLUSTER", "SLOTS")
         if not found:
-            raise exceptions.ClusterDownError(f"{node.name} knows no node that serves slots")
+            raise exceptions.ClusterDownError(f"according to {node.name}, no node serves slots")
         return [
             (first, last, (host or b"").decode() or node.host, port)
             for first, last, (host, port, *_), *_ in found
@@ -320,15 +320,15 @@ class ClusterClient(AsyncCoreCommands):
                 task.add_done_callback(self._closing.discard)
 
     async def _close(self, node: _Node) -> None:
-        with contextlib.suppress(Exception):  # it is not needed any more
+        with contextlib.suppress(Exception):  # the node is no longer used
             await node.client.aclose()
 
 
 def node_name(redis: Redis, key: str | bytes) -> str:
-    """Of the node that serves a key: what is sent to different nodes need not wait for each other.
-    Empty where there is one server."""
-    client: object = redis  # to its type, a cluster's client is none
-    # For every log of every iteration: isinstance takes long with redis-py's protocols.
+    """The name of the node that serves a key; empty if there is only one server. Commands for
+    different nodes need not wait for each other."""
+    client: object = redis  # by its type, it is never a `ClusterClient`
+    # Called for every log in every iteration: isinstance is slow with redis-py's protocols.
     return client.node_name(key) if type(client) is ClusterClient else ""
 
 

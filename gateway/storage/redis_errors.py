@@ -1,8 +1,8 @@
-"""Which errors of a call to Redis mean that Redis cannot serve now. All others are our own.
+"""Decides which errors of a call to Redis mean that Redis is unavailable. All others are bugs.
 
-Away: 503 `session_store_unavailable`; logs of running responses go on and are not resumable any
-more. Our own: 500, and a traceback in the log; never counted as an absence of Redis. Every `except`
-around a call to Redis decides by `is_away`.
+Unavailable ("away"): 503 `session_store_unavailable`; running responses continue, but their logs
+are no longer resumable. A bug: 500 and a traceback in the log; it never counts as unavailable.
+Every `except` around a call to Redis decides by `is_away`.
 """
 
 from __future__ import annotations
@@ -14,36 +14,35 @@ from redis import exceptions
 
 
 class RedisAwayError(Exception):
-    """Redis, or the node of a cluster that was needed, cannot serve now."""
+    """Redis, or the cluster's node that was needed, is unavailable."""
 
 
 _AWAY = (
     RedisAwayError,
     OSError,  # a TimeoutError is one
-    # It is not reached, does not answer, loads its data, has no place for another connection, or
-    # does not let us in.
+    # Redis is unreachable, does not answer, is loading its data, accepts no more connections, or
+    # refuses the login.
     exceptions.ConnectionError,
     exceptions.TimeoutError,
-    exceptions.InvalidResponse,  # no Redis is speaking there
-    exceptions.AuthenticationWrongNumberOfArgsError,  # it knows no user names
+    exceptions.InvalidResponse,  # the server is not a Redis
+    exceptions.AuthenticationWrongNumberOfArgsError,  # it has no user names
     exceptions.NoPermissionError,
-    # It may not write, or has no memory for it.
+    # Redis is read-only or out of memory.
     exceptions.ReadOnlyError,
     exceptions.OutOfMemoryError,
-    # A cluster without a node for the slot, or with one that is on its way to another node for
-    # longer than we follow.
+    # A cluster has no node for the slot, or the slot's move to another node takes too long.
     exceptions.ClusterError,
     exceptions.SlotNotCoveredError,
     exceptions.TryAgainError,
     exceptions.AskError,
 )
-# The first words of replies that have no class of their own.
+# The first words of errors for which redis-py has no class.
 _AWAY_CODES = ("MISCONF", "NOREPLICAS", "BUSY", "UNBLOCKED")
-_TOO_MANY_CLIENTS = "max number of clients"  # redis-py knows it of a server, not of a cluster
+_TOO_MANY_CLIENTS = "max number of clients"  # redis-py has a class for it, but not with clusters
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether it says that Redis cannot serve now, and not that it was asked something wrong."""
+    """Whether the error means that Redis is unavailable, rather than that the call was wrong."""
     if isinstance(error, _AWAY):
         return True
     text = str(error)
@@ -54,10 +53,10 @@ def is_away(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def away_told_apart() -> Iterator[None]:
-    """What is done within talks to Redis.
+    """A context for calls to Redis.
 
     Raises:
-        RedisAwayError: Redis cannot serve now. Any other error is raised as it is.
+        RedisAwayError: Redis is unavailable. Any other error is raised unchanged.
     """
     try:
         yield

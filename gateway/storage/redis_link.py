@@ -1,7 +1,8 @@
-"""The one place that makes clients of Redis.
+"""Makes all clients of Redis.
 
-A link turns what Redis' absence raises into `StoreUnavailableError`, runs Lua scripts wherever they
-are not loaded (any more), and warns of a Redis that may forget. No password gets into a message.
+A link turns the errors of an unavailable Redis into `StoreUnavailableError`, runs Lua scripts even
+where they are not loaded, and warns about a Redis that may lose data. No message contains a
+password.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from penstock.gateway.storage.redis_errors import is_away
 from penstock.gateway.storage.redis_url import RedisAddress
 
 _LOG = logging.getLogger(__name__)
-_NUM_AT_ONCE = 16  # scripts at one node; more only keep the event loop from their answers
-_MAX_CONNECTIONS = 32  # of a link to one node; whoever finds none free waits
+_NUM_AT_ONCE = 16  # scripts at one node; more only keep the event loop from reading answers
+_MAX_CONNECTIONS = 32  # of a link to one node; further callers wait for a free one
 _POOL_WAIT_S = 1.0
-_IDLE_CHECK_S = 15  # a connection idle for longer is tried before it is used
+_IDLE_CHECK_S = 15  # a connection that was idle for longer is checked before use
 _COMPLAINT_EVERY_S = 10.0
 
 
 class RedisLink:
-    """A client, and how it is used.
+    """A client of Redis and its use.
 
     Args:
-        timeout_s: for a connection, and for a reply. None waits for replies without end (blocking
-            reads); connecting then takes at most a second.
+        timeout_s: for connecting, and for a reply. None waits for replies without limit (blocking
+            reads); connecting then has a limit of one second.
     """
 
     def __init__(self, address: RedisAddress, *, timeout_s: float | None = 1.0) -> None:
@@ -52,18 +53,20 @@ class RedisLink:
         options = _options(address, timeout_s)
         self._sentinels = _sentinels(address, options)
         self.client = _connect(address, options, self._sentinels)
-        # By node: one that is away keeps nobody from the others.
-        self._places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_NUM_AT_ONCE))
+        # By node, so that one that is away does not block the others.
+        self._semaphores = defaultdict[str, asyncio.Semaphore](
+            lambda: asyncio.Semaphore(_NUM_AT_ONCE)
+        )
         self._last_away_s = defaultdict[str, float](float)
         self._next_complaint_s = 0.0
 
     @contextlib.contextmanager
     def answering(self, key: str) -> Iterator[None]:
-        """What is done within needs the node of Redis that serves a key.
+        """A context for calls that need the node that serves a key.
 
         Raises:
-            StoreUnavailableError: 503 `session_store_unavailable`: it does not answer, or not as
-                one that can be written to.
+            StoreUnavailableError: 503 `session_store_unavailable`: the node does not answer or
+                cannot be written to.
         """
         try:
             yield
@@ -75,15 +78,16 @@ class RedisLink:
             raise _unavailable() from error
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run a script; a server that does not know it (it was restarted) is given it. Of a crowd
-        some wait for their turn, which is not Redis' time; what it does not give one, it would not
-        have given those who waited for that one.
+        """Run a script; a server that does not have it (it was restarted) gets its source.
+
+        Only some scripts run at the same time; the time that others wait does not count against
+        Redis. If Redis fails meanwhile, the waiting ones fail at once.
 
         Raises:
             StoreUnavailableError: as `answering`.
         """
         begun_s, node = time.monotonic(), node_name(self.client, keys[0] if keys else "")
-        async with self._places[node]:
+        async with self._semaphores[node]:
             if self._last_away_s[node] > begun_s:
                 raise _unavailable()
             return await self._run(script, keys, args)
@@ -105,30 +109,30 @@ class RedisLink:
             return False
 
     async def warn_unless_durable(self) -> None:
-        """Say in the log, once at start-up, what this Redis may lose. One that does not answer, or
-        does not tell, is no reason not to start."""
+        """Log a warning at start-up if this Redis may lose data. A Redis that does not answer, or
+        refuses to report its settings, does not prevent the start."""
         try:
             found = {
                 **await self.client.config_get("maxmemory-policy"),
                 **await self.client.config_get("appendonly"),
             }
         except Exception as error:
-            # Some that others operate let nobody ask.
+            # Some managed services forbid CONFIG.
             if not is_away(error) and not isinstance(error, exceptions.ResponseError):
                 raise
-            _LOG.warning("Redis at %s does not say how it is set up: %s", self.address, error)
+            _LOG.warning("cannot read the settings of Redis at %s: %s", self.address, error)
             return
         settings = {_text(name): _text(value) for name, value in found.items()}
         if (policy := settings.get("maxmemory-policy")) != "noeviction":
             _LOG.warning(
-                "Redis at %s may drop conversations when it is full: maxmemory-policy is %s, and "
+                "Redis at %s may evict conversations when it is full: maxmemory-policy is %s, but "
                 "should be noeviction",
                 self.address,
                 policy,
             )
         if settings.get("appendonly") != "yes":
             _LOG.warning(
-                "Redis at %s forgets conversations when it is restarted: appendonly is off",
+                "Redis at %s loses conversations when it restarts: appendonly is off",
                 self.address,
             )
 
@@ -154,21 +158,21 @@ class Script:
 
 def _unavailable() -> StoreUnavailableError:
     return StoreUnavailableError(
-        "the store of conversations does not answer; try again later",
+        "the conversation store is unavailable; try again later",
         code="session_store_unavailable",
         status=503,
     )
 
 
 def _options(address: RedisAddress, timeout_s: float | None) -> dict[str, Any]:
-    """redis-py's, of every connection."""
+    """redis-py's options for every connection."""
     return {
         "socket_connect_timeout": 1.0 if timeout_s is None else timeout_s,
         "socket_timeout": timeout_s,
         "health_check_interval": _IDLE_CHECK_S,
         "protocol": 2,
-        # A command whose connection broke is sent once more, so it must bear repetition; one that
-        # was not answered in time is not, since the caller waits.
+        # A command whose connection broke is sent once more, so commands must be idempotent. After
+        # a time-out a command is not repeated, because the caller is waiting.
         "retry": Retry(
             ExponentialWithJitterBackoff(base=0.01, cap=0.1),
             1,
@@ -194,7 +198,7 @@ def _sentinels(address: RedisAddress, options: dict[str, Any]) -> Sentinel | Non
 
 def _connect(address: RedisAddress, options: dict[str, Any], sentinels: Sentinel | None) -> Redis:
     if sentinels is not None:
-        # Nothing waits for a connection here: what is in flight is bounded by admission.
+        # No limit of connections here: admission bounds what is in flight.
         assert address.service is not None
         managed = SentinelManagedSSLConnection if address.is_tls else SentinelManagedConnection
         client: Redis = sentinels.master_for(
@@ -203,21 +207,21 @@ def _connect(address: RedisAddress, options: dict[str, Any], sentinels: Sentinel
         return client
     if address.is_cluster:
         timeout_s = options["socket_connect_timeout"]
-        if options["socket_timeout"] is None:  # no read blocks there
+        if options["socket_timeout"] is None:  # no blocking reads with a cluster
             options["socket_timeout"] = timeout_s
         cluster = ClusterClient(
             address.hosts,
             lambda host, port: _pooled(address, {**options, "host": host, "port": port}),
             timeout_s=timeout_s,
         )
-        return cast("Redis", cluster)  # the same commands
+        return cast("Redis", cluster)  # it has the same commands
     if address.hosts:
         options["host"], options["port"] = address.hosts[0]
     return _pooled(address, options)
 
 
 def _pooled(address: RedisAddress, options: dict[str, Any]) -> Redis:
-    """Of one server."""
+    """The client of one server."""
     kind = options.get("connection_class", SSLConnection if address.is_tls else Connection)
     options["connection_class"] = _telling_of_closing(kind)
     options.setdefault("max_connections", _MAX_CONNECTIONS)
@@ -226,17 +230,17 @@ def _pooled(address: RedisAddress, options: dict[str, Any]) -> Redis:
 
 
 class _Pool(BlockingConnectionPool):
-    """Opens nothing more once it is closed. redis-py sends a command that was under way then once
-    more, on a connection which nobody closes."""
+    """Opens no connection once it is closed. redis-py would repeat a command that was in flight, on
+    a new connection that nobody closes."""
 
     async def aclose(self) -> None:
-        self.connection_class.is_over = True  # type: ignore[attr-defined]  # a class of its own
+        self.connection_class.is_over = True  # type: ignore[attr-defined]  # this pool's own class
         await super().aclose()
 
 
 def _telling_of_closing(base: type[AbstractConnection]) -> type[AbstractConnection]:
-    """`base`, for uvloop: there, writing to a connection that has just closed is a RuntimeError,
-    and redis-py takes that for a bug, not for an absence. And for `_Pool`."""
+    """A subclass of `base` for uvloop and for `_Pool`. With uvloop, writing to a connection that
+    has just closed is a RuntimeError, which would look like a bug; it becomes a ConnectionError."""
 
     async def connect(self: AbstractConnection, **options: Any) -> None:
         if self.is_over:  # type: ignore[attr-defined]

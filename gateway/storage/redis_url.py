@@ -1,15 +1,15 @@
-"""What `--redis-url` says, read and checked.
+"""Parses and checks `--redis-url`.
 
     redis://[user:password@]host[:port][/db]            one server
     rediss://…?ssl_ca_certs=FILE                        the same over TLS
     unix:///path/to/socket?db=0                         the same over a local socket
-    redis+sentinel://[…@]host[:port],host…/service[/db] the master that Sentinels name
+    redis+sentinel://[…@]host[:port],host…/service[/db] the master that Sentinels report
     redis+cluster://[…@]host[:port],host…               a cluster, by any of its nodes
 
-`rediss+sentinel` and `rediss+cluster` are over TLS too. Options follow in the query under
-redis-py's names; a character of a password that means something in a URL is percent-encoded.
+`rediss+sentinel` and `rediss+cluster` use TLS. The query may have options under redis-py's names;
+special characters in a password must be percent-encoded.
 
-No part of a URL that could be a password gets into a message.
+No message contains a part of the URL that could be a password.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _OPTIONS = frozenset(
         "sentinel_password",
     )
 )
-_SINGLE_ONLY = frozenset(("db", "ssl_ca_path"))  # what redis-py's cluster does not take
+_SINGLE_ONLY = frozenset(("db", "ssl_ca_path"))  # not options of a cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
-    """What a `--redis-url` says. Its text names hosts, and no password.
+    """A parsed `--redis-url`. Its string form names hosts, but no password.
 
     Attributes:
-        service: the Sentinels' name of the master; None where there are none.
-        hosts: (host, port) of a server, of Sentinels or of a cluster's nodes; none of a socket.
-        options: redis-py's, of every connection.
-        sentinel_options: the same, of connections to Sentinels.
+        service: the Sentinels' name of the master; None without Sentinels.
+        hosts: (host, port) of a server, of Sentinels or of a cluster's nodes; empty for a socket.
+        options: redis-py's options for every connection.
+        sentinel_options: the same for connections to Sentinels.
     """
 
     hosts: tuple[tuple[str, int], ...]
@@ -72,24 +72,26 @@ class RedisAddress:
         """Read a URL.
 
         Raises:
-            ConfigError: it is none of the forms above. The message quotes nothing that could be
-                part of a password.
+            ConfigError: the URL has none of the forms above. The message quotes nothing that could
+                be part of a password.
         """
         try:
             parts = urlsplit(url)
         except ValueError:
-            raise _bad_url("it is no URL") from None
+            raise _bad_url("not a valid URL") from None
         scheme, _, kind = parts.scheme.partition("+")
         if scheme not in _SCHEMES or kind not in ("", "sentinel", "cluster"):
-            raise _bad_url("it begins with none of redis://, rediss://, unix://, redis+sentinel://")
+            raise _bad_url(
+                "must begin with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+            )
         if "@" in parts.path + parts.query or parts.fragment:
             raise _bad_url("characters such as / ? # @ in a password must be percent-encoded")
         is_unix = scheme == "unix"
         if is_unix and (kind or not parts.path.strip("/")):
-            raise _bad_url("unix:// takes the path of one socket")
+            raise _bad_url("unix:// needs the path of one socket")
         hosts = () if is_unix else _hosts(parts, default_port=26379 if kind == "sentinel" else 6379)
         if len(hosts) > 1 and not kind:
-            raise _bad_url("several hosts are Sentinels or a cluster: redis+sentinel://, +cluster")
+            raise _bad_url("several hosts need redis+sentinel:// or redis+cluster://")
         path = [] if is_unix else [part for part in parts.path.split("/") if part]
         service = path.pop(0) if kind == "sentinel" and path else None
         if kind == "sentinel" and service is None:
@@ -122,7 +124,7 @@ def _hosts(parts: SplitResult, *, default_port: int) -> tuple[tuple[str, int], .
             one = urlsplit(f"//{text}")
             port = one.port or default_port
         except ValueError:
-            raise _bad_url("a port is no number from 1 to 65535") from None
+            raise _bad_url("the port must be between 1 and 65535") from None
         if not one.hostname:
             raise _bad_url("a host is missing")
         hosts.append((one.hostname, port))
@@ -130,21 +132,21 @@ def _hosts(parts: SplitResult, *, default_port: int) -> tuple[tuple[str, int], .
 
 
 def _options(parts: SplitResult, scheme: str) -> dict[str, Any]:
-    """What redis-py reads from the name, the password and the query."""
+    """redis-py's options from user name, password and query."""
     login, at, _ = parts.netloc.rpartition("@")
     query = f"?{parts.query}" if parts.query else ""
     path = parts.path if scheme == "unix" else ""
     host = "" if scheme == "unix" else "host"
     try:
         options = dict(parse_url(f"{scheme}://{login}{at}{host}{path}{query}"))
-    except ValueError as error:  # names the option alone
+    except ValueError as error:  # its message contains only the option's name
         raise _bad_url(str(error)) from None
     is_path = scheme == "unix"
     for name in ("host",) if is_path else ("host", "connection_class"):
         options.pop(name, None)
     unknown = options.keys() - _OPTIONS - ({"path", "connection_class"} if is_path else set())
     if unknown:
-        raise _bad_url(f"there is no option {min(unknown)!r}")
+        raise _bad_url(f"unknown option {min(unknown)!r}")
     if scheme != "rediss" and (tls := sorted(name for name in options if name.startswith("ssl_"))):
         raise _bad_url(f"{tls[0]} needs rediss://")
     return options
@@ -154,7 +156,7 @@ def _database(path: list[str]) -> int:
     if not path:
         return 0
     if len(path) > 1 or not path[0].isdecimal():
-        raise _bad_url("what follows the host is no number of a database")
+        raise _bad_url("the path after the host must be the number of a database")
     return int(path[0])
 
 

@@ -1,1 +1,1 @@
-"""What is told of the gateway: metrics, the request log, traces."""
+"""Metrics, the request log, and traces."""

@@ -1,10 +1,10 @@
-"""The outermost ASGI middleware: gives every request its id, and tells of it at its end.
+"""The outermost ASGI middleware: gives every request an id and reports the request at its end.
 
     request → x-request-id → … → answer with x-request-id → metrics, a line in the log, a span
 
-The line names the route, not the path, and never a header, a body or a key: nothing in it is a
-caller's text but the id, which is a plain one. What an endpoint raises by mistake is answered here,
-so that this answer has its id as well.
+The line contains the route instead of the path, and never a header, a body or a key. The only text
+of a caller in it is the request id, whose characters are restricted. Unexpected exceptions of an
+endpoint are answered here, so that their answer has the id too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.gateway.telemetry.request_record import (
 )
 
 _LOG = logging.getLogger("penstock.access")
-PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: logged as debug
-_PAGE_ROUTE = "/"  # what `route_templates` makes of the mount with the page's files
+PROBES = frozenset({"/health", "/ready", "/metrics"})  # polled: logged at debug level
+_PAGE_ROUTE = "/"  # the template of the mount with the page's files
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
@@ -38,7 +38,7 @@ class RequestLog:
 
     Args:
         routes: templates of paths (`route_templates`).
-        on_end: is given the record of every request that ended.
+        on_end: called with the record of every request that ended.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RequestLog:
     async def _serve(self, record: RequestRecord, receive: Receive, send: Send) -> None:
         header = (REQUEST_ID_HEADER.encode(), record.request_id.encode())
 
-        def telling(message: Message) -> Any:  # no coroutine of its own: tokens go this way
+        def send_with_id(message: Message) -> Any:  # not a coroutine, for speed: tokens pass here
             kind = message["type"]
             if kind in _STARTS:
                 record.status = message.get("status", 101)
@@ -87,11 +87,11 @@ class RequestLog:
             return send(message)
 
         try:
-            await self._app(record.scope, receive, telling)
+            await self._app(record.scope, receive, send_with_id)
         except Exception as error:
             if record.scope["type"] != "http" or record.status is not None:
                 raise
-            await failure_of(error).response()(record.scope, receive, telling)
+            await failure_of(error).response()(record.scope, receive, send_with_id)
 
     def _end(self, record: RequestRecord) -> None:
         record.duration_s = time.perf_counter() - record.began_s
@@ -99,19 +99,19 @@ class RequestLog:
         self._metrics.count_request(record)
         level = logging.DEBUG if _is_routine(record) else logging.INFO
         if _LOG.isEnabledFor(level):
-            _LOG.log(level, "%s", _sentence(record), extra=_fields(record))
+            _LOG.log(level, "%s", _text(record), extra=_fields(record))
         if self._on_end is not None:
             self._on_end(record)
 
 
 def _is_routine(record: RequestRecord) -> bool:
-    """A probe, or a file of the chat page, which has dozens."""
+    """Whether it is a probe, or one of the chat page's dozens of files."""
     is_file = record.route == _PAGE_ROUTE and record.status is not None and record.status < 400
     return is_file or record.route in PROBES
 
 
 def route_templates(routes: Iterable[BaseRoute], prefix: str = "") -> dict[int, str]:
-    """The template of each endpoint's path, by the endpoint's identity: not all can be hashed."""
+    """The template of each endpoint's path, by `id(endpoint)`: not all endpoints are hashable."""
     found: dict[int, str] = {}
     for route in routes:
         if isinstance(route, Mount) and route.routes:
@@ -124,7 +124,7 @@ def route_templates(routes: Iterable[BaseRoute], prefix: str = "") -> dict[int, 
 
 
 def tag_log_lines() -> None:
-    """From now on lines that a request caused name it and its tenant (`--log-format json`)."""
+    """Add request id and tenant to log lines that a request causes (`--log-format json`)."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(_tag)
 
@@ -137,7 +137,7 @@ def _tag(line: logging.LogRecord) -> bool:
 
 
 def _fields(record: RequestRecord) -> dict[str, Any]:
-    """What the line has as JSON; of generations only where there was one."""
+    """The line's JSON fields; those of generations only if there was one."""
     fields = {
         "request_id": record.request_id,
         "tenant": record.tenant,
@@ -156,7 +156,7 @@ def _fields(record: RequestRecord) -> dict[str, Any]:
     return fields
 
 
-def _sentence(record: RequestRecord) -> str:
+def _text(record: RequestRecord) -> str:
     where = f"{record.method} {record.route or 'unknown path'}"
     text = f"{where} {record.status or 'left'} in {record.duration_s:.3f} s"
     if record.first_token_s is not None:

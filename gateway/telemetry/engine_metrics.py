@@ -1,11 +1,11 @@
-"""The engine's own numbers as Prometheus metrics, as of its last frame, read when scraped.
+"""The engine's stats as Prometheus metrics, as of its last frame, read when scraped.
 
     penstock:num_requests_running | waiting | swapped      penstock:num_preemptions_total
     penstock:kv_cache_usage_perc                           penstock:prefix_cache_queries_total, …
     penstock:engine_seconds_since_last_step
     penstock:kv_blocks{tier, state}                        penstock:swapped_bytes_total{direction}
 
-Names that vLLM has are vLLM's. Requests and streams are in `metrics`.
+Metrics that vLLM has too have vLLM's names. Those of requests and streams are in `metrics`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.gateway.engines.engine_client import EngineClient
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One metric; `values` are its series by the value of `label`."""
+    """A metric; `values` are its series by the value of `label`."""
 
     name: str
     text: str
@@ -47,7 +47,7 @@ class EngineCollector(Collector):
             GaugeMetricFamily,
             _one(
                 "engine_seconds_since_last_step",
-                "Since the engine's last step, or its work began; 0 while it has none.",
+                "Seconds since the engine's last step ended or its work began; 0 without work.",
                 self._engine.since_step_s,
             ),
         )
@@ -65,7 +65,7 @@ class EngineCollector(Collector):
         return family
 
     def _block_gauge(self, stats: EngineStats) -> GaugeMetricFamily:
-        """The one metric with two labels."""
+        """The only metric with two labels."""
         tiers = {
             "device": (stats.num_blocks, stats.num_blocks_used, stats.num_blocks_cached),
             "host": (stats.num_host_blocks, stats.num_host_blocks_kept,
@@ -73,7 +73,7 @@ class EngineCollector(Collector):
         }  # fmt: skip
         family = GaugeMetricFamily(
             "penstock:kv_blocks",
-            "KV blocks: held by sequences, free but findable by their content, and free.",
+            "KV blocks: used by sequences, cached (free, but found by their content), and free.",
             labels=["model_name", "tier", "state"],
         )
         for tier, (num_all, num_used, num_cached) in tiers.items():
@@ -90,20 +90,20 @@ class EngineCollector(Collector):
 def _gauges(stats: EngineStats) -> Iterator[_Row]:
     yield _one("num_requests_running", "Sequences being computed.", stats.num_requests_running)
     yield _one("num_requests_waiting", "Requests in the queue.", stats.num_requests_waiting)
-    yield _one("num_tokens_waiting", "Their prompt tokens.", stats.num_tokens_waiting)
+    yield _one("num_tokens_waiting", "Prompt tokens in the queue.", stats.num_tokens_waiting)
     yield _one(
         "queue_tokens_per_second",
-        "Prompt tokens that leave the queue, while requests wait.",
+        "Prompt tokens that leave the queue per second, while requests wait.",
         stats.queue_tokens_per_s,
     )
     yield _one(
         "prefill_tokens_per_second",
-        "Prompt tokens computed, while any are.",
+        "Prompt tokens computed per second, while there are any.",
         stats.prefill_tokens_per_s,
     )
     yield _one(
         "num_requests_swapped",
-        "Sequences parked with their KV in host memory.",
+        "Preempted sequences whose KV is in host memory.",
         stats.num_requests_swapped,
     )
     yield _one(
@@ -113,7 +113,7 @@ def _gauges(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _Row(
         "kv_slots",
-        "Token slots of running sequences' blocks; of the allocated, the empty hold no token.",
+        "Token slots in running sequences' blocks: allocated, and how many of those are empty.",
         {"allocated": stats.num_slots_allocated, "empty": stats.num_slots_empty},
         "state",
     )
@@ -140,7 +140,7 @@ def _preemption_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _Row(
         "preemptions_by_kind",
-        "The same, by what became of their KV.",
+        "Preemptions, by what happened to the KV.",
         {
             "swap": stats.num_swap_preemptions_total,
             "recompute": stats.num_recompute_preemptions_total,
@@ -160,7 +160,7 @@ def _preemption_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _Row(
         "swap_seconds",
-        "Time those moves took.",
+        "Time spent moving KV between device and host memory.",
         {"out": stats.swap_out_seconds_total, "in": stats.swap_in_seconds_total},
         "direction",
     )
@@ -170,7 +170,7 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
     yield _one("kv_blocks_copied", "KV blocks copied on write.", stats.num_blocks_copied_total)
     yield _Row(
         "kv_blocks_evicted",
-        "Cached KV blocks whose place was needed.",
+        "Cached KV blocks that were evicted.",
         {
             "device": stats.num_blocks_evicted_total,
             "host": stats.num_host_blocks_evicted_total,
@@ -189,7 +189,7 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield _one(
         "prefix_cache_host_hits",
-        "Of those, the ones found in host memory.",
+        "Prompt tokens found in the prefix cache's host tier.",
         stats.prefix_cache_host_hits_total,
     )
 

@@ -1,8 +1,8 @@
-"""Prometheus metrics under vLLM's names with the prefix `penstock:`, in a registry of our own.
+"""Prometheus metrics under vLLM's names with the prefix `penstock:`, in a separate registry.
 
-What a stream lived through is observed once per frame, by the stream's own `StreamMeter`. What the
-engine knows of itself is `engine_metrics`' to tell, and what other gateway processes observed is
-`worker_metrics`'. README.md has them all in a table.
+Each stream has a `StreamMeter`, which observes it once per frame. `engine_metrics` has the engine's
+own metrics, `worker_metrics` collects those of other gateway processes. A table in README.md lists
+all of them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LAG_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _LAG_INTERVAL_S = 0.1
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _MAX_TENANTS = 200  # with series of their own
-_OTHERS = "(others)"  # no tenant's name: those are letters, digits, '_', '.' and '-'
+_OTHERS = "(others)"  # tenants' names have only letters, digits, '_', '.' and '-'
 
 
 @dataclass(slots=True)
 class TokenCount:
-    """One tenant's tokens: plain numbers, as they are counted at every frame."""
+    """One tenant's tokens. Plain numbers, because they are updated at every frame."""
 
     prompt: int = 0
     generation: int = 0
@@ -54,7 +54,7 @@ class Metrics:
 
     Args:
         model_name: the label of every series.
-        workers: the other gateway processes of this server; None: there are none.
+        workers: the server's other gateway processes; None: there are none.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Metrics:
         self._counts = {
             "sessions": self._plain_counter("sessions", "Conversations that got a first turn."),
             "turns": self._plain_counter("turns", "Stored turns begun."),
-            "resumes": self._plain_counter("resumes", "Streams taken up again."),
+            "resumes": self._plain_counter("resumes", "Resumed streams."),
         }
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token.", buckets=_TTFT_BUCKETS
@@ -94,7 +94,7 @@ class Metrics:
         )
         self.event_loop_lag = PlainHistogram(
             "penstock:event_loop_lag_seconds",
-            "How much later than asked for the event loop called back, ten times a second.",
+            "How much later than requested the event loop calls back; ten samples a second.",
             labels={"model_name": model_name},
             buckets=_LAG_BUCKETS,
         )
@@ -105,10 +105,10 @@ class Metrics:
         self._registry.register(_Tokens(model_name, self._tokens))
         self.gauge("engine_up", "1 while an engine answers.", lambda: engine.is_alive)
 
-    # -- what is told to it ------------------------------------------------------------------
+    # -- observations ------------------------------------------------------------------------
 
     def count(self, what: str) -> None:
-        """One more of `sessions`, `turns` or `resumes`."""
+        """Add one to `sessions`, `turns` or `resumes`."""
         self._counts[what].inc()
 
     def count_finished(self, reason: str) -> None:
@@ -118,34 +118,34 @@ class Metrics:
         self._refused.labels(self.model_name, code).inc()
 
     def count_request(self, record: RequestRecord) -> None:
-        """A request ended."""
+        """Count a request that has ended."""
         route, status = record.route or "unknown", str(record.status or "left")
         self._requests.labels(self.model_name, record.method, route, status).inc()
 
     def tokens_of(self, tenant: str) -> TokenCount:
-        """Where a tenant's tokens are counted; those that come too late share one place."""
+        """A tenant's counter. Tenants beyond the limit share one."""
         if tenant not in self._tokens and len(self._tokens) >= _MAX_TENANTS:
             tenant = _OTHERS
         return self._tokens.setdefault(tenant, TokenCount())
 
-    # -- what it looks at when asked -----------------------------------------------------------
+    # -- values read at collection -------------------------------------------------------------
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A number to be read when the metrics are."""
+        """Add a gauge whose value `read` returns when metrics are collected."""
         self._watched.rows.append((GaugeMetricFamily, name, text, read))
 
     def counter(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """The same of a number that only grows."""
+        """Add a counter whose value `read` returns when metrics are collected."""
         self._watched.rows.append((CounterMetricFamily, name, text, read))
 
     def probe(self, name: str, text: str, ask: Callable[[], Awaitable[bool]]) -> None:
-        """Something to be asked for when the metrics are: 1 is yes."""
+        """Add a gauge that is 1 if `ask` returns True when metrics are collected."""
         self._probes[name] = (text, ask)
 
-    # -- telling -------------------------------------------------------------------------------
+    # -- collection ----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Watch the event loop, and answer the other workers."""
+        """Start measuring the event loop's lag and answering the other workers."""
         self._watching_lag = asyncio.create_task(self._watch_lag())
         if self._workers is not None:
             await self._workers.start(self._own)
@@ -157,13 +157,13 @@ class Metrics:
             await self._workers.close()
 
     async def render(self) -> bytes:
-        """The exposition text."""
+        """The metrics in Prometheus' text format."""
         registry = CollectorRegistry()
         registry.register(_Families(await self.families()))
         return generate_latest(registry)
 
     async def families(self) -> list[Metric]:
-        """Everything: of this gateway, of the others, and of the engine, once."""
+        """All metrics: of this gateway, of the other workers, and of the engine."""
         families = await self._own()
         if self._workers is not None:
             families = await self._workers.join(families)
@@ -176,7 +176,7 @@ class Metrics:
             family.add_metric([self.model_name], float(await ask()))
             probed.append(family)
         families: list[Metric] = [*self._registry.collect(), *probed]
-        for each in families:  # when a series began is nobody's question
+        for each in families:  # the creation times of series are not needed
             each.samples = [s for s in each.samples if not s.name.endswith("_created")]
         return families
 
@@ -200,7 +200,7 @@ class Metrics:
 
 
 class StreamMeter:
-    """One request's observations: a clock read and at most one histogram per output."""
+    """Observes one request: per output it reads the clock and updates at most one histogram."""
 
     __slots__ = (
         "_arrival_s", "_has_prompt", "_last_s", "_metrics", "_num_output", "_num_prompt",
@@ -218,7 +218,7 @@ class StreamMeter:
         self._last_s: dict[int, float] = {}  # by branch
 
     def output(self, index: int, *, num_tokens: int, num_prompt_tokens: int) -> None:
-        """A branch's next tokens came; the prompt is counted with the first output."""
+        """A branch got tokens. The prompt is counted with the first output."""
         if not self._has_prompt:
             self._has_prompt = True
             self._num_prompt = num_prompt_tokens
@@ -245,7 +245,7 @@ class StreamMeter:
 
 
 class _Tokens(Collector):
-    """Tokens under vLLM's names, and the same by tenant."""
+    """Token counts under vLLM's names, in total and by tenant."""
 
     def __init__(self, model_name: str, counts: dict[str, TokenCount]) -> None:
         self._model_name = model_name
@@ -273,7 +273,7 @@ _Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class _Watched(Collector):
-    """Numbers that others keep."""
+    """Numbers that other objects keep."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -287,7 +287,7 @@ class _Watched(Collector):
 
 
 class _Families(Collector):
-    """Metrics that were collected already."""
+    """Metrics that have already been collected."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -297,11 +297,11 @@ class _Families(Collector):
 
 
 class PlainHistogram(Collector):
-    """One series, for what is observed at every token: prometheus_client's takes two locks each
-    time, and here one thread observes and reads.
+    """A histogram with one series, for observations at every token. prometheus_client's takes two
+    locks for each, which is not needed as one thread observes and reads.
 
     Args:
-        buckets: their upper bounds, ascending; one without a bound is added.
+        buckets: upper bounds, ascending; a bucket without a bound is added.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""What is known of a request while it is served: for its line in the log, its span, the metrics.
+"""Data about a request, collected while it is served, for its log line, its span and the metrics.
 
-A context variable names it, so whatever a request starts adds to it without being handed it. Of a
-WebSocket the record is the connection's, with the sum of its responses. A response that goes on
-without its request adds what nobody sees any more.
+A context variable holds the record, so code that serves the request can add to it without having it
+passed. A WebSocket has one record for the connection, with the sums of its responses. A response
+that continues after its request still adds to the record, which is then ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def _ignore(_: str) -> None:
-    """Nobody counts."""
+    """The default of `on_refusal`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class RequestRecord:
     """One request, or one WebSocket.
 
     Attributes:
-        request_id: of the client, or ours.
-        on_refusal: is told the code of every 429 and 503.
-        began_ns: since the epoch.
-        tenant: whose key it brought; None: nobody's, or no key is asked for.
-        route: the template of its path, as `/v1/responses/{response_id}`; None: there is none.
-        status: as sent; 101 is an open WebSocket, None that nobody was there to receive one.
-        error: code of the last failure that it was told.
-        model: that generated for it.
+        request_id: the client's or a new one.
+        on_refusal: called with the code of every 429 and 503.
+        began_ns: nanoseconds since the Unix epoch.
+        tenant: of its key; None: no valid key, or none is required.
+        route: the template of its path, such as `/v1/responses/{response_id}`; None: unknown path.
+        status: as sent; 101 for an open WebSocket; None if the client left before one was sent.
+        error: code of the last failure that the caller got.
+        model: the model that generated for it.
         input_tokens, output_tokens: of generations that ended.
         first_token_s: from arrival to the first token.
     """
@@ -67,7 +67,7 @@ class RequestRecord:
         return Headers(scope=self.scope)
 
     def note_failure(self, status: int, code: str) -> None:
-        """The caller is told of a failure."""
+        """The caller gets a failure."""
         self.error = code
         if status in _REFUSALS:
             self.on_refusal(code)
@@ -91,11 +91,11 @@ CURRENT_REQUEST: ContextVar[RequestRecord | None] = ContextVar("request", defaul
 
 
 def request_id_of(sent: bytes | None) -> str:
-    """The id that a request has in answers and logs: the client's own where it is a plain one.
-    Anything else would let a caller write into logs, and into the headers of answers.
+    """A request's id in answers and logs: the client's own if it has only plain characters. Other
+    characters would let a caller inject text into logs and response headers.
 
     Args:
-        sent: its `x-request-id`; None if it has no such header.
+        sent: the request's `x-request-id`; None if it has no such header.
     """
     if sent is not None and _PLAIN.fullmatch(sent):
         return sent.decode("ascii")

@@ -1,8 +1,8 @@
-"""OpenTelemetry: one span per request, made at its end, sent in batches from a thread.
+"""OpenTelemetry: one span per request, made when the request ends, sent in batches by a thread.
 
-Loaded only with `--otlp-endpoint`; needs `pip install 'penstock-llm[otel]'`. Names are those of the
-semantic conventions for HTTP servers and generative AI; nothing of a prompt or an answer is in
-them. A caller's `traceparent` makes its span the parent, and its decision to sample is kept.
+Loaded only with `--otlp-endpoint`; needs `pip install 'penstock-llm[otel]'`. Attributes follow the
+semantic conventions for HTTP servers and generative AI, and contain no part of prompts or answers.
+A caller's `traceparent` names the parent span, and its sampling decision is honoured.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
 }
-_PATH = "/v1/traces"  # of OTLP over HTTP
+_PATH = "/v1/traces"  # defined by OTLP over HTTP
 _TIMEOUT_S = 5.0
 _CARRIED = ("traceparent", "tracestate")
 
 
 class Tracing:
-    """Makes spans of requests' records.
+    """Makes spans from requests' records.
 
     Args:
-        endpoint: of the collector, as `http://localhost:4318`; a path of its own is kept.
+        endpoint: of the collector, such as `http://localhost:4318`; a path in it is kept.
 
     Raises:
-        ConfigError: it is no http address.
+        ConfigError: the endpoint is not an HTTP URL.
     """
 
     def __init__(self, endpoint: str) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"--otlp-endpoint: {endpoint!r} is no address such as "
+            raise ConfigError(f"--otlp-endpoint: {endpoint!r} is not a URL such as "
                               "http://localhost:4318")  # fmt: skip
-        # Its own complaints quote whatever a collector answers, at every batch.
+        # Its warnings quote the collector's answer, for every batch.
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
         self._provider = TracerProvider(
@@ -64,7 +64,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, request: RequestRecord) -> None:
-        """A request ended."""
+        """Make the span of a request that has ended."""
         headers = request.headers
         carrier = {name: headers[name] for name in _CARRIED if name in headers}
         span = self._tracer.start_span(
@@ -79,7 +79,7 @@ class Tracing:
         span.end(request.began_ns + round(request.duration_s * 1e9))
 
     def close(self) -> None:
-        """Send what is left; takes as long as the collector takes."""
+        """Send the remaining spans; waits for the collector."""
         self._provider.shutdown()
 
 

@@ -1,10 +1,10 @@
-"""The metrics of all gateway processes on one socket, on whichever of them is asked.
+"""Collects the metrics of all gateway processes, so that any of them can answer `/metrics`.
 
-Each answers on a Unix socket beside the engine's, in the server's own folder: whoever connects is
-sent all it has, as JSON, at once. The one that is asked for `/metrics` asks the others, and gives
-every series the label `worker`. So nothing is written anywhere while nobody asks, and a worker that
-is started again resets its own series alone, as Prometheus expects of a counter. One that does not
-answer in time is left out, and `penstock:gateway_workers` tells.
+Each worker listens on a Unix socket beside the engine's, in the server's own folder, and sends all
+its metrics as JSON to whoever connects. The worker that serves `/metrics` asks the others and gives
+every series the label `worker`. So nothing is written between scrapes, and a worker that restarts
+resets only its own series, as Prometheus expects of a counter. A worker that does not answer in
+time is left out, which `penstock:gateway_workers` shows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Workers:
     """One of several workers.
 
     Args:
-        engine_address: whose folder is the server's.
-        index: this worker's, from 0.
-        num: how many they are.
+        engine_address: a path in the server's folder.
+        index: of this worker, from 0.
+        num: the number of workers.
     """
 
     def __init__(self, engine_address: str, *, index: int, num: int) -> None:
@@ -38,7 +38,7 @@ class Workers:
         self._server: asyncio.Server | None = None
 
     async def start(self, collect: Collect) -> None:
-        """Answer the others with what `collect` gives."""
+        """Answer the other workers with the result of `collect`."""
 
         async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ class Workers:
             self._server.close()
 
     async def join(self, own: Sequence[Metric]) -> list[Metric]:
-        """This worker's metrics and those of the others, family by family."""
+        """This worker's metrics merged with those of the others, by family."""
         others = [index for index in range(self._num) if index != self._index]
         answers = await asyncio.gather(*map(self._ask, others))
         found = {self._index: own} | {

@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.load.bench.gateway import Row, markdown
 from penstock.load.report.tables import replace_marked
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "gateway" / "README.md"
 NAME = "gateway: written by load.gateway.readme"
 
 

@@ -270,4 +270,4 @@ def _frozen(stack: Stack, who: str) -> Iterator[None]:
 
 
 def _num_taken_over(stack: Stack) -> int:
-    return stack.served.log.read_text().count("has taken resp_")
+    return stack.served.log.read_text().count("has taken over resp_")

@@ -28,8 +28,8 @@ class ChatCompletions:
     """The endpoint.
 
     Args:
-        answers: those to requests with an `Idempotency-Key`.
-        ping_s: silence on a stream after which a comment is sent.
+        answers: answers to requests with an `Idempotency-Key`.
+        ping_s: seconds of silence on a stream before a comment is sent.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ChatCompletions:
 
 
 class _Answer(Answer):
-    """One completion in chat's shape."""
+    """One answer in chat's format."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -102,7 +102,7 @@ class _Answer(Answer):
         )
         self._chat = chat
         self._tokenizer = tokenizer
-        self._begun: set[int] = set()  # choices whose first chunk is out
+        self._begun: set[int] = set()  # choices whose first chunk was sent
         self._extras: dict[str, Any] = {}
         self._is_prompt_told = not chat.return_token_ids
 
@@ -137,7 +137,7 @@ class _Answer(Answer):
         has_content = bool(delta.text or delta.logprobs)
         pieces: list[Choice] = []
         if index not in self._begun and (has_content or delta.finish_reason):
-            self._begun.add(index)  # with the first text, so the first event means progress
+            self._begun.add(index)  # not before the first text: the first event means progress
             pieces.append(_piece(index, {"role": "assistant", "content": ""}))
         if has_content:
             tokens = self._token_objects(delta.logprobs)

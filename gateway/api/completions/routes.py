@@ -28,8 +28,8 @@ class Completions:
     """The endpoint.
 
     Args:
-        answers: those to requests with an `Idempotency-Key`.
-        ping_s: silence on a stream after which a comment is sent.
+        answers: answers to requests with an `Idempotency-Key`.
+        ping_s: seconds of silence on a stream before a comment is sent.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Completions:
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def _planned(self, request: Request, completion: CompletionRequest) -> list[Generation]:
-        """A generation for each prompt, or for none of them."""
+        """A generation for each prompt; if one is refused, all are discarded."""
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         planned: list[Generation] = []
         try:
@@ -156,8 +156,8 @@ class _Answer(Answer):
         self._completion = completion
         self._tokenizer = tokenizer
         self._echoes = echoes
-        self._begun: set[int] = set()  # choices whose first text is out
-        self._prompt_told: set[int] = set()  # choices that have named their prompt's ids
+        self._begun: set[int] = set()  # choices whose first text was sent
+        self._prompt_sent: set[int] = set()  # choices whose prompt's ids were sent
         self._lists: dict[int, TokenLists] = {}  # by choice
         self._echoed_lists: dict[int, Lists] = {}  # by prompt
         self._prompt_logprobs: dict[int, Any] = {}
@@ -207,10 +207,10 @@ class _Answer(Answer):
         return pieces
 
     def _prompt_token_ids(self, index: int) -> dict[str, Sequence[int]]:
-        """Once for each choice, if they are to be told."""
-        if not self._completion.return_token_ids or index in self._prompt_told:
+        """The prompt's ids, once for each choice, if they were asked for."""
+        if not self._completion.return_token_ids or index in self._prompt_sent:
             return {}
-        self._prompt_told.add(index)
+        self._prompt_sent.add(index)
         return {
             "prompt_token_ids": self.generations[index // self.num_each].request.prompt_token_ids
         }

@@ -17,8 +17,8 @@ from penstock.gateway.api.schema.fields import (
 )
 from penstock.gateway.api.schema.parameters import Endpoint
 
-MAX_PROMPTS = 128  # of one completions request
-MAX_OUTPUTS = 1024  # computed for all of them
+MAX_PROMPTS = 128  # in one request
+MAX_OUTPUTS = 1024  # computed for all prompts of a request
 
 
 class CompletionRequest(ChoicesRequest):
@@ -40,13 +40,13 @@ class CompletionRequest(ChoicesRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise invalid("max_tokens", "must be at least 1, unless echo asks for the prompt alone")
+            raise invalid("max_tokens", "must be at least 1; 0 is allowed only with echo")
         if self.stream and self.best_of is not None and self.best_of > self.n:
-            raise invalid("best_of", "must be n with stream: the best are known at the end alone")
+            raise invalid("best_of", "must equal n with stream: the best are only known at the end")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise invalid("truncate_prompt_tokens", "cannot be used with echo")
         if len(self.prompts) * max(self.n, self.best_of or 1) > MAX_OUTPUTS:
-            raise invalid("n", f"times the prompts must be at most {MAX_OUTPUTS}")
+            raise invalid("n", f"(or best_of) times prompts must be at most {MAX_OUTPUTS}")
         return self
 
     @property

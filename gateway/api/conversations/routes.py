@@ -1,5 +1,5 @@
-"""`/v1/conversations`: OpenAI's Conversations API, and what is ours: the list of a tenant's
-conversations, the tree of one, and moving its head.
+"""`/v1/conversations`: OpenAI's Conversations API, and our additions: the list of a tenant's
+conversations, a conversation's tree, and moving its head.
 
 The items of a conversation are those from the root of its tree to its head.
 """
@@ -69,7 +69,7 @@ def conversation_routes(
 
 
 class _Endpoints:
-    """What both share: whose conversations they are, and the requests' bodies."""
+    """Shared by both classes of endpoints: reading bodies, finding a conversation, adding items."""
 
     def __init__(self, store: ConversationStore, *, max_body_bytes: int) -> None:
         self._store = store
@@ -79,7 +79,7 @@ class _Endpoints:
         return await read_json(request, max_bytes=self._max_body_bytes)
 
     async def _conversation(self, request: Request) -> Conversation:
-        """The one that the path names. Raises: NotFoundError."""
+        """The conversation in the path. Raises: NotFoundError."""
         return await self._store.get(_tenant(request), request.path_params["conversation_id"])
 
     async def _add(self, conversation: Conversation, items: tuple[Item, ...]) -> None:
@@ -88,7 +88,7 @@ class _Endpoints:
                 turn_id=new_turn_id(conversation.conversation_id),
                 conversation_id=conversation.conversation_id,
                 tenant=conversation.tenant,
-                parent_id=None,  # the store sets the head it finds
+                parent_id=None,  # the store sets it to the current head
                 status="completed",
                 created_at=int(time.time()),
                 items=items,
@@ -97,7 +97,7 @@ class _Endpoints:
 
 
 class Conversations(_Endpoints):
-    """Conversations themselves."""
+    """Endpoints of conversations."""
 
     def __init__(
         self, store: ConversationStore, service: ResponseService, *, max_body_bytes: int
@@ -180,7 +180,7 @@ class Conversations(_Endpoints):
 
 
 class ConversationItems(_Endpoints):
-    """The items of a conversation."""
+    """Endpoints of a conversation's items."""
 
     async def create(self, request: Request) -> Response:
         query = read_query(IncludeQuery, request.query_params)
@@ -217,7 +217,7 @@ class ConversationItems(_Endpoints):
         return await self._store.path(conversation.tenant, conversation.head)
 
     async def _find(self, request: Request, conversation: Conversation) -> tuple[StoredTurn, Item]:
-        """The item that the path names, and its turn."""
+        """The item in the path, and its turn."""
         item_id = request.path_params["item_id"]
         for turn in await self._path(conversation):
             for item in _items_of(turn):

@@ -14,7 +14,7 @@ _MAX_ID_CHARS = 128
 
 
 class TreeQuery(Query):
-    """A tree, with what was said on the path to its head if `items` is set."""
+    """A tree; with `items`, the turns on the path to its head include their messages."""
 
     items: bool = False
 
@@ -37,7 +37,7 @@ class NewItems(Model):
 
 
 class NewHead(Model):
-    """Compare and set: `expected` is what the head is believed to be; null is no turn at all."""
+    """Compare and set: `expected` must be the current head; null stands for no turn."""
 
     turn: _TurnId | None
     expected: _TurnId | None

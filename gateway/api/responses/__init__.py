@@ -1,1 +1,1 @@
-"""The Responses API, over HTTP and WebSocket: create, run, read, carry on."""
+"""The Responses API over HTTP and WebSocket."""

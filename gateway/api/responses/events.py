@@ -1,12 +1,12 @@
-"""The events of a response, made of what was written down: the same for every reader and wire.
+"""The events of a response, made from its log: the same for every reader and transport.
 
     created · (queued) · in_progress · output_item.added · content_part.added
     output_text.delta …
     output_text.done · content_part.done · output_item.done
     completed | incomplete | failed
 
-Numbered from 0 without gaps; exactly one terminal event. A response that only prepares its prompt
-has no item. Nothing here depends on when or where it runs: a replay gives the same bytes.
+Events are numbered from 0 without gaps, and exactly one is terminal. A response that only prepares
+its prompt has no item. Nothing here depends on time or place: a replay produces the same bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
 
 
 class Event(NamedTuple):
-    """One event: its type, and all of it as JSON."""
+    """One event: its type, and the whole event as JSON."""
 
     type: str
     json: bytes
@@ -48,7 +48,7 @@ class EventWriter:
 
     Args:
         notices: kinds of `penstock.*` events that the reader asked for.
-        after: only events numbered above it.
+        after: only events with a higher number.
     """
 
     __slots__ = ("_after", "_delta_start", "_header", "_notices")
@@ -83,7 +83,7 @@ class EventWriter:
         return found
 
     def _delta(self, entry: DeltaEntry) -> Event:
-        # By hand: this is the path of every token.
+        # Formatted by hand, for speed: every token passes here.
         return Event(
             "response.output_text.delta",
             b'%b%d,"delta":%b,"logprobs":%b}'
@@ -104,12 +104,12 @@ class EventWriter:
 
 
 def num_closing_events(header: ResponseHeader, reason: FinishReason | None) -> int:
-    """How many events end a response for this reason; None is a failure."""
+    """How many events end a response for this reason; None for a failure."""
     return NUM_CLOSING_EVENTS if header.generates and reason is not None else 1
 
 
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
-    """The Response object as it is now, or as it will be with this end."""
+    """The Response object as it is now, or as it will be once `end` is appended."""
     end = end or log.end
     if end is not None:
         return _ended(log, end)
@@ -136,7 +136,7 @@ def _opening(header: ResponseHeader) -> list[tuple[str, _Object]]:
         item = _item(header, "in_progress", content=[])
         events += [
             ("response.output_item.added", {"output_index": 0, "item": item}),
-            ("response.content_part.added", {**_place(header), "part": _part("", [])}),
+            ("response.content_part.added", {**_part_location(header), "part": _part("", [])}),
         ]
     assert len(events) == header.num_opening_events
     return events
@@ -153,8 +153,8 @@ def _closing(log: ResponseLog, end: EndEntry) -> list[tuple[str, _Object]]:
     [part] = item["content"]
     text = {"text": part["text"], "logprobs": part["logprobs"]}
     return [
-        ("response.output_text.done", {**_place(header), **text}),
-        ("response.content_part.done", {**_place(header), "part": part}),
+        ("response.output_text.done", {**_part_location(header), **text}),
+        ("response.content_part.done", {**_part_location(header), "part": part}),
         ("response.output_item.done", {"output_index": 0, "item": item}),
         (terminal, {"response": response}),
     ]
@@ -183,7 +183,7 @@ def _ended(log: ResponseLog, end: EndEntry) -> _Object:
 
 def _reason(header: ResponseHeader, reason: FinishReason) -> FinishReason:
     if not header.generates and reason is FinishReason.LENGTH:
-        return FinishReason.STOP  # all that was asked for is done
+        return FinishReason.STOP  # only the prompt was to be prepared: it is complete
     return reason
 
 
@@ -196,7 +196,7 @@ def _output(log: ResponseLog, status: str) -> list[_Object]:
     return [_item(log.header, status, content=[_part(log.text, logprobs)])]
 
 
-def _place(header: ResponseHeader) -> _Object:
+def _part_location(header: ResponseHeader) -> _Object:
     return {"item_id": header.item_id, "output_index": 0, "content_index": 0}
 
 

@@ -1,7 +1,7 @@
-"""A generation read from a log: of the same shape as one that is computed here, as often as wanted,
-on any gateway, from the start.
+"""A generation read from a log, with the interface of one that is computed here. It can be read
+repeatedly, from the start, on any gateway.
 
-Used for answers that are no Responses (`ResponseHeader.is_turn` is False).
+Used for answers that are not Responses (`ResponseHeader.is_turn` is False).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LoggedGeneration:
 
     @property
     def usage(self) -> Usage:
-        """What was cached is known at the end."""
+        """`cached_tokens` is 0 until the end."""
         if self._end is not None:
             prompt, cached, output = self._end.usage
             return Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
@@ -61,13 +61,13 @@ class LoggedGeneration:
         return self._token_ids
 
     async def next(self) -> list[Delta] | None:
-        """As `DeltaSource.next`, but one entry of the log at a time: what is told of a replay is
-        cut where it was cut for its first reader.
+        """As `DeltaSource.next`, but one log entry at a time, so that a replay's deltas are those
+        of the first reader.
 
         Raises:
             InvalidRequestError: the engine refused the request.
-            GenerationFailedError: it failed otherwise.
-            RequestRefusedError: 503: the log cannot be followed to its end from here.
+            GenerationFailedError: the generation failed otherwise.
+            RequestRefusedError: 503: this gateway cannot read the log to its end.
         """
         while not self._due:
             try:
@@ -94,16 +94,16 @@ class LoggedGeneration:
 
 
 def _lost() -> RequestRefusedError:
-    """Its storage lost a log that was being read: asked for again, the answer begins anew."""
+    """The storage lost a log that was being read. A retry computes the answer again."""
     return RequestRefusedError(
-        "what was stored of this answer is lost; ask again",
+        "the stored part of this answer was lost; send the request again",
         code="session_store_unavailable",
         status=503,
     )
 
 
 def packed(entries: Iterable[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
-    """Logprobs as the log of such an answer has them: free of any API's shape."""
+    """Logprobs in the log's own format, which is independent of any API."""
     return tuple(
         {"id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top": entry.top}
         for entry in entries

@@ -1,9 +1,9 @@
-"""What a turn is answered from: its place in a tree of turns, and the prompt that comes of it.
+"""Finds a turn's position in its conversation tree and builds its prompt.
 
-A turn by `conversation` takes its head; one by `previous_response_id` makes a sibling of whatever
-else continues that response, in the same tree; any other begins a tree of its own. Token ids that
-are stored are used again where the rendered prompt begins as it did then, so that the prefix cache
-finds their KV.
+A turn with `conversation` continues the tree's head; one with `previous_response_id` becomes a
+sibling of any other turn that continues the same response; any other starts a new tree. Stored
+token ids are reused as far as the rendered prompt begins with the same text, so that the prefix
+cache finds their KV.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_
 from penstock.gateway.storage.conversations.records import Item, Rendering, StoredTurn
 from penstock.gateway.storage.conversations.store import ConversationStore, NotFoundError
 
-_BROKEN_OFF = ("incomplete", "cancelled", "failed")
+_CONTINUABLE = ("incomplete", "cancelled", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where in which tree a turn stands.
+class TurnPosition:
+    """A turn's position in a tree.
 
     Attributes:
-        is_new: the tree begins with it, and is no listed conversation.
-        takes_head: it was asked for by `conversation`.
-        path: the turns before it, root first. Of a new tree they are not in it, nor stored.
+        is_new: the turn starts a new tree, which is not a listed conversation.
+        takes_head: the request named a `conversation`, so the turn becomes its head.
+        path: the turns before it, root first. In a new tree they are neither part of it nor stored.
     """
 
     conversation_id: str
@@ -43,12 +43,12 @@ class Place:
 
     @property
     def previous(self) -> StoredTurn | None:
-        """What it continues."""
+        """The turn that it continues."""
         return self.path[-1] if self.path else None
 
     @property
     def parent(self) -> StoredTurn | None:
-        """The same, if that is in its tree."""
+        """The turn that it continues, if that turn is in the same tree."""
         return None if self.is_new else self.previous
 
 
@@ -57,11 +57,11 @@ class Prompt:
     """A turn's prompt.
 
     Attributes:
-        items: what came in; all that was said before too, where the turn is to stand alone.
-        text: what the ids stand for; None where they are not of one rendering.
+        items: the request's items; where the turn must stand alone, preceded by all earlier ones.
+        text: the text of the ids; None if they do not come from one rendering.
     """
 
-    place: Place
+    position: TurnPosition
     items: tuple[Item, ...]
     token_ids: Sequence[int]
     text: str | None
@@ -72,7 +72,7 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Finds a turn's place and renders its prompt."""
+    """Finds a turn's position and renders its prompt."""
 
     def __init__(self, generator: Generator, conversations: ConversationStore) -> None:
         self._generator = generator
@@ -84,33 +84,35 @@ class PromptBuilder:
         """The prompt of a request.
 
         Args:
-            memory: where turns that are not stored are remembered.
+            memory: the connection's turns that are not stored.
 
         Raises:
-            InvalidRequestError: the template refuses it, or what it continues is not there.
+            InvalidRequestError: the template refuses the messages, or the turn to continue does not
+                exist.
         """
         remembered = None if memory is None else memory.turn(request.previous_response_id)
-        place = await self._place(request, caller.tenant, remembered)
+        position = await self._position(request, caller.tenant, remembered)
         new = items = item_objects(request.items)
-        if place.is_new or (memory is not None and not request.store):
-            items = (*items_said(place.path), *new)
+        if position.is_new or (memory is not None and not request.store):
+            items = (*all_items(position.path), *new)
         if request.penstock.continues:
-            return Prompt(place=place, items=items, token_ids=_broken_off(place), text=None)
-        # Instructions are those of this request alone: they are not inherited.
+            token_ids = _token_ids_to_continue(position)
+            return Prompt(position=position, items=items, token_ids=token_ids, text=None)
+        # Instructions apply to this request only: they are not inherited.
         instructions = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
         text = await self._generator.render_chat(
             ChatPrompt(
-                messages=[*instructions, *history(place.path), *map(for_template, new)],
-                # What follows a prepared prompt may be more of it.
+                messages=[*instructions, *history(position.path), *map(for_template, new)],
+                # A prepared prompt may be extended, so it must not end with the answer's header.
                 add_generation_prompt=request.generates,
                 template=request.chat_template,
                 kwargs=request.chat_template_kwargs,
             )
         )
         reused: Reused = await self._generator.long_work.run(
-            partial(reuse, text, place.path, self._generator.model.tokenizer),
+            partial(reuse, text, position.path, self._generator.model.tokenizer),
             is_long=len(text) >= LONG_TEXT_CHARS,
         )
         rest = await self._generator.tokenise(
@@ -120,21 +122,26 @@ class PromptBuilder:
             must_fit=True,
             num_known_tokens=len(reused.token_ids),
         )
-        return Prompt(place=place, items=items, token_ids=[*reused.token_ids, *rest], text=text)
+        token_ids = [*reused.token_ids, *rest]
+        return Prompt(position=position, items=items, token_ids=token_ids, text=text)
 
-    async def _place(
+    async def _position(
         self, request: ResponsesRequest, tenant: str, remembered: StoredTurn | None
-    ) -> Place:
+    ) -> TurnPosition:
         if request.conversation is not None:
             conversation = await self._conversations.get(tenant, request.conversation)
             head = conversation.head
             path = await self._conversations.path(tenant, head) if head is not None else []
-            return Place(conversation_id=conversation.conversation_id, takes_head=True, path=path)
+            return TurnPosition(
+                conversation_id=conversation.conversation_id, takes_head=True, path=path
+            )
         previous = request.previous_response_id
         if previous is None:
-            return Place(conversation_id=new_conversation_id(), is_new=True)
+            return TurnPosition(conversation_id=new_conversation_id(), is_new=True)
         if remembered is not None:
-            return Place(conversation_id=new_conversation_id(), is_new=True, path=[remembered])
+            return TurnPosition(
+                conversation_id=new_conversation_id(), is_new=True, path=[remembered]
+            )
         conversation_id = conversation_of(previous)
         try:
             path = await self._conversations.path(tenant, previous)
@@ -148,26 +155,26 @@ class PromptBuilder:
                 param="previous_response_id",
                 status=409,
             )
-        return Place(conversation_id=conversation_id, path=path)
+        return TurnPosition(conversation_id=conversation_id, path=path)
 
 
 def history(path: Sequence[StoredTurn]) -> list[dict[str, str]]:
-    """The messages of turns, as chat templates know them."""
+    """The messages of turns, as chat templates expect them."""
     messages: list[dict[str, str]] = []
     for turn in path:
         messages += [for_template(item) for item in turn.items]
         if turn.output is None:
             continue
-        said = for_template(turn.output)
-        if turn.continues and messages and messages[-1]["role"] == said["role"]:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + said["content"]}
+        answer = for_template(turn.output)
+        if turn.continues and messages and messages[-1]["role"] == answer["role"]:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + answer["content"]}
         else:
-            messages.append(said)
+            messages.append(answer)
     return messages
 
 
 def items_of(path: Sequence[StoredTurn]) -> list[Item]:
-    """All that the last of these turns was made from: what was said before, then what came in."""
+    """The input of the last of these turns: all items of earlier turns, then its own input."""
     items: list[Item] = []
     for turn in path[:-1]:
         items += turn.items
@@ -176,12 +183,12 @@ def items_of(path: Sequence[StoredTurn]) -> list[Item]:
     return [*items, *path[-1].items]
 
 
-def _broken_off(place: Place) -> list[int]:
-    """The ids of a turn that is to go on as if it had never ended."""
-    previous = place.previous
-    if previous is None or previous.status not in _BROKEN_OFF or previous.output is None:
+def _token_ids_to_continue(position: TurnPosition) -> list[int]:
+    """The ids of a turn that continues as if it had never ended."""
+    previous = position.previous
+    if previous is None or previous.status not in _CONTINUABLE or previous.output is None:
         raise RequestRefusedError(
-            "penstock.continue needs a previous response that is incomplete",
+            "penstock.continue needs a previous response that is incomplete, cancelled or failed",
             code="invalid_value",
             param="penstock.continue",
         )
@@ -190,21 +197,21 @@ def _broken_off(place: Place) -> list[int]:
 
 def _no_previous(response_id: str) -> NotFoundError:
     return NotFoundError(
-        f"no response {response_id!r} is stored here",
+        f"there is no response {response_id!r}",
         code="previous_response_not_found",
         param="previous_response_id",
     )
 
 
 class LaneMemory:
-    """What a WebSocket remembers of responses that are not stored, as one of its lanes sees it.
+    """The responses with `store: false` that a WebSocket remembers, for one of its lanes.
 
-    As in OpenAI's WebSocket mode: the latest one of every lane, in memory, gone with the
-    connection. Such a turn stands alone: its items are all that was said before.
+    As in OpenAI's WebSocket mode, the connection keeps each lane's latest one in memory. Such a
+    turn stands alone: its items include all earlier ones.
 
     Args:
-        turns: by lane; of the whole connection.
-        lane: the one that the next turn is of.
+        turns: the connection's turns by lane.
+        lane: the lane of the next turn.
     """
 
     def __init__(self, turns: dict[str | None, StoredTurn], lane: str | None) -> None:
@@ -212,16 +219,16 @@ class LaneMemory:
         self._lane = lane
 
     def turn(self, response_id: str | None) -> StoredTurn | None:
-        """The response, if it is any lane's latest that is not stored."""
+        """The remembered response of this id, on any lane."""
         return next((turn for turn in self._turns.values() if turn.turn_id == response_id), None)
 
     def keep(self, turn: StoredTurn) -> None:
-        """Remember a turn that has ended, in place of the lane's one before."""
+        """Remember a turn that has ended, replacing the lane's previous one."""
         self._turns[self._lane] = dataclasses.replace(turn, response=b"")
 
 
-def items_said(path: Sequence[StoredTurn]) -> list[Item]:
-    """All items of turns; an answer in two halves is one."""
+def all_items(path: Sequence[StoredTurn]) -> list[Item]:
+    """All items of turns. An answer and its continuation are joined to one item."""
     items: list[Item] = []
     for turn in path:
         items += turn.items

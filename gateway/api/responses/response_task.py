@@ -1,8 +1,8 @@
-"""A response being computed: a generation's deltas go into its log, to the end, whoever reads.
+"""Runs a response: writes a generation's deltas to its log until the end, with or without readers.
 
-One task per running response, and for what comes a callback. It merges what came since its last
-turn into one entry, stores the turn before anyone sees its end, and ends what nobody has listened
-to for too long.
+Each running response has one task, and a callback for new deltas. All deltas since the last
+callback become one entry. The turn is stored before any reader sees the end, and a response that
+nobody has read for too long is ended.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ResponseTaskSettings:
     """How responses run.
 
     Attributes:
-        grace_s: how long one goes on that nobody reads.
-        interval_s: at least this long between two entries; 0: one per iteration of the engine.
+        grace_s: how long a response without a reader continues.
+        interval_s: minimum time between two entries; 0: one entry per engine iteration.
     """
 
     grace_s: float = 60.0
@@ -62,13 +62,14 @@ class ResponseTask:
     """Runs one response.
 
     Args:
-        turn: what is stored of it while it runs; None if nothing is to be.
-        prompt_text: what its prompt was tokenised from, where that is known.
+        turn: the turn as stored while the response runs; None if it is not to be stored.
+        prompt_text: the text that the prompt was tokenised from, if known.
 
     Attributes:
-        log: what comes of it.
-        failure: what ended it, if it failed.
-        on_unstored: told of its turn at the end, before its readers, if it is not stored.
+        log: the response's log.
+        failure: why it failed, if it did.
+        on_turn_ended: called with the ended turn, before any reader sees the end; set for a
+            response that is remembered instead of stored.
     """
 
     def __init__(
@@ -84,30 +85,30 @@ class ResponseTask:
     ) -> None:
         self.log = log
         self.failure: Failure | None = None
-        self.on_unstored: Callable[[StoredTurn], None] | None = None
+        self.on_turn_ended: Callable[[StoredTurn], None] | None = None
         self._generation = generation
         self._tokenizer = tokenizer
         self._turn = turn
-        # Who reads it may come back. (The turn of a response without storage is None, too.)
+        # Readers can come back. (A response that runs without storage has no turn either.)
         self._is_logged = turn is not None or not log.header.is_turn
         self._prompt_text = prompt_text
         self._conversations = conversations
         self._settings = settings
-        self._num_logged = len(log.token_ids)  # of the branch's ids
+        self._num_logged = len(log.token_ids)  # token ids of the branch in the log
         self._grace: asyncio.TimerHandle | None = None
         self._touch: asyncio.TimerHandle | None = None
-        self._touching: asyncio.Future[None] | None = None  # the event loop holds it weakly
-        self._looking: asyncio.Future[None] | None = None
+        self._touching: asyncio.Future[None] | None = None  # the event loop holds a weak reference
+        self._checking_readers: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._is_over: asyncio.Future[None] | None = None  # while there is something to take
+        self._is_over: asyncio.Future[None] | None = None  # while deltas are logged
         self._is_cancelled = False
         self._is_abandoned = False
         self._is_superseded = False
         self._has_been_read = False
 
     def start(self, *, after: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
-        """Begin, once `after` has returned; whatever happens, the log gets its end."""
+        """Begin once `after` has returned. In every case the log gets its end."""
         self.log.on_cancel = self._cancel
         self.log.on_lost = self._lose
         if not self.log.header.is_background:
@@ -123,14 +124,14 @@ class ResponseTask:
         finally:
             self.log.on_readers = self.log.on_cancel = self.log.on_lost = None
             self._stop_grace()
-            if self._looking is not None:
-                self._looking.cancel()
+            if self._checking_readers is not None:
+                self._checking_readers.cancel()
             if self._touch is not None:
                 self._touch.cancel()
         is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not (is_natural or await self.log.verify(is_superseded=self._is_superseded)):
             self.failure = None
-            return  # another gateway runs it on, and knows of no such end
+            return  # another gateway has taken it over and continues it
         await self._store(end)
         self.log.append(end)
 
@@ -142,7 +143,7 @@ class ResponseTask:
             with generation:
                 if self._is_cancelled:  # before it was submitted
                     generation.cancel()
-                await self._take_all()
+                await self._log_until_end()
             if self._is_abandoned:
                 raise GenerationFailedError(
                     f"nobody read this response for {self._settings.grace_s:.0f} s"
@@ -151,29 +152,29 @@ class ResponseTask:
             reason = branch.finish_reason
             assert reason is not None
             if not self.log.header.is_turn and self._num_logged < len(branch.token_ids):
-                self._log("", ())  # an answer may name all of its tokens
+                self._log("", ())  # `return_token_ids` needs them all
             return self._end(reason)
-        except Exception as error:  # whatever it was, the response ends with a terminal event
+        except Exception as error:  # whatever it is, the response must end with a terminal event
             self._is_superseded = isinstance(error, SupersededError)
             self.failure = failure_of(error)
             code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
             return self._end(None, error=(code, self.failure.message))
 
-    async def _take_all(self) -> None:
+    async def _log_until_end(self) -> None:
         self._is_over = self._loop.create_future()
-        self._take_what_came()
+        self._log_new_deltas()
         try:
             await self._is_over
         finally:
-            self._is_over = None  # an exception in it knows us
+            self._is_over = None  # an exception in it refers back to this object
 
-    def _take_what_came(self) -> None:
-        """Called whenever something did: a task would cost more to wake than there is to do."""
+    def _log_new_deltas(self) -> None:
+        """The callback for new deltas: waking a task would cost more than the work itself."""
         generation, interval_s = self._generation, self._settings.interval_s
         if self._is_over is None or self._is_over.done():
             return
         try:
-            deltas = generation.take()
+            deltas = generation.next_nowait()
             self._log_deltas(deltas)
         except Exception as error:
             self._is_over.set_exception(error)
@@ -181,16 +182,16 @@ class ResponseTask:
         if generation.is_finished:
             self._is_over.set_result(None)
         elif deltas and interval_s > 0:
-            self._loop.call_later(interval_s, self._take_what_came)
+            self._loop.call_later(interval_s, self._log_new_deltas)
         else:
-            generation.when_ready(self._take_soon)
+            generation.when_ready(self._log_soon)
 
-    def _take_soon(self) -> None:
-        # Not at once: what else the engine has sent by now is taken with it.
-        self._loop.call_soon(self._take_what_came)
+    def _log_soon(self) -> None:
+        # Not at once, so that the entry includes everything the engine has already sent.
+        self._loop.call_soon(self._log_new_deltas)
 
     def _log_deltas(self, deltas: Sequence[Delta]) -> None:
-        """What came since the last time, as one entry."""
+        """Log the deltas since the last call as one entry, or more if there are notices."""
         text = ""
         logprobs: tuple[dict[str, Any], ...] = ()
         for delta in deltas:
@@ -237,20 +238,21 @@ class ResponseTask:
             prefix_id=self._generation.prefix_id,
         )
 
-    # -- what is kept ------------------------------------------------------------------------
+    # -- the stored turn ---------------------------------------------------------------------
 
     async def _store(self, end: EndEntry) -> None:
-        """Before anybody sees the end: who does may continue from it at once."""
-        if self.on_unstored is not None:
-            self.on_unstored(self._finished(turn_of(self.log.header), end))
+        """Store the turn. Called before the end is logged: a reader may continue from it at
+        once."""
+        if self.on_turn_ended is not None:
+            self.on_turn_ended(self._finished(turn_of(self.log.header), end))
         if self._turn is None:
             return
         try:
             await self._conversations.finish_turn(self._finished(self._turn, end))
-        except RequestRefusedError as error:  # the stream ends well, only its turn is not kept
-            _LOG.warning("the turn %s is not stored: %s", self._turn.turn_id, error)
-        except Exception:  # a bug of ours; whoever reads must still see the end
-            _LOG.exception("the turn %s is not stored", self._turn.turn_id)
+        except RequestRefusedError as error:  # the stream ends normally without a stored turn
+            _LOG.warning("cannot store turn %s: %s", self._turn.turn_id, error)
+        except Exception:  # a bug; readers must see the end nevertheless
+            _LOG.exception("cannot store turn %s", self._turn.turn_id)
 
     def _finished(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
         header, branch = self.log.header, self._generation.branches[0]
@@ -280,40 +282,40 @@ class ResponseTask:
             self._touch = loop.call_later(_TOUCH_EVERY_S, self._touch_now, self._turn)
 
     def _touch_now(self, turn: StoredTurn) -> None:
-        self._touching = asyncio.ensure_future(self._say_it_runs(turn))
+        self._touching = asyncio.ensure_future(self._renew_lease(turn))
         self._touch_later()
 
-    async def _say_it_runs(self, turn: StoredTurn) -> None:
+    async def _renew_lease(self, turn: StoredTurn) -> None:
         try:
             await self._conversations.touch_turn(turn.tenant, turn.turn_id)
         except RequestRefusedError as error:
-            _LOG.warning("the turn %s cannot be kept locked: %s", turn.turn_id, error)
+            _LOG.warning("cannot renew the lease of turn %s: %s", turn.turn_id, error)
 
-    # -- who listens -------------------------------------------------------------------------
+    # -- readers -----------------------------------------------------------------------------
 
     def _watch_readers(self) -> None:
         if self.log.readers:
             self._has_been_read = True
             self._stop_grace()
         elif not self._is_logged and self._has_been_read:
-            self._abandon()  # nobody can come back to it
+            self._abandon()  # without a log nobody can resume it
         elif self._grace is None:
             loop = asyncio.get_running_loop()
-            self._grace = loop.call_later(self._settings.grace_s, self._look_elsewhere)
+            self._grace = loop.call_later(self._settings.grace_s, self._check_other_readers)
 
     def _stop_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def _look_elsewhere(self) -> None:
-        self._looking = asyncio.ensure_future(self._abandon_unless_read())
+    def _check_other_readers(self) -> None:
+        self._checking_readers = asyncio.ensure_future(self._abandon_unless_read())
 
     async def _abandon_unless_read(self) -> None:
         grace = self._grace
         is_read = await self.log.is_read_elsewhere()
         if self._grace is not grace or self.log.is_ended:
-            return  # somebody read it here meanwhile, or it is over
+            return  # a reader came meanwhile, or the response has ended
         self._grace = None
         if is_read:
             self._watch_readers()
@@ -329,13 +331,13 @@ class ResponseTask:
         self._generation.cancel()
 
     def _lose(self) -> None:
-        """Another gateway runs it now."""
+        """Another gateway has taken the response over."""
         if self._task is not None:
             self._task.cancel()
 
 
 def turn_of(header: ResponseHeader) -> StoredTurn:
-    """What is stored of a response while it runs."""
+    """The turn of a response, as stored while it runs."""
     request = header.request
     return StoredTurn(
         turn_id=header.response_id,

@@ -1,6 +1,6 @@
-"""`/v1/responses`: create, read back, follow again, cancel, delete, and list what came in.
+"""`/v1/responses`: create, retrieve, resume, cancel and delete responses, and list input items.
 
-The events come from `events`, the same ones that the WebSocket sends.
+`events` makes the events, which are those that the WebSocket sends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Responses:
     """The endpoints.
 
     Args:
-        ping_s: silence on a stream after which a comment is sent.
+        ping_s: seconds of silence on a stream before a comment is sent.
     """
 
     def __init__(self, service: ResponseService, *, max_body_bytes: int, ping_s: float) -> None:
@@ -79,7 +79,7 @@ class Responses:
         return Response(turn.response, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
-        """Stop it, and answer with what became of it."""
+        """Cancel the response, wait for its end and return it."""
         response_id = request.path_params["response_id"]
         caller = caller_of(request.scope)
         turn = await self._service.cancel(caller, response_id)
@@ -95,7 +95,7 @@ class Responses:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        """All that a response was made from: earlier turns, then what came in."""
+        """A page of the response's input: items of earlier turns, then its own."""
         path = await self._service.path(
             caller_of(request.scope), request.path_params["response_id"]
         )
@@ -110,7 +110,7 @@ class Responses:
         return EventStream(source, ping_s=self._ping_s, on_error=_broken)
 
     async def _whole(self, request: Request, log: ResponseLog) -> dict[str, Any]:
-        """The response at its end, whoever runs it to there."""
+        """The response at its end, whichever gateway runs it."""
         with log.read(find_again=self._find_again(request, log)) as reader:
             while await reader.next() is not None:
                 pass
@@ -125,8 +125,8 @@ def _joined(events: Sequence[Event]) -> Iterable[bytes]:
 
 
 def _broken(error: Exception) -> bytes:
-    """The log cannot be followed any further here: no terminal event, so that the client comes
-    back for the rest."""
+    """This gateway cannot read the log any further. It sends no terminal event, so that the client
+    resumes the stream."""
     return named("error", orjson.dumps({**failure_of(error).body()["error"], "type": "error"}))
 
 

@@ -25,10 +25,10 @@ _MAX_EVENTS = 8
 
 
 class Extensions(Model):
-    """What of penstock's own a client asks for.
+    """penstock's own parameters.
 
     Attributes:
-        continues: `continue` on the wire: go on where the previous response broke off.
+        continues: `continue` on the wire: continue the previous response where it was cut off.
         events: kinds of `penstock.*` events to send beside OpenAI's.
     """
 
@@ -40,13 +40,13 @@ class Extensions(Model):
 
 
 class ResponseStreamOptions(Model):
-    """OpenAI's; streams are not padded here, whatever is asked."""
+    """OpenAI's. This server never pads streams, so `include_obfuscation` has no effect."""
 
     include_obfuscation: bool = False
 
 
 class CacheOptions(Model):
-    """OpenAI's; where and how long it caches is the engine's business here."""
+    """OpenAI's. Only `prewarm` has an effect: the engine decides what it caches and how long."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
@@ -79,8 +79,7 @@ class ResponsesRequest(SamplingRequest):
             self._check_continue()
         elif self.input in (None, []) and not (self.previous_response_id or self.conversation):
             raise RequestRefusedError(
-                "input is needed, unless previous_response_id or conversation names something to "
-                "continue",
+                "input is required unless previous_response_id or conversation is given",
                 code="missing_required_parameter" if self.input is None else "invalid_value",
                 param="input",
             )
@@ -90,7 +89,7 @@ class ResponsesRequest(SamplingRequest):
     def _check_storage(self) -> ResponsesRequest:
         if self.previous_response_id is not None and self.conversation is not None:
             raise RequestRefusedError(
-                "only one of previous_response_id and conversation can be given",
+                "previous_response_id and conversation cannot be used together",
                 code="mutually_exclusive_parameters",
                 param="previous_response_id",
             )
@@ -101,14 +100,14 @@ class ResponsesRequest(SamplingRequest):
     def _check_continue(self) -> None:
         if self.previous_response_id is None:
             raise RequestRefusedError(
-                "penstock.continue needs previous_response_id: the response to go on with",
+                "penstock.continue needs previous_response_id: the response to continue",
                 code="missing_required_parameter",
                 param="previous_response_id",
             )
         if self.input not in (None, [], ""):
             raise invalid("input", "must be empty with penstock.continue")
         if not self.generates:
-            raise invalid("penstock.continue", "needs output to be generated")
+            raise invalid("penstock.continue", "cannot be used with generate: false or prewarm")
 
     @property
     def items(self) -> list[Message]:
@@ -124,7 +123,7 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def generates(self) -> bool:
-        """Whether there is to be output; otherwise the prompt is only prepared."""
+        """Whether to generate output; otherwise the prompt is only prepared."""
         return not self.prompt_cache_options.prewarm
 
     @property

@@ -1,9 +1,9 @@
-"""The Responses API, whatever carries it: create, carry on, read back, cancel, delete.
+"""The Responses API, independent of the transport: create, take over, retrieve, cancel, delete.
 
     request → prompt → (admitted) → turn begun → log → task
 
-What a response does in which order, and what is stored of it. Its events are made in `events`, and
-sent by `routes` and `websocket`.
+It defines the order of a response's steps and what is stored of it. `events` makes its events;
+`routes` and `websocket` send them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from penstock.gateway.telemetry.metrics import Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseServiceSettings:
-    """What is decided at start.
+    """Settings of the service.
 
     Attributes:
         task: how responses run.
-        retention_s: how long the KV of a stored turn is worth keeping; 0 gives no hint.
-        engine_wait_s: how long a response that another gateway left waits for an engine.
-        needs_storage: whether a response that asks to be stored, and cannot be, is refused.
+        retention_s: how long the engine should keep the KV of a stored turn; 0 gives no hint.
+        engine_wait_s: how long a response waits for an engine.
+        needs_storage: whether to refuse a response with `store: true` that cannot be stored.
     """
 
     task: ResponseTaskSettings = field(default_factory=ResponseTaskSettings)
@@ -77,16 +77,16 @@ class ResponseService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Take part: from now on responses of gateways that died may come here."""
-        await self._logs.start(self._carry_on)
+        """From now on this gateway takes over responses of gateways that died."""
+        await self._logs.start(self._take_over)
 
     async def close(self) -> None:
-        """Stop what still runs; another gateway, if there is one, goes on with it."""
+        """Stop the running responses; another gateway, if there is one, takes them over."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # -- new ones ----------------------------------------------------------------------------
+    # -- new responses -----------------------------------------------------------------------
 
     async def create(
         self,
@@ -96,19 +96,20 @@ class ResponseService:
         deadline_s: float | None = None,
         memory: LaneMemory | None = None,
     ) -> ResponseTask:
-        """A response that runs from now on, on its own.
+        """Start a response, which runs in a task of its own.
 
         Args:
-            memory: where it is remembered if it is not to be stored.
+            memory: remembers the response if it is not to be stored.
 
         Raises:
-            InvalidRequestError: it cannot be served, or what it continues is not here.
+            InvalidRequestError: the request cannot be served, or the turn to continue does not
+                exist.
             RequestRefusedError: it was not admitted, or another turn holds the conversation.
-            EngineDeadError: no engine answers.
+            EngineDeadError: the engine is not available.
         """
         model = self._generator.model.require(request.model)
         prompt = await self._prompts.build(request, caller, memory)
-        response_id = new_response_id(prompt.place.conversation_id)
+        response_id = new_response_id(prompt.position.conversation_id)
         generation = await self._generator.plan(
             response_id,
             prompt.token_ids,
@@ -127,15 +128,15 @@ class ResponseService:
         turn = None if log is None else turn_of(header)
         task = self._task(generation, log or ResponseLog(header), turn=turn, text=prompt.text)
         if memory is not None and not request.store:
-            task.on_unstored = memory.keep
-        self._keep(task.start(after=self._engine_is_there))  # it may have died meanwhile
+            task.on_turn_ended = memory.keep
+        self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
         return task
 
     async def answer(self, generation: Generation, header: ResponseHeader) -> ResponseLog:
-        """The log of an answer that is no turn; it runs from now on, on its own.
+        """Start an answer that is not a turn, in a task of its own; returns its log.
 
         Raises:
-            LogExistsError: it runs or ran already.
+            LogExistsError: the answer was already started.
             StoreUnavailableError: it cannot be logged now.
         """
         try:
@@ -144,30 +145,30 @@ class ResponseService:
             generation.discard()
             raise
         task = self._task(generation, log, turn=None, text=None)
-        self._keep(task.start(after=self._engine_is_there))
+        self._keep(task.start(after=self._wait_for_engine))
         return log
 
     async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
-        """The log of a response whose turn is begun; None if it is to run without storage."""
-        place = prompt.place
+        """Begin the turn and create the log; None if the response is to run without storage."""
+        position = prompt.position
         try:
-            if place.is_new:
+            if position.is_new:
                 await self._conversations.create(
                     Conversation(
-                        conversation_id=place.conversation_id,
+                        conversation_id=position.conversation_id,
                         tenant=header.tenant,
                         created_at=header.created_at,
                         is_listed=False,
                     )
                 )
             turn = turn_of(header)
-            await self._conversations.begin_turn(turn, takes_head=place.takes_head)
+            await self._conversations.begin_turn(turn, takes_head=position.takes_head)
             self._metrics.count("turns")
             if turn.parent_id is None:
                 self._metrics.count("sessions")
             return await self._logs.create(header)
         except StoreUnavailableError:
-            if self._settings.needs_storage or place.takes_head:
+            if self._settings.needs_storage or position.takes_head:
                 raise
             return None
 
@@ -184,10 +185,10 @@ class ResponseService:
             settings=self._settings.task,
         )
 
-    # -- another gateway's ------------------------------------------------------------------
+    # -- responses of other gateways ---------------------------------------------------------
 
-    def _carry_on(self, log: ResponseLog) -> None:
-        """Go on with a response whose gateway is gone, from the last entry it stored."""
+    def _take_over(self, log: ResponseLog) -> None:
+        """Continue a response whose gateway has died, from the last entry it stored."""
         generation = self._generator.resume(
             log.header.request,
             output_token_ids=log.token_ids,
@@ -197,9 +198,9 @@ class ResponseService:
         )
         turn = turn_of(log.header) if log.header.is_turn else None
         task = self._task(generation, log, turn=turn, text=None)
-        self._keep(task.start(after=self._engine_is_there))
+        self._keep(task.start(after=self._wait_for_engine))
 
-    async def _engine_is_there(self) -> None:
+    async def _wait_for_engine(self) -> None:
         try:
             async with asyncio.timeout(self._settings.engine_wait_s):
                 await self._engine.wait_ready()
@@ -207,35 +208,35 @@ class ResponseService:
             raise EngineDeadError("the engine is not available") from error
 
     def _keep(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)  # the event loop itself holds tasks weakly
+        self._tasks.add(task)  # the event loop holds only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
-    # -- those that are there ---------------------------------------------------------------
+    # -- existing responses ------------------------------------------------------------------
 
     async def log(self, caller: Caller, response_id: str) -> ResponseLog:
-        """The events of a response, running or ended; raises as `LogStore.find`."""
+        """The log of a response, running or ended. Raises as `LogStore.find`."""
         log = await self._logs.find(caller.tenant, response_id)
         if not log.header.is_turn:
             raise response_expired(response_id)
         return log
 
     async def answer_log(self, caller: Caller, response_id: str) -> ResponseLog:
-        """The log of what `answer` began; raises as `LogStore.find`."""
+        """The log of an answer that `answer` started. Raises as `LogStore.find`."""
         return await self._logs.find(caller.tenant, response_id)
 
     async def resume(self, caller: Caller, response_id: str) -> ResponseLog:
-        """The same, for a reader that wants to go on; raises as `log`."""
+        """The log of a response whose stream is resumed. Raises as `log`."""
         log = await self.log(caller, response_id)
         self._metrics.count("resumes")
         return log
 
     @property
     def num_running(self) -> int:
-        """Responses that are computed for this gateway."""
+        """Responses that this gateway runs."""
         return len(self._tasks)
 
     async def turn(self, caller: Caller, response_id: str) -> StoredTurn:
-        """What is stored of a response.
+        """The stored turn of a response.
 
         Raises:
             RequestRefusedError: 404 `response_not_found`.
@@ -246,16 +247,16 @@ class ResponseService:
             raise _not_found(response_id) from error
 
     async def path(self, caller: Caller, response_id: str) -> list[StoredTurn]:
-        """The turns up to and including a response; raises as `turn`."""
+        """The turns up to and including a response. Raises as `turn`."""
         try:
             return await self._conversations.path(caller.tenant, response_id)
         except NotFoundError as error:
             raise _not_found(response_id) from error
 
     async def cancel(self, caller: Caller, response_id: str) -> StoredTurn:
-        """Stop a response wherever it runs; one that has ended is left alone. Raises as `turn`.
+        """Stop a response on whichever gateway it runs; does nothing if it has ended.
 
-        Returns: what was stored of it before.
+        Returns: the turn as it was stored before. Raises as `turn`.
         """
         turn = await self.turn(caller, response_id)
         if turn.status == "in_progress":
@@ -263,14 +264,14 @@ class ResponseService:
         return turn
 
     async def delete(self, caller: Caller, response_id: str) -> None:
-        """Forget a response and its KV; what continued it cannot be continued any more. One that
-        runs is stopped. Raises as `turn`."""
+        """Delete a response and its KV, stopping it if it runs. Responses that continued it can no
+        longer be continued. Raises as `turn`."""
         self._drop_prefix_of(await self.cancel(caller, response_id))
         await self._conversations.delete_turn(caller.tenant, response_id)
         await self._logs.delete(caller.tenant, response_id)
 
     async def delete_conversation(self, caller: Caller, conversation_id: str) -> None:
-        """Forget a conversation with its responses; those that run are stopped. Raises:
+        """Delete a conversation with its responses; running ones are stopped. Raises:
         NotFoundError."""
         turns = await self._conversations.tree(caller.tenant, conversation_id)
         for turn in turns:
@@ -284,12 +285,12 @@ class ResponseService:
         try:
             await self._logs.cancel(caller.tenant, response_id)
         except RequestRefusedError as error:
-            if error.code != "response_expired":  # it has no log (any more), and does not run
+            if error.code != "response_expired":  # without a log it does not run
                 raise
 
     async def drop_prefix(self, caller: Caller, response_id: str) -> None:
-        """Have the engine forget the KV of a conversation up to and including a response; raises
-        as `turn`."""
+        """Have the engine drop the KV of a conversation up to and including a response. Raises as
+        `turn`."""
         self._drop_prefix_of(await self.turn(caller, response_id))
 
     def _drop_prefix_of(self, turn: StoredTurn) -> None:
@@ -309,17 +310,17 @@ def _header(
     generation: Generation,
     model: str,
 ) -> ResponseHeader:
-    place, rendering = prompt.place, prompt.rendering
+    position, rendering = prompt.position, prompt.rendering
     return ResponseHeader(
         response_id=generation.request.request_id,
-        conversation_id=place.conversation_id,
+        conversation_id=position.conversation_id,
         tenant=caller.tenant,
         item_id=new_item_id(),
         created_at=int(time.time()),
         echo=_echo_of(request, model=model, params=generation.request.sampling_params),
         request=generation.request,
-        parent_id=None if place.parent is None else place.parent.turn_id,
-        takes_head=place.takes_head,
+        parent_id=None if position.parent is None else position.parent.turn_id,
+        takes_head=position.takes_head,
         generates=request.generates,
         is_background=request.background,
         continues=request.penstock.continues,
@@ -329,11 +330,11 @@ def _header(
 
 
 def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -> dict[str, Any]:
-    """What a Response object repeats of the request that made it.
+    """The fields of a Response object that repeat the request.
 
     Args:
-        model: the name to answer under.
-        params: the sampling parameters in force.
+        model: the model name in the answer.
+        params: the effective sampling parameters.
     """
     conversation = request.conversation
     return {
@@ -359,7 +360,7 @@ def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -
 
 def _not_found(response_id: str) -> RequestRefusedError:
     return NotFoundError(
-        f"no response {response_id!r} is stored here",
+        f"there is no response {response_id!r}",
         code="response_not_found",
         param="response_id",
         status=404,

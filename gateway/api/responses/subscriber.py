@@ -1,10 +1,10 @@
-"""From a response's log to a connection: its events, as they come.
+"""Sends a response's events from its log to a connection as they arrive.
 
-    log.append ──► Subscriber ──► RawWriter.write       while the connection takes what is written
+    log.append ──► Subscriber ──► RawWriter.write       while the connection has room
                       └─ task: first events, a full connection, the end, the next owner
 
-Whoever appends to the log writes the events on: to wake a task for each would cost more than the
-event. The reader's own task does what takes waiting.
+The code that appends to the log also writes the events to the connections, because waking a task
+would cost more than the event. The reader's own task handles everything that has to wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Subscriber:
     """One reader of one response.
 
     Args:
-        after: only events numbered above it.
+        after: only events with a higher number.
         notices: kinds of `penstock.*` events that the reader asked for.
         find_again: see `ResponseLog.read`.
     """
@@ -42,13 +42,13 @@ class Subscriber:
         self._events = EventWriter(log.header, notices=notices, after=after)
 
     async def write_to(self, out: RawWriter, payloads: Payloads) -> None:
-        """Write all events, to the end.
+        """Write all events to the end.
 
         Args:
-            payloads: events that come together, as they are written.
+            payloads: encodes events that arrive together.
 
         Raises:
-            Exception: the log cannot be followed to its end from here; what `out` raises.
+            Exception: this gateway cannot read the log to its end; or what `out` raises.
         """
         with self._log.read(self._after, find_again=self._find_again) as reader:
             pump = _Pump(reader, self._events, out=out, payloads=payloads)
@@ -61,7 +61,7 @@ class Subscriber:
 
 
 class _Pump:
-    """Writes on what comes, without a task."""
+    """Writes new events without a task of its own."""
 
     __slots__ = ("_events", "_is_over", "_out", "_payloads", "_reader")
 
@@ -75,7 +75,7 @@ class _Pump:
         self._is_over: asyncio.Future[bool] | None = None  # while it runs
 
     def write(self, events: Sequence[Event]) -> bool:
-        """Whether there is room for more."""
+        """Write events; False if the connection has no room for more."""
         has_room = True
         if events:
             for payload in self._payloads(events):
@@ -83,26 +83,27 @@ class _Pump:
         return has_room
 
     async def run(self) -> bool:
-        """Return when there is something to wait for that is not in the log; False: room."""
+        """Return when something other than the log has to be waited for; False if that is room on
+        the connection."""
         self._is_over = asyncio.get_running_loop().create_future()
-        self._write_on()
+        self._write_new()
         try:
             return await self._is_over
         finally:
-            self._is_over = None  # an exception in it knows us
+            self._is_over = None  # an exception in it refers back to this object
 
-    def _write_on(self) -> None:
+    def _write_new(self) -> None:
         reader = self._reader
         if self._is_over is None or self._is_over.done():
             return  # the reader has left
         try:
-            has_room = self.write(self._events.of(reader.take(), reader.log))
+            has_room = self.write(self._events.of(reader.next_nowait(), reader.log))
             while has_room and reader.num_behind:
-                has_room = self.write(self._events.of(reader.take(), reader.log))
-        except Exception as error:  # it is the reader's, not of who appended
+                has_room = self.write(self._events.of(reader.next_nowait(), reader.log))
+        except Exception as error:  # belongs to the reader, not to the code that appended
             self._is_over.set_exception(error)
             return
         if has_room and not reader.is_at_end:
-            reader.when_more(self._write_on)
+            reader.when_more(self._write_new)
         else:
             self._is_over.set_result(has_room)

@@ -1,4 +1,4 @@
-"""The Responses WebSocket mode: many responses on one socket, one JSON event a message.
+"""The Responses WebSocket mode: many responses on one socket, one JSON event per message.
 
     client → response.create {…, stream_id?} · response.steer (refused) ·
              penstock.resume {response_id, starting_after?, stream_id?} ·
@@ -7,10 +7,10 @@
     server → the events of `events`, with `stream_id` where one was given ·
              penstock.recovered · penstock.prefix_dropped · penstock.pong · error
 
-`PROTOCOL.md` has them in full. Responses of one lane (`stream_id`) come in order, those of other
-lanes side by side, so many at a time. One task always receives, so a cancel is read while tokens
-are sent. Nothing is queued for a slow reader: each lane waits for the socket, and reads on from its
-place in the log.
+`PROTOCOL.md` specifies them. Responses of one lane (`stream_id`) run one after the other; different
+lanes run in parallel, up to a limit. One task always receives, so a cancel is read while tokens are
+sent. Nothing is queued for a slow reader: each lane waits for the socket, then continues from its
+position in the log.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from penstock.gateway.storage.conversations.records import StoredTurn
 from penstock.gateway.storage.response_log.log import ResponseLog
 
 MAX_IN_FLIGHT = 16
-MAX_OPEN = 64  # in flight, and waiting to be
-MAX_LANES = 32  # with a name
+MAX_OPEN = 64  # in flight and waiting
+MAX_LANES = 32  # with a name (`stream_id`)
 MAX_AGE_S = 3600.0
 _Message = Mapping[str, Any]
 _LANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 
 class ResponsesSocket:
-    """The endpoint: a `Connection` per WebSocket."""
+    """The endpoint; makes a `Connection` per WebSocket."""
 
     def __init__(self, service: ResponseService, *, max_age_s: float = MAX_AGE_S) -> None:
         self._service = service
@@ -68,31 +68,39 @@ class ResponsesSocket:
 
 
 def accepted_subprotocol(offered: list[str]) -> str | None:
-    """A browser drops the connection unless one it offered comes back: a real one if there is
-    any."""
+    """The subprotocol to accept, preferably one that carries no key. A browser closes the
+    connection unless the server accepts one that it offered."""
     return next((name for name in offered if not name.startswith(KEY_SUBPROTOCOL)), None) or next(
         iter(offered), None
     )
 
 
 class Connection:
-    """One client's socket and what runs on it."""
+    """One client's socket and the responses on it."""
 
-    __slots__ = ("_lanes", "_service", "_unstored", "_websocket", "caller", "in_flight", "writer")
+    __slots__ = (
+        "_lanes",
+        "_remembered_turns",
+        "_service",
+        "_websocket",
+        "caller",
+        "in_flight",
+        "writer",
+    )
 
     def __init__(self, websocket: WebSocket, service: ResponseService) -> None:
         self.caller = caller_of(websocket.scope)
         self._websocket = websocket
         writer = raw_writer_of(websocket.scope)
-        assert writer is not None, "the server is not ours"
+        assert writer is not None, "the server has no RawWriter"
         self.writer = writer
         self._service = service
         self._lanes: dict[str | None, Lane] = {}
-        self._unstored: dict[str | None, StoredTurn] = {}  # by lane
+        self._remembered_turns: dict[str | None, StoredTurn] = {}  # `store: false`, by lane
         self.in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def run(self) -> None:
-        """Take messages until the client leaves."""
+        """Handle messages until the client disconnects."""
         while True:
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
@@ -100,20 +108,20 @@ class Connection:
             await self._handle(message.get("text") or message.get("bytes") or b"")
 
     async def close(self) -> None:
-        """The client is gone: nobody here reads any more. What is stored runs on for a while."""
+        """The client is gone: stop reading. Stored responses continue for their grace time."""
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # They know each other, and what they held must not wait for the garbage collector.
+        # Lane and task refer to each other; break the cycle instead of waiting for the collector.
         for lane in self._lanes.values():
             lane.task = None
         self._lanes.clear()
 
     async def expire(self) -> None:
-        """It has lived as long as one may; its streams can be resumed on another."""
+        """The connection has reached its age limit; its streams can be resumed on another."""
         limit = RequestRefusedError(
-            "this connection has reached its age limit; open another",
+            "this connection has reached its age limit; open a new one",
             code="websocket_connection_limit_reached",
         )
         await self.send(failure_of(limit).websocket_event())
@@ -135,14 +143,14 @@ class Connection:
             handler = _HANDLERS.get(kind) if isinstance(kind, str) else None
             if handler is None:
                 raise RequestRefusedError(
-                    f"unknown event type {kind!r}; this server takes {', '.join(_HANDLERS)}",
+                    f"unknown event type {kind!r}; supported: {', '.join(_HANDLERS)}",
                     code="unknown_event_type",
                     param="type",
                 )
             await handler(self, message, stream_id)
         except WebSocketDisconnect:
             raise
-        except Exception as error:  # one bad message must not end the others' streams
+        except Exception as error:  # one bad message must not end the connection's other streams
             await self.send(failure_of(error).websocket_event(stream_id))
 
     async def _create(self, message: _Message, stream_id: str | None) -> None:
@@ -152,7 +160,7 @@ class Connection:
 
     async def _begin(self, lane: Lane, body: _Message) -> Subscriber:
         request = parse_request(SocketRequest, body)
-        memory = LaneMemory(self._unstored, lane.stream_id)
+        memory = LaneMemory(self._remembered_turns, lane.stream_id)
         task = await self._service.create(request, self.caller, memory=memory)
         lane.log = task.log
         return self._subscriber(task.log, notices=request.penstock.events)
@@ -168,8 +176,8 @@ class Connection:
         try:
             lane.log = await self._service.resume(self.caller, response_id)
         except RequestRefusedError as error:
-            said = {"recovered": False, "error": failure_of(error).body()["error"]}
-            await self.send(_on_lane({**event, **said}, lane.stream_id))
+            failed = {"recovered": False, "error": failure_of(error).body()["error"]}
+            await self.send(_on_lane({**event, **failed}, lane.stream_id))
             return None
         await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
         return self._subscriber(lane.log, after=after)
@@ -184,10 +192,12 @@ class Connection:
         """The lane for another response.
 
         Raises:
-            RequestRefusedError: the connection has enough of them.
+            RequestRefusedError: the connection has reached its limit.
         """
         if sum(lane.num_open for lane in self._lanes.values()) >= MAX_OPEN:
-            raise _limit_reached(f"at most {MAX_OPEN} responses may run or wait on a connection")
+            raise _limit_reached(
+                f"a connection may have at most {MAX_OPEN} running and queued responses"
+            )
         if stream_id not in self._lanes:
             if stream_id is not None and len(self._lanes.keys() - {None}) >= MAX_LANES:
                 raise _limit_reached(f"a connection may use at most {MAX_LANES} stream ids")
@@ -198,7 +208,7 @@ class Connection:
         if message.get("response_id") is None and stream_id is not None:
             lane = self._lanes.get(stream_id)
             if lane is None:
-                return  # a cancel may cross the end of its response: then nothing is left to do
+                return  # the response may have ended while the cancel was on its way
         else:
             response_id = _response_id_of(message, "penstock.cancel")
             lane = next((lane for lane in self._lanes.values() if lane.reads(response_id)), None)
@@ -226,7 +236,7 @@ class Connection:
             "error": {
                 "type": "invalid_request_error",
                 "code": "steering_not_supported",
-                "message": "this server does not steer running responses",
+                "message": "this server does not support steering of running responses",
             },
             "steer": {
                 "input": message.get("input"),
@@ -248,10 +258,10 @@ _HANDLERS: Mapping[str, _Handler] = {
 
 
 class Lane:
-    """Responses that come one after the other. It has a task while it has work.
+    """A sequence of responses that run one after the other. It has a task while it has work.
 
     Attributes:
-        log: of the response that it is reading.
+        log: of the response that is being read.
     """
 
     def __init__(self, connection: Connection, *, stream_id: str | None) -> None:
@@ -271,7 +281,8 @@ class Lane:
         return len(self._waiting) + self._is_running
 
     def add(self, begin: Callable[[], Awaitable[Subscriber | None]]) -> None:
-        """A response, begun only when it is its turn: it may continue the one before it."""
+        """Queue a response. It begins only when the one before it has ended, as it may continue
+        it."""
         self._waiting.append(begin)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._run())
@@ -280,7 +291,7 @@ class Lane:
         return self.log is not None and self.log.header.response_id == response_id
 
     def cancel(self) -> None:
-        """Stop the response that runs here or is about to; those queued behind it go on."""
+        """Stop the response that is running or about to; those queued behind it are kept."""
         if self.log is not None:
             self.log.cancel()
         else:
@@ -291,7 +302,7 @@ class Lane:
             try:
                 async with self._connection.in_flight:
                     self._is_running = True
-                    await self._pass_on(self._waiting.popleft())
+                    await self._send_response(self._waiting.popleft())
             except WebSocketDisconnect:
                 return
             except Exception as error:
@@ -300,7 +311,7 @@ class Lane:
                 self.log = None
                 self._is_running = self._is_cancelled = False
 
-    async def _pass_on(self, begin: Callable[[], Awaitable[Subscriber | None]]) -> None:
+    async def _send_response(self, begin: Callable[[], Awaitable[Subscriber | None]]) -> None:
         subscriber = await begin()
         if subscriber is None:
             return
@@ -309,13 +320,13 @@ class Lane:
         await subscriber.write_to(self._connection.writer, self._labelled)
 
     def _labelled(self, events: Sequence[Event]) -> list[bytes]:
-        """A message each."""
+        """One message per event, with the `stream_id` if there is one."""
         if self._suffix is None:
             return [event.json for event in events]
         return [event.json[:-1] + self._suffix for event in events]
 
 
-# -- fields of messages that are read before anything else is ---------------------------------
+# -- fields of messages -----------------------------------------------------------------------
 
 
 def _response_id_of(message: _Message, kind: str) -> str:

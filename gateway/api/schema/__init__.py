@@ -1,1 +1,1 @@
-"""How a body becomes a typed request. Pydantic is used here, and in each API's `schema`, alone."""
+"""From a JSON body to a typed request. Only this package and each API's `schema` use pydantic."""

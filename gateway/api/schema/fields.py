@@ -1,7 +1,7 @@
-"""What request schemas are made of: strict models, bounded values, text and messages; and the
-parameters that several endpoints share: how tokens are chosen, and how many outputs there are.
+"""Building blocks of request schemas: strict models, bounded values, text and messages, and the
+parameters that several endpoints share (sampling, number of outputs).
 
-What is particular to an endpoint is in its own `schema`.
+Each endpoint's own `schema` has the rest.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NumBranches = Annotated[int, Field(ge=1, le=MAX_BRANCHES)]
 
 
 class Model(BaseModel):
-    """Validation stops at a list's first fault and at an object with too many keys, so that a
-    body made of faults costs no more than a good one."""
+    """Validation stops at a list's first error and at an object with too many keys, so that a body
+    full of errors costs no more than a valid one."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -56,10 +56,10 @@ def bounded(value: Any, max_keys: int) -> Any:
 
 
 def _texts_of(content: Any) -> Any:
-    """Content as its texts; lists may hold text parts only."""
+    """The texts of a message's content; a list may hold only text parts."""
     if isinstance(content, str):
         return (content,)
-    if isinstance(content, tuple):  # texts already, which no JSON is
+    if isinstance(content, tuple):  # already validated: JSON has no tuples
         return content
     if not isinstance(content, list):
         raise PydanticCustomError(
@@ -77,7 +77,7 @@ def _part_text(part: Any) -> str:
     unknown = sorted({key for key, value in part.items() if value is not None} - _PART_KEYS)
     if unknown:
         raise PydanticCustomError(
-            "unknown_parameter", "a text part has no {name}", {"name": repr(unknown[0])}
+            "unknown_parameter", "a text part has no field {name}", {"name": repr(unknown[0])}
         )
     text = part.get("text")
     if not isinstance(text, str):
@@ -109,15 +109,15 @@ def _id_of(value: Any) -> Any:
     unknown = sorted(set(value) - {"id"}, key=str)
     if unknown:
         raise PydanticCustomError(
-            "unknown_parameter", "a conversation has no {name}", {"name": repr(unknown[0])}
+            "unknown_parameter", "a conversation has no field {name}", {"name": repr(unknown[0])}
         )
     if "id" not in value:
-        raise PydanticCustomError("missing", "a conversation is named by its id")
+        raise PydanticCustomError("missing", "a conversation needs an `id`")
     return value["id"]
 
 
 class TextPart(Model):
-    """How `_texts_of` takes a part: for the description of the API alone."""
+    """What `_texts_of` accepts as a part; only the OpenAPI document uses it."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -127,7 +127,7 @@ class TextPart(Model):
 
 
 class ConversationName(Model):
-    """How `_id_of` takes a conversation; as `TextPart`."""
+    """What `_id_of` accepts as a conversation; only the OpenAPI document uses it."""
 
     id: Annotated[str, Field(max_length=_MAX_ID_CHARS)]
 
@@ -157,7 +157,7 @@ ConversationId = Annotated[
 ]
 Includable = Literal[
     "message.output_text.logprobs",
-    # Of tools, images and hidden reasoning, of which there are none here.
+    # Accepted without effect: this server has no tools, images or hidden reasoning.
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -170,7 +170,7 @@ Includes = Annotated[list[Includable], Field(max_length=_MAX_INCLUDES, fail_fast
 
 
 class Message(Model):
-    """One message of a conversation, of chat's `messages` and responses' `input` alike.
+    """One message of a conversation, in chat's `messages` and in responses' `input`.
 
     Attributes:
         content: the text of each part.
@@ -179,7 +179,7 @@ class Message(Model):
     role: Role
     content: Texts
     name: str | None = None
-    # What a response's output carries when it is sent back as input.
+    # Fields that a response's output has when it is sent back as input.
     type: Annotated[Literal["message"], BeforeValidator(_message_type)] = "message"
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -192,16 +192,16 @@ class Message(Model):
             return value
         kind = value.get("type")
         if kind not in (None, "message"):
-            return {"type": kind, "role": "user", "content": ""}  # refused by its type alone
+            return {"type": kind, "role": "user", "content": ""}  # so only its type is refused
         return {key: item for key, item in value.items() if item is not None and item != []}
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates know it."""
+        """The message as chat templates expect it."""
         return template_message(self.role, self.content, self.name)
 
 
 def template_message(role: str, texts: Sequence[str], name: str | None = None) -> dict[str, str]:
-    """A message as chat templates know it: of one text, and there is no developer."""
+    """A message as chat templates expect it: one text, and `system` instead of `developer`."""
     named = {} if name is None else {"name": name}
     known_role = "system" if role == "developer" else role
     return {"role": known_role, "content": "\n".join(texts), **named}
@@ -215,7 +215,7 @@ class StreamOptions(Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branching:
-    """How many outputs answer one prompt, as `SamplingParams` has it."""
+    """How many outputs answer one prompt, in the terms of `SamplingParams`."""
 
     n: int = 1
     best_of: int | None = None
@@ -223,11 +223,11 @@ class Branching:
 
 
 class SamplingRequest(Model):
-    """What all endpoints share. Absent values take the model's defaults, then OpenAI's.
+    """Shared by all generating endpoints. Absent values take the model's defaults, then OpenAI's.
 
     Attributes:
-        endpoint: whose rows of `parameters` say what it may have.
-        default_output_limit: output tokens where the caller names no limit; None: what fits.
+        endpoint: its rows in `parameters` say which parameters are accepted.
+        default_output_limit: output tokens where the caller sets no limit; None: what fits.
     """
 
     endpoint: ClassVar[Endpoint]
@@ -262,42 +262,42 @@ class SamplingRequest(Model):
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the output is the prompt's next words, not a text of its own."""
+        """Whether the output continues the prompt's text instead of starting a new one."""
         return False
 
     @property
     def output_limit(self) -> int | None:
-        """Output tokens asked for at most, under whatever name the endpoint has for it."""
+        """The requested maximum of output tokens, under the endpoint's own name for it."""
         raise NotImplementedError
 
     @property
     def num_logprobs(self) -> int | None:
-        """None, or how many alternatives to report beside each token."""
+        """How many alternatives to report beside each token; None for no logprobs."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of each token of the prompt."""
+        """The same for each token of the prompt."""
         return None
 
     @property
     def wants_queue_position(self) -> bool:
-        """Whether the caller is to be told of its place in the engine's queue."""
+        """Whether the caller wants events with its position in the engine's queue."""
         return False
 
     @property
     def branching(self) -> Branching:
-        """How many outputs are wanted."""
+        """How many outputs are requested."""
         return Branching()
 
 
 class ChoicesRequest(SamplingRequest):
-    """What chat completions and completions share: several choices, and OpenAI's stream options.
+    """Shared by chat completions and completions: several choices, and OpenAI's stream options.
 
-    Of a beam search, `n` is the width and the number of hypotheses, as in vLLM.
+    In a beam search, `n` is both the width and the number of hypotheses, as in vLLM.
 
     Attributes:
-        truncate_prompt_tokens: only that many tokens of a prompt are taken, its last ones.
+        truncate_prompt_tokens: keep only this many tokens of a prompt, the last ones.
     """
 
     stream_options: StreamOptions = StreamOptions()
@@ -321,7 +321,7 @@ class ChoicesRequest(SamplingRequest):
         return self
 
     def kept(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
-        """What is taken of a prompt."""
+        """The prompt after `truncate_prompt_tokens`."""
         num_kept = self.truncate_prompt_tokens
         return prompt_token_ids if num_kept is None else prompt_token_ids[-num_kept:]
 
@@ -335,7 +335,7 @@ class ChoicesRequest(SamplingRequest):
 
     @property
     def beyond_one_output(self) -> Iterator[str]:
-        """What it asks for beside one output, by the parameter that does."""
+        """The parameters by which it asks for more than one plain output."""
         if self.n > 1:
             yield "n above 1"
         if self.use_beam_search:

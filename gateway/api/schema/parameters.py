@@ -1,8 +1,8 @@
-"""One table: what becomes of every parameter of the generating endpoints.
+"""One table: how every parameter of the generating endpoints is treated.
 
     honoured   read by the endpoint's schema
-    neutral    OpenAI's (or vLLM's), cannot change the text: accepted and left alone
-    refused    could change the output and is not built: 400 `unsupported_parameter`
+    neutral    OpenAI's (or vLLM's), cannot change the text: accepted and ignored
+    refused    would change the output but is not implemented: 400 `unsupported_parameter`
     (absent)   in neither API: 400 `unknown_parameter`
 
 `null`, an empty list and the documented default are accepted for every parameter in the table.
@@ -34,7 +34,7 @@ class Use(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """How a parameter is used; `defaults` are the values of a refused one that ask nothing."""
+    """How a parameter is treated; `defaults` are a refused one's values that have no effect."""
 
     use: Use
     defaults: tuple[Any, ...] = ()
@@ -90,9 +90,9 @@ _ROWS: tuple[_Row, ...] = (
     (_RESPONSES, Use.REFUSED, "prompt context_management", ()),
     (_RESPONSES, Use.REFUSED, "access_programs", ({"cyber": "standard"},)),
     (_RESPONSES, Use.REFUSED, "image", ({"context_compression": "auto"},)),
-    ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # of the WebSocket mode
+    ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode
     ((Endpoint.RESPONSES_SOCKET,), Use.HONOURED, "generate", ()),
-    # OpenAI's in one endpoint, everybody's here
+    # OpenAI's at some endpoints; here at all of them
     (_BOTH, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
     (_RESPONSES, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
     # vLLM's extras at top level
@@ -128,7 +128,7 @@ def _build(rows: Iterable[_Row]) -> dict[Endpoint, dict[str, Parameter]]:
     for endpoints, use, names, defaults in rows:
         for endpoint in endpoints:
             for name in names.split():
-                assert name not in table[endpoint], f"{name} stands in the table twice"
+                assert name not in table[endpoint], f"{name} is in the table twice"
                 table[endpoint][name] = Parameter(use, defaults)
     return table
 
@@ -137,10 +137,10 @@ PARAMETERS: Mapping[Endpoint, Mapping[str, Parameter]] = _build(_ROWS)
 
 
 def honoured(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a request that its schema is to read.
+    """The parameters of a request that its schema reads.
 
     Raises:
-        RequestRefusedError: a parameter is unknown, or asks for what is not built.
+        RequestRefusedError: a parameter is unknown or not supported.
     """
     kept: dict[str, Any] = {}
     for name, value in body.items():
@@ -153,18 +153,18 @@ def honoured(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if parameter.use is Use.HONOURED:
             kept[name] = value
-        elif parameter.use is Use.REFUSED and not _asks_nothing(value, parameter.defaults):
+        elif parameter.use is Use.REFUSED and not _has_no_effect(value, parameter.defaults):
             raise RequestRefusedError(
-                f"parameter {name!r} is not supported by this server, other than "
-                f"{_allowed(parameter.defaults)}",
+                f"this server does not support parameter {name!r}; "
+                f"allowed: {_allowed(parameter.defaults)}",
                 code="unsupported_parameter",
                 param=name,
             )
     return kept
 
 
-def _asks_nothing(value: Any, defaults: tuple[Any, ...]) -> bool:
-    if isinstance(value, dict):  # of an object, only what is set can ask for something
+def _has_no_effect(value: Any, defaults: tuple[Any, ...]) -> bool:
+    if isinstance(value, dict):  # null fields of an object have no effect
         value = {name: item for name, item in value.items() if item is not None}
     return value in defaults or (value == {} and any(isinstance(d, dict) for d in defaults))
 

@@ -1,7 +1,7 @@
-"""From bytes to a typed request, or to a `RequestRefusedError` that names the parameter at fault.
+"""From bytes to a typed request, or to a `RequestRefusedError` that names the wrong parameter.
 
-Lives here: JSON with its traps, and pydantic's findings as the API's errors
-(`messages[0].content`). Which parameters exist at all is `parameters`' business.
+JSON is parsed here, with its pitfalls, and pydantic's errors become the API's
+(`messages[0].content`). `parameters` says which parameters exist.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from penstock.gateway.api.schema.parameters import honoured
 from penstock.gateway.errors import RequestRefusedError
 
 _MAX_DIAGNOSED_BYTES = 64 << 10
-# A body of 4 MB may hold a million lists; making and freeing them took 0.2 s, all of it with
-# Python's lock held. Of honest bodies the largest, 4096 messages in parts, has 50,000 of these.
+# A body of 4 MB may hold a million lists; creating and freeing them took 0.2 s under Python's lock.
+# The largest realistic body, 4096 messages in parts, has 50,000 of these.
 MAX_JSON_PARTS = 200_000  # objects, lists, and strings, keys among them
 MAX_JSON_NUMBERS = 1 << 20
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))
-# OpenAI's fields of messages and items that ask for what is not built; others are unknown.
+# OpenAI's fields of messages and items that are not implemented here; others are unknown.
 _UNSUPPORTED_FIELDS = frozenset(
     {"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "logprobs"}
 )
@@ -37,8 +37,8 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-        RequestRefusedError: it is not UTF-8, not JSON (NaN and Infinity are not), no object, or
-            has too many parts.
+        RequestRefusedError: the data is not UTF-8, not JSON (NaN and Infinity are not), not an
+            object, or has too many parts.
     """
     _check_num_parts(data)
     try:
@@ -47,7 +47,7 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
         param = _parameter_that_is_no_number(data)
         if param is not None:
             raise RequestRefusedError(
-                f"{param}: NaN and Infinity are no JSON numbers", code="invalid_value", param=param
+                f"{param}: NaN and Infinity are not valid JSON", code="invalid_value", param=param
             ) from error
         raise RequestRefusedError(f"not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
@@ -56,17 +56,17 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
 
 
 def _check_num_parts(data: bytes | str) -> None:
-    """Refuse JSON that would take long to read, without reading it.
+    """Refuse JSON that would take long to parse, without parsing it.
 
     Raises:
-        RequestRefusedError: it has too many parts.
+        RequestRefusedError: the JSON has too many parts.
     """
     if len(data) < MAX_JSON_PARTS:
         return
     raw = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
-    if len(raw.translate(None, _NO_MARKS)) <= MAX_JSON_PARTS:  # nearly all, in a millisecond
+    if len(raw.translate(None, _NO_MARKS)) <= MAX_JSON_PARTS:  # true of nearly all; takes 1 ms
         return
-    # Text may have more of these characters: every second piece between quotes is no text.
+    # Strings may contain these characters: split at the quotes, every second piece is outside.
     raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     num_strings = raw.count(b'"') // 2
     if num_strings <= MAX_JSON_PARTS:
@@ -83,8 +83,8 @@ def _check_num_parts(data: bytes | str) -> None:
 
 
 def _parameter_that_is_no_number(data: bytes | str) -> str | None:
-    """The parameter whose value is NaN or Infinity, if that is what is wrong with a small body:
-    Python's own JSON writes them."""
+    """The parameter whose value is NaN or Infinity, if that is what is wrong with a small body.
+    Python's `json` module writes such values."""
     if len(data) > _MAX_DIAGNOSED_BYTES:
         return None
     try:
@@ -96,7 +96,7 @@ def _parameter_that_is_no_number(data: bytes | str) -> str | None:
 
 
 def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
-    """A typed request out of a JSON object.
+    """A typed request from a JSON object.
 
     Raises:
         RequestRefusedError: a parameter is unknown, unsupported, missing or wrong.
@@ -105,7 +105,7 @@ def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
 
 
 def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
-    """Fields of any schema, all that are given.
+    """A model of any schema from the fields that are given.
 
     Raises:
         RequestRefusedError: a field is unknown, missing or wrong.
@@ -117,7 +117,8 @@ def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:
 
 
 def _most_telling(details: Sequence[ErrorDetails]) -> ErrorDetails:
-    """Of a union every arm complains: the one that got furthest was meant."""
+    """The error to report. Every arm of a union reports errors; the arm whose validation got
+    furthest is the one that the caller meant."""
     first = details[0]["loc"][:1]
     return max(
         (detail for detail in details if detail["loc"][:1] == first),

@@ -1,1 +1,1 @@
-"""How the server is: health, metrics, and the numbers of `/dashboard`."""
+"""The server's state: health, metrics, and the numbers that `/dashboard` shows."""

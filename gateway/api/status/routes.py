@@ -1,4 +1,4 @@
-"""How the server is: `/health`, `/ready` and `/metrics`; what it offers: `/openapi.json`."""
+"""`/health`, `/ready`, `/metrics` and `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Status:
         self._metrics = metrics
 
     async def health(self, _: Request) -> Response:
-        """200 unless an engine was lost: a server that still starts up is not ill."""
+        """200 unless the engine was lost: a server that is still starting is healthy."""
         if self._engine.is_lost:
             return refusal(503, code="engine_unavailable", message="the engine died").response()
         return json_response({"status": "ok"})
@@ -30,7 +30,7 @@ class Status:
         """200 when a request would be served."""
         if not self._engine.is_alive:
             return refusal(
-                503, code="engine_unavailable", message="no engine answers yet"
+                503, code="engine_unavailable", message="the engine is not ready yet"
             ).response()
         return json_response({"status": "ready"})
 
@@ -45,7 +45,7 @@ class Description:
         self._model_names = model_names
 
     async def read(self, _: Request) -> Response:
-        # Few ever ask, and it takes memory.
+        # Loaded on demand: few clients request it, and it takes memory.
         from penstock.gateway.api.openapi import document
 
         return json_response(document(self._model_names))

@@ -2,11 +2,11 @@
 
     server → {"time": …, "engine": {…} | null, "series": {"num_requests_running": 3, …}}
 
-`time` is the server's clock in seconds. `series` has the changed numbers by name and labels as
-`/metrics` writes them, without the prefix `penstock:`, the model's name and the worker: those of
-several workers are added up. A series that is gone is null. `engine` is there when it has changed:
-what serves, or null while nothing does. The first message after the handshake has it all. What the
-client sends is not listened to.
+`time` is the server's clock in seconds. `series` has the numbers that changed, by name and labels
+as in `/metrics`, but without the prefix `penstock:`, the model's name and the worker: several
+workers' numbers are added up. A series that has disappeared is null. `engine` is sent when it has
+changed: a description of the engine, or null while there is none. The first message is complete.
+The server ignores what the client sends.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PREFIX = "penstock:"
 _INNER_LABELS = frozenset({"model_name", "worker"})
 
 
-_NOTHING_SAID: dict[str, Any] | None = {}  # while None says that there is no engine
+_NOTHING_SENT: dict[str, Any] | None = {}  # None would mean that there is no engine
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The numbers of one moment.
+    """The numbers at one point in time.
 
     Attributes:
         time: Unix time in seconds.
@@ -46,7 +46,7 @@ class Sample:
 
 
 class StatsSocket:
-    """The endpoint. However many watch, the metrics are collected at most twice an interval."""
+    """The endpoint. Metrics are collected at most twice per interval, for all clients together."""
 
     def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
         self._engine = engine
@@ -58,18 +58,18 @@ class StatsSocket:
     async def serve(self, websocket: WebSocket) -> None:
         await websocket.accept(subprotocol=accepted_subprotocol(websocket.scope["subprotocols"]))
         leaving = asyncio.create_task(_left(websocket))
-        said, said_engine = Sample(0.0, {}), _NOTHING_SAID
+        sent, sent_engine = Sample(0.0, {}), _NOTHING_SENT
         try:
             while not leaving.done():
                 sample, engine = await self._sample(), self._description()
                 message: dict[str, Any] = {
                     "time": sample.time,
-                    "series": changes(said.series, sample.series),
+                    "series": changes(sent.series, sample.series),
                 }
-                if engine != said_engine:
+                if engine != sent_engine:
                     message["engine"] = engine
                 await websocket.send_text(orjson.dumps(message).decode())
-                said, said_engine = sample, engine
+                sent, sent_engine = sample, engine
                 await asyncio.wait([leaving], timeout=INTERVAL_S)
         except WebSocketDisconnect:
             pass
@@ -77,7 +77,7 @@ class StatsSocket:
             leaving.cancel()
 
     async def _sample(self) -> Sample:
-        """The newest numbers, collected by whoever finds them old."""
+        """The newest numbers, collected again if they are too old."""
         async with self._collecting:
             if time.monotonic() >= self._fresh_until_s:
                 series = series_of(await self._metrics.families())
@@ -107,11 +107,11 @@ async def _left(websocket: WebSocket) -> None:
 
 
 def series_of(families: Iterable[Metric]) -> dict[str, float]:
-    """Our own numbers by name and labels, those of several workers added up."""
+    """Our own series by name and labels, added up over the workers."""
     series: dict[str, float] = {}
     for family in families:
         if not family.name.startswith(_PREFIX):
-            continue  # the process's own
+            continue  # metrics of the process, without our prefix
         for sample in family.samples:
             labels = ",".join(
                 f'{name}="{value}"'
@@ -125,7 +125,7 @@ def series_of(families: Iterable[Metric]) -> dict[str, float]:
 
 
 def changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float | None]:
-    """What leads from one to the other; None is gone."""
+    """The series that changed; None for one that has disappeared."""
     changed: dict[str, float | None] = {
         name: value for name, value in after.items() if before.get(name) != value
     }

@@ -1,5 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, as vLLM has them: what the server makes of a text or a
-conversation, and what text ids stand for."""
+"""`POST /tokenize` and `/detokenize`, in vLLM's format: a text or a chat to token ids, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, Tokeniz
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.generation.generator import ChatPrompt, Generator
 
-_MANY_TOKENS = 16 << 10  # from here on looking at each would stall the event loop for everybody
+_MANY_TOKENS = 16 << 10  # from here on a loop over all tokens would stall the event loop
 
 
 class Tokens:

@@ -1,4 +1,4 @@
-"""The requests of `/tokenize` and `/detokenize`, in vLLM's shape."""
+"""The requests of `/tokenize` and `/detokenize`, in vLLM's format."""
 
 from __future__ import annotations
 

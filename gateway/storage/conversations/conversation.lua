@@ -1,8 +1,8 @@
--- Everything that is done with one conversation, each operation in one step.
+-- All operations on one conversation, each of them atomic.
 --
 -- KEYS: its fields, the links of its turns, their bodies, chunks of token ids; all in one slot.
--- ARGV: operation, tenant, time to live (ms), lease (ms), then what the operation takes.
--- Replies: {"ok", …}, {"no conversation"}, {"no turn"} or {"locked"}. Nothing is '' here.
+-- ARGV: operation, tenant, time to live (ms), lease (ms), then the operation's arguments.
+-- Replies: {"ok", …}, {"no conversation"}, {"no turn"} or {"locked"}. '' stands for no value.
 
 local FIELDS, LINKS, BODIES, CHUNKS = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local operation, tenant, ttl_ms, lease_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -24,7 +24,7 @@ local function parse(text)
   local link = {order = order, parent = parent, status = status, created_at = created_at}
   link.lease = tonumber(lease)
   link.is_running = status == 'in_progress' and link.lease > now_ms
-  -- Whoever ran it is gone.
+  -- Its gateway is gone.
   link.shown = (status == 'in_progress' and not link.is_running) and 'failed' or status
   return link
 end
@@ -63,7 +63,7 @@ local function each_chunk(body, visit)
   end
 end
 
--- Forget the chunks of a body that no other has.
+-- Delete the chunks of a body that no other body uses.
 local function drop_chunks(body)
   local is_used = {}
   for _, other in ipairs(redis.call('HVALS', BODIES)) do
@@ -76,7 +76,7 @@ local function drop_chunks(body)
   end)
 end
 
--- Whether nothing is missing from the turn to the root.
+-- Whether all turns from this one to the root exist.
 local function is_whole(turn)
   while turn ~= '' do
     local link = link_of(turn)
@@ -122,7 +122,7 @@ function operations.delete()
   return {'ok'}
 end
 
--- Beginning, like everything that a lost reply may repeat, is done once.
+-- Idempotent, like all operations: after a lost reply the client repeats them.
 function operations.begin_turn(turn, parent, created_at, takes_head, ...)
   if link_of(turn) then
     return {'ok'}

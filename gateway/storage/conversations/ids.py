@@ -1,13 +1,13 @@
-"""Ids that nobody can guess, and that say to which conversation they belong.
+"""Unguessable ids that contain their conversation.
 
     conv_<tree>            a conversation
-    resp_<tree><turn>      a response; every response is in the tree of some conversation, if only
-                           of one that no listing shows; one derived from a secret of the
-                           client's is its answer to a request with an `Idempotency-Key`
+    resp_<tree><turn>      a response; every response is in the tree of a conversation, which may be
+                           unlisted. The answer to a request with an `Idempotency-Key` has an id
+                           derived from that key.
     turn_<tree><turn>      items that were added without a response
 
-`<tree>` and `<turn>` are 24 hexadecimal digits each (96 random bits). All keys of a tree carry
-`{<tree>}` in Redis, so that they live in one slot of a cluster.
+`<tree>` and `<turn>` are 24 hexadecimal digits each (96 random bits). In Redis all keys of a tree
+contain `{<tree>}`, so that they are in one slot of a cluster.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def new_response_id(conversation_id: str) -> str:
 
 
 def derived_response_id(*parts: str) -> str:
-    """The same for the same parts, and for no others."""
-    said = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
-    return f"resp_{hashlib.sha256(said).hexdigest()[: 4 * _NUM_BYTES]}"
+    """The same id for the same parts, and a different one for any others."""
+    joined = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
+    return f"resp_{hashlib.sha256(joined).hexdigest()[: 4 * _NUM_BYTES]}"
 
 
 def new_turn_id(conversation_id: str) -> str:
@@ -40,12 +40,12 @@ def new_turn_id(conversation_id: str) -> str:
 
 
 def conversation_of(turn_id: str) -> str | None:
-    """The conversation of a response or turn; None if the id is none of ours."""
+    """The conversation of a response or turn; None if the id is malformed."""
     match = _TURN.fullmatch(turn_id)
     return None if match is None else f"conv_{match[1]}"
 
 
 def tree_of(id_: str) -> str | None:
-    """The 24 digits that every key of a conversation carries; None if the id is none of ours."""
+    """The 24 digits that all keys of a conversation contain; None if the id is malformed."""
     match = _CONVERSATION.fullmatch(id_) or _TURN.fullmatch(id_)
     return None if match is None else match[1]

@@ -1,6 +1,6 @@
--- The listed conversations of one tenant, by creation and then by id.
+-- The listed conversations of one tenant, by time of creation, then by id.
 --
--- KEYS: the index. ARGV: operation, time to live (ms), then what the operation takes.
+-- KEYS: the index. ARGV: operation, time to live (ms), then the operation's arguments.
 
 local INDEX = KEYS[1]
 local operation, ttl_ms = ARGV[1], ARGV[2]

@@ -1,7 +1,7 @@
-"""Conversations in this process, bounded in bytes and age, and gone with it.
+"""Conversations in this process's memory, bounded in bytes and age.
 
-Those used least recently go first, whole; one with a running turn stays. Turns are kept as bytes
-(`turn_codec`), as they are in Redis, and share token ids within their conversation.
+The least recently used are dropped first, whole; one with a running turn stays. Turns are kept as
+bytes (`turn_codec`), as in Redis, and share token ids within their conversation.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from penstock.gateway.storage.conversations.store import (
     no_turn,
 )
 from penstock.gateway.storage.conversations.turn_codec import (
-    Place,
+    TreeNode,
     chunk_names,
+    node_of,
     pack,
-    place_of,
     unpack,
 )
 
-_TREE_BYTES = 1024  # objects and dictionary slots, whatever they hold
+_TREE_BYTES = 1024  # objects and dictionary slots, without their content
 _TURN_BYTES = 512
 _CHUNK_BYTES = 128
 
 
 @dataclass(slots=True)
 class _Node:
-    """A turn: its place, the rest as bytes, and when whoever runs it counts as gone."""
+    """A turn: its data in the tree, its content as bytes, and when its lease ends."""
 
-    place: Place
+    info: TreeNode
     body: bytes
     lease_s: float = 0.0
 
@@ -59,15 +59,15 @@ class _Tree:
 
     def is_running(self, turn_id: str | None, now_s: float) -> bool:
         node = self.nodes.get(turn_id) if turn_id is not None else None
-        return node is not None and node.place.status == "in_progress" and node.lease_s > now_s
+        return node is not None and node.info.status == "in_progress" and node.lease_s > now_s
 
     def is_whole(self, turn_id: str | None) -> bool:
-        """Whether nothing is missing from the turn to the root."""
+        """Whether all turns from this one to the root exist."""
         while turn_id is not None:
             node = self.nodes.get(turn_id)
             if node is None:
                 return False
-            turn_id = node.place.parent_id
+            turn_id = node.info.parent_id
         return True
 
 
@@ -75,10 +75,10 @@ class MemoryConversationStore:
     """A `ConversationStore`.
 
     Args:
-        max_bytes: what may be kept in all, but for what runs.
+        max_bytes: total size, not counting conversations with running turns.
         ttl_s: how long a conversation is kept after its last use.
-        lease_s: how long a turn runs without being touched.
-        clock: seconds that only grow.
+        lease_s: how long a turn may run without being touched.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class MemoryConversationStore:
 
     async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
         tree = self._use(turn.tenant, turn.conversation_id)
-        if turn.turn_id in tree.nodes:  # as where a lost reply may repeat it
+        if turn.turn_id in tree.nodes:  # idempotent, as in Redis after a lost reply
             return
         if turn.parent_id is not None and turn.parent_id not in tree.nodes:
             raise no_turn(turn.parent_id)
@@ -160,14 +160,14 @@ class MemoryConversationStore:
     async def finish_turn(self, turn: StoredTurn) -> None:
         tree = self._tree(turn.tenant, turn.conversation_id)
         node = None if tree is None else tree.nodes.get(turn.turn_id)
-        if tree is None or node is None or node.place.status != "in_progress":
+        if tree is None or node is None or node.info.status != "in_progress":
             return
         if tree.conversation.running == turn.turn_id:
             moves = turn.status != "failed" and tree.is_whole(turn.turn_id)
             head = turn.turn_id if moves else tree.conversation.head
             tree.conversation = replace(tree.conversation, head=head, running=None)
         self._use(turn.tenant, turn.conversation_id)
-        node.place = replace(node.place, status=turn.status)
+        node.info = replace(node.info, status=turn.status)
         self._write(tree, node, turn)
 
     async def add_items(self, turn: StoredTurn) -> None:
@@ -191,7 +191,7 @@ class MemoryConversationStore:
     async def path(self, tenant: str, turn_id: str) -> list[StoredTurn]:
         tree, node = self._find(tenant, turn_id)
         nodes = [node]
-        while (parent_id := nodes[-1].place.parent_id) is not None:
+        while (parent_id := nodes[-1].info.parent_id) is not None:
             if parent_id not in tree.nodes:
                 raise no_turn(turn_id)
             nodes.append(tree.nodes[parent_id])
@@ -202,9 +202,9 @@ class MemoryConversationStore:
         return [
             TurnSummary(
                 turn_id=turn_id,
-                parent_id=node.place.parent_id,
+                parent_id=node.info.parent_id,
                 status=self._status(tree, node),
-                created_at=node.place.created_at,
+                created_at=node.info.created_at,
             )
             for turn_id, node in tree.nodes.items()
         ]
@@ -226,7 +226,7 @@ class MemoryConversationStore:
             conversation = replace(conversation, running=None)
         self._remove(tree, node)
         if not tree.is_whole(conversation.head):
-            parent_id = node.place.parent_id
+            parent_id = node.info.parent_id
             conversation = replace(
                 conversation, head=parent_id if tree.is_whole(parent_id) else None
             )
@@ -234,7 +234,7 @@ class MemoryConversationStore:
         if not tree.nodes and not conversation.is_listed:
             self._drop(conversation.conversation_id)
 
-    # -- finding -----------------------------------------------------------------------------
+    # -- look-up -----------------------------------------------------------------------------
 
     def _tree(self, tenant: str, conversation_id: str | None) -> _Tree | None:
         self._drop_old()
@@ -265,18 +265,18 @@ class MemoryConversationStore:
         )
 
     def _status(self, tree: _Tree, node: _Node) -> TurnStatus:
-        status = node.place.status
-        is_gone = status == "in_progress" and not tree.is_running(node.place.turn_id, self._clock())
+        status = node.info.status
+        is_gone = status == "in_progress" and not tree.is_running(node.info.turn_id, self._clock())
         return "failed" if is_gone else status
 
     def _unpacked(self, tree: _Tree, node: _Node) -> StoredTurn:
-        place = replace(node.place, status=self._status(tree, node))
-        return unpack(place, node.body, tree.chunks)
+        info = replace(node.info, status=self._status(tree, node))
+        return unpack(info, node.body, tree.chunks)
 
-    # -- keeping -----------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------
 
     def _add(self, tree: _Tree, turn: StoredTurn, lease_s: float = 0.0) -> None:
-        node = tree.nodes[turn.turn_id] = _Node(place_of(turn), b"", lease_s)
+        node = tree.nodes[turn.turn_id] = _Node(node_of(turn), b"", lease_s)
         self._account(tree, _TURN_BYTES)
         self._write(tree, node, turn)
 
@@ -290,8 +290,8 @@ class MemoryConversationStore:
         self._account(tree, num_more)
 
     def _remove(self, tree: _Tree, node: _Node) -> None:
-        """Forget a turn, and what token ids no other has."""
-        del tree.nodes[node.place.turn_id]
+        """Delete a turn and the chunks that no other turn uses."""
+        del tree.nodes[node.info.turn_id]
         num_less = _TURN_BYTES + len(node.body)
         used = {name for other in tree.nodes.values() for name in chunk_names(other.body)}
         for name in set(chunk_names(node.body)) - used:

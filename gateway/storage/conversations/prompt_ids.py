@@ -1,12 +1,12 @@
-"""Which stored token ids a new prompt can begin with.
+"""Finds stored token ids that a new prompt can begin with.
 
-Tokenising a conversation afresh need not give the ids that the model wrote: then the KV of them is
-not found. Where the rendered prompt begins with the text that stored ids stand for, those ids are
-used again, and the rest alone is tokenised. Templates that drop earlier reasoning, changed
-instructions or a new date change the text, and with it what is reused: never more than is equal.
+Tokenising a conversation again may give other ids than the model generated, whose KV would then not
+be found. If the rendered prompt begins with the text of stored ids, these ids are reused and only
+the rest is tokenised. A template that drops earlier reasoning, changed instructions or a new date
+change the text, so only the equal prefix is reused.
 
-The rest is cut off in front of a token that the tokenizer splits at before anything else
-(`<|im_end|>`), where tokenising two parts is tokenising the whole.
+The rest begins at a token at which the tokenizer always splits first (`<|im_end|>`), because there
+the parts tokenise to the same ids as the whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock.gateway.storage.conversations.records import Rendering, StoredTurn
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """The beginning of a prompt, as ids that an engine may have the KV of.
+    """The beginning of a prompt as token ids whose KV an engine may have.
 
     Attributes:
-        token_ids: none if nothing could be reused.
-        rest: the text that follows them, to tokenise without adding special tokens.
+        token_ids: empty if nothing could be reused.
+        rest: the text after them, to be tokenised without adding special tokens.
     """
 
     token_ids: Sequence[int]
@@ -43,17 +43,17 @@ def reuse(text: str, turns: Sequence[StoredTurn], tokenizer: Tokenizer) -> Reuse
 
     Args:
         text: the whole prompt, special tokens included.
-        turns: of one path, in any order.
+        turns: turns of one path, in any order.
     """
     return reuse_any(text, [known for turn in turns for known in _known_of(turn)], tokenizer)
 
 
-# A text, and the ids that stand for it, in parts: they are joined only where it is found.
+# A text and its ids in parts, which are joined only if the text is found.
 Known: TypeAlias = "tuple[Rendering, Sequence[array[int]]]"
 
 
 def reuse_any(text: str, known: Sequence[Known], tokenizer: Tokenizer) -> Reused:
-    """The same of texts from wherever."""
+    """`reuse` for any known texts."""
     for num_chars, parts in reversed(list(_beginnings(text, known))):
         reused = _cut(text, num_chars, sum(parts, array("I")), tokenizer)
         if reused is not None:
@@ -69,7 +69,7 @@ def _known_of(turn: StoredTurn) -> Iterator[Known]:
 
 
 def _beginnings(text: str, known: Sequence[Known]) -> Iterator[tuple[int, Sequence[array[int]]]]:
-    """What is known that `text` begins with: (length, ids), shortest first, in one pass."""
+    """The known texts with which `text` begins: (length, ids), shortest first, in one pass."""
     digest, num_hashed = hashlib.sha256(), 0
     for rendering, parts in sorted(known, key=lambda item: item[0].num_chars):
         if rendering.num_chars > len(text):
@@ -83,15 +83,15 @@ def _beginnings(text: str, known: Sequence[Known]) -> Iterator[tuple[int, Sequen
 def _cut(
     text: str, num_chars: int, token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> Reused | None:
-    """Where the rest can be tokenised alone: at the end of the ids, or else in front of the last
-    boundary among them."""
+    """Cut where the rest can be tokenised separately: after the ids, or before the last boundary
+    token among them."""
     boundaries = tokenizer.boundary_tokens
     if num_chars == len(text) or text.startswith(tuple(boundaries.values()), num_chars):
         return Reused(token_ids, text[num_chars:])
     for index in range(len(token_ids) - 1, 0, -1):
         if token_ids[index] in boundaries:
             tail = tokenizer.decode(token_ids[index:], skip_special_tokens=False)
-            if not text.endswith(tail, 0, num_chars):  # half a character, or a decoder that trims
+            if not text.endswith(tail, 0, num_chars):  # a partial character, or a trimming decoder
                 return None
             return Reused(token_ids[:index], text[num_chars - len(tail) :])
     return None

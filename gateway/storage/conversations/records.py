@@ -1,4 +1,4 @@
-"""What is stored of a conversation: itself, and its turns as a tree."""
+"""The stored records: a conversation, and its turns as a tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TurnStatus = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
-Item = Mapping[str, Any]  # as the API shows it: {"id", "type": "message", "role", "content", …}
+Item = Mapping[str, Any]  # in the API's format: {"id", "type": "message", "role", "content", …}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +16,10 @@ class Conversation:
     """A tree of turns.
 
     Attributes:
-        head: the turn that the next one continues; None while there is none.
+        head: the turn that the next one continues; None in an empty tree.
         running: the turn that holds the head until it ends.
-        is_listed: made as a conversation; False for the tree of responses that merely continue
-            each other.
+        is_listed: whether it was created as a conversation; False for a tree of responses that only
+            continue each other.
     """
 
     conversation_id: str
@@ -33,7 +33,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """A text as its length and digest: enough to see whether a longer text begins with it."""
+    """A text's length and digest, which are enough to see whether a longer text begins with it."""
 
     num_chars: int
     digest: bytes  # SHA-256 of its UTF-8
@@ -41,19 +41,20 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTurn:
-    """One turn: what came in, and what was answered.
+    """One turn: its input and its answer.
 
     Attributes:
-        turn_id: the response's id, or that of items added without one.
-        items: what came in.
-        output: the message that answered; None for items alone and for prepared prompts.
-        continues: its output goes on where its parent's broke off: both are one message.
+        turn_id: the response's id, or the id of items added without a response.
+        items: the input.
+        output: the answering message; None for items without a response and for prepared prompts.
+        continues: its output continues its parent's; both are one message.
         prompt_token_ids: the whole conversation up to the answer (4 bytes each).
         output_token_ids: of the answer, end token included.
-        prompt, whole: the renderings that the prompt's ids, and those with the answer's, stand
-            for; None where they are not known.
-        prefix_id: names the KV of the turn to an engine.
-        response: the finished Response object as JSON; empty while it runs and for items alone.
+        prompt, whole: the rendered texts of the prompt's ids, and of prompt and answer together;
+            None if unknown.
+        prefix_id: identifies the KV of the turn in an engine.
+        response: the finished Response object as JSON; empty while it runs and for items without a
+            response.
     """
 
     turn_id: str
@@ -76,7 +77,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSummary:
-    """A node of the tree as it is listed."""
+    """A listed node of the tree."""
 
     turn_id: str
     parent_id: str | None

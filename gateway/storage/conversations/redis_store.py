@@ -1,4 +1,4 @@
-"""Conversations in Redis, shared by all gateways and kept when they go.
+"""Conversations in Redis, shared by all gateways and kept when they end.
 
     penstock:{<tree>}:conversation           hash: tenant, created_at, metadata, head, running, …
     penstock:{<tree>}:links                  hash: turn → order, parent, status, created at, lease
@@ -6,9 +6,9 @@
     penstock:{<tree>}:token_ids              hash: its chunks of token ids
     penstock:{<tenant's digest>}:conversations   sorted set: listed conversation → created at
 
-All keys of a conversation lie in one slot, expire together a while after their last use, and are
-changed by one script (`conversation.lua`), a step at a time. The index lies elsewhere: what it
-lists and is gone is taken out when a listing comes upon it.
+All keys of a conversation are in one slot, expire together some time after their last use, and are
+changed atomically by one script (`conversation.lua`). The index is in another slot: a listing
+removes entries whose conversation no longer exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.gateway.storage.conversations.store import (
     no_conversation,
     no_turn,
 )
-from penstock.gateway.storage.conversations.turn_codec import Place, chunk_names, pack, unpack
+from penstock.gateway.storage.conversations.turn_codec import TreeNode, chunk_names, pack, unpack
 from penstock.gateway.storage.redis_link import RedisLink, Script
 
 _FOLDER = files("penstock.gateway.storage.conversations")
@@ -39,7 +39,7 @@ _CONVERSATION = Script(_FOLDER.joinpath("conversation.lua").read_text("utf-8"))
 _LISTING = Script(_FOLDER.joinpath("listing.lua").read_text("utf-8"))
 _KEYS = ("conversation", "links", "turns", "token_ids")
 _NUM_AT_ONCE = 16  # lookups of a listing
-_NUM_CLEANED = 256  # ids looked at in one go where some turned out to be gone
+_NUM_CLEANED = 256  # ids read at once after some turned out to be gone
 
 
 class RedisConversationStore:
@@ -47,7 +47,7 @@ class RedisConversationStore:
 
     Args:
         ttl_s: how long a conversation is kept after its last use.
-        lease_s: how long a turn runs without being touched.
+        lease_s: how long a turn may run without being touched.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RedisConversationStore:
                 await self._run_listing("remove", tenant, *gone)
             if len(page) > limit or len(ids) < num_looked_at:
                 return page[:limit], len(page) > limit
-            # Some were gone: go on behind the last that is not.
+            # Some were gone: continue after the last existing one.
             after = page[-1].conversation_id if page else after
             num_looked_at = _NUM_CLEANED
 
@@ -195,8 +195,8 @@ class RedisConversationStore:
         *args: Any,
         turn_id: str | None = None,
     ) -> list[Any]:
-        """One operation of `conversation.lua`: its reply without the first word. `turn_id` is the
-        turn that may not be there."""
+        """Run an operation of `conversation.lua`; returns its reply without the first word.
+        `turn_id` is the turn to name in an error if it does not exist."""
         tree = tree_of(conversation_id)
         if tree is None:
             raise no_conversation(conversation_id)
@@ -219,7 +219,7 @@ class RedisConversationStore:
         assert conversation_id is not None
         bodies = {}
         for found_id, parent, status, created_at, body in _fives(values):
-            place = Place(
+            node = TreeNode(
                 turn_id=found_id.decode(),
                 conversation_id=conversation_id,
                 tenant=tenant,
@@ -227,8 +227,8 @@ class RedisConversationStore:
                 status=status.decode(),
                 created_at=int(created_at),
             )
-            bodies[place] = body
-        if None in bodies.values():  # a Redis that drops keys when it is full
+            bodies[node] = body
+        if None in bodies.values():  # a full Redis has evicted the key
             raise no_turn(turn_id)
         names = list({name: None for body in bodies.values() for name in chunk_names(body)})
         chunks: list[Any] = []
@@ -239,12 +239,12 @@ class RedisConversationStore:
         if None in chunks:  # deleted meanwhile
             raise no_turn(turn_id)
         by_name = dict(zip(names, chunks, strict=True))
-        return [unpack(place, body, by_name) for place, body in bodies.items()]
+        return [unpack(node, body, by_name) for node, body in bodies.items()]
 
     async def _run_listing(self, operation: str, tenant: str, *args: Any) -> list[Any]:
         digest = hashlib.sha256(tenant.encode()).hexdigest()[:32]
         key = f"penstock:{{{digest}}}:conversations"
-        # The index outlives conversations that are only read.
+        # Reading a conversation does not touch the index, so the index is kept longer.
         reply: list[Any] = await self._link.run(
             _LISTING, [key], [operation, 2 * self._ttl_ms, *args]
         )
@@ -256,7 +256,7 @@ class RedisConversationStore:
             await self._run_listing("add", conversation.tenant, *added)
 
     async def _peek(self, tenant: str, ids: Sequence[str]) -> list[Conversation]:
-        """Those of some conversations that are there, without counting as use."""
+        """The existing ones of some conversations; this does not count as use."""
 
         async def peek(conversation_id: str) -> Conversation | None:
             try:
@@ -289,7 +289,7 @@ def _fives(values: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def _packed(turn: StoredTurn) -> list[bytes]:
-    """As `conversation.lua` takes it: the body, and name and bytes of each chunk."""
+    """Arguments for `conversation.lua`: the body, and name and bytes of each chunk."""
     packed = pack(turn)
     return [packed.body, *(part for chunk in packed.chunks.items() for part in chunk)]
 

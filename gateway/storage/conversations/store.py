@@ -1,12 +1,12 @@
-"""The contract of a conversation store; `memory_store` and `redis_store` keep it alike.
+"""The contract of a conversation store, implemented by `memory_store` and `redis_store`.
 
-Every method takes the caller's tenant: what belongs to another is not there. Ids are those of
-`ids`; one that is malformed is simply not found.
+Every method takes the caller's tenant; another tenant's data is not found. Ids are those of `ids`;
+a malformed id is not found.
 
-A turn runs under a lease: whoever runs it calls `touch_turn` every few seconds. One that was not
-touched for `DEFAULT_LEASE_S` reads as `failed` and does not hold the head any more, so that a
-gateway that died locks no conversation; if it was only slow, touching or finishing it still works,
-but the head may have gone to another turn by then.
+A running turn has a lease: its gateway calls `touch_turn` every few seconds. A turn that was not
+touched for `DEFAULT_LEASE_S` reads as `failed` and no longer holds the head, so that a gateway that
+died does not lock a conversation. If the gateway was only slow, it can still touch and finish the
+turn, but another turn may have taken the head by then.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DEFAULT_LEASE_S = 30.0
 
 
 class NotFoundError(RequestRefusedError):
-    """No such conversation, turn or parent is stored (any more)."""
+    """The conversation, turn or parent is not stored, or no longer."""
 
 
 class ConversationLockedError(RequestRefusedError):
-    """409 `conversation_locked`: another turn runs on the head, or has moved it. Stock clients
-    retry a plain 409, and would lose the race again."""
+    """409 `conversation_locked`: another turn runs on the head, or has moved it. The header keeps
+    stock clients from retrying, as they do after other 409s."""
 
     headers = MappingProxyType({"x-should-retry": "false"})
 
@@ -41,7 +41,7 @@ class ConversationStore(Protocol):
     """Conversations and their turns."""
 
     async def create(self, conversation: Conversation) -> None:
-        """A new, empty tree."""
+        """Store a new, empty tree."""
         ...
 
     async def get(self, tenant: str, conversation_id: str) -> Conversation:
@@ -51,10 +51,10 @@ class ConversationStore(Protocol):
     async def list_page(
         self, tenant: str, *, limit: int, after: str | None = None, newest_first: bool = True
     ) -> tuple[list[Conversation], bool]:
-        """The tenant's listed conversations by creation, and whether there are more.
+        """The tenant's listed conversations by time of creation, and whether there are more.
 
         Raises:
-            NotFoundError: `after` is none of them.
+            NotFoundError: `after` is not one of them.
         """
         ...
 
@@ -65,42 +65,42 @@ class ConversationStore(Protocol):
         ...
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
-        """Forget a conversation with all its turns. Raises: NotFoundError."""
+        """Delete a conversation with all its turns. Raises: NotFoundError."""
         ...
 
     async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
         """Store a turn that starts (`in_progress`).
 
         Args:
-            takes_head: its parent must be the head, and no other turn may hold it; it holds the
-                head until `finish_turn`. Without it, it is a sibling that never conflicts.
+            takes_head: the turn holds the head until `finish_turn`; its parent must be the head,
+                and no other turn may hold it. Otherwise the turn is a sibling and never conflicts.
 
         Raises:
-            NotFoundError: the conversation or the parent is not there.
-            ConversationLockedError: the head moved, or another turn holds it.
+            NotFoundError: the conversation or the parent does not exist.
+            ConversationLockedError: the head has moved, or another turn holds it.
         """
         ...
 
     async def touch_turn(self, tenant: str, turn_id: str) -> None:
-        """A turn still runs: renew its lease. One that ended, or is not there, is left alone."""
+        """Renew the lease of a running turn. Does nothing if it has ended or does not exist."""
         ...
 
     async def finish_turn(self, turn: StoredTurn) -> None:
-        """Replace a turn by what became of it, and let go of the head if it held it.
+        """Replace a turn by its final state, and release the head if it held it.
 
-        `completed`, `incomplete` and `cancelled` move the head it held to it; `failed` does not,
-        nor does a turn that continues one that is forgotten.
-        A turn that was deleted meanwhile stays deleted. Repeating it changes nothing.
+        With `completed`, `incomplete` or `cancelled` the turn becomes the head if it held it; with
+        `failed` it does not, nor if a turn before it was deleted. A turn that was deleted meanwhile
+        stays deleted. The call is idempotent.
         """
         ...
 
     async def add_items(self, turn: StoredTurn) -> None:
-        """A finished turn without a response, which becomes the head. Its `parent_id` is set to
-        the head it found; raises as `begin_turn`."""
+        """Store a finished turn without a response as the new head. Its `parent_id` becomes the
+        previous head. Raises as `begin_turn`."""
         ...
 
     async def replace_items(self, turn: StoredTurn) -> None:
-        """Write a turn with other items and output (one was deleted). Raises: NotFoundError."""
+        """Replace a turn's items and output (an item was deleted). Raises: NotFoundError."""
         ...
 
     async def turn(self, tenant: str, turn_id: str) -> StoredTurn:
@@ -108,10 +108,11 @@ class ConversationStore(Protocol):
         ...
 
     async def path(self, tenant: str, turn_id: str) -> list[StoredTurn]:
-        """From the root to a turn, itself included. In use: it is the last to be dropped.
+        """The turns from the root to a turn, inclusive. This counts as use, so the conversation is
+        the last to be dropped.
 
         Raises:
-            NotFoundError: it, or a turn it continues, is not there.
+            NotFoundError: the turn, or one before it, does not exist.
         """
         ...
 
@@ -125,21 +126,21 @@ class ConversationStore(Protocol):
         """Compare and set the head.
 
         Raises:
-            NotFoundError: no such conversation or turn.
+            NotFoundError: the conversation or turn does not exist.
             ConversationLockedError: the head is not `expected`, or a turn holds it.
         """
         ...
 
     async def delete_turn(self, tenant: str, turn_id: str) -> None:
-        """Forget one turn: what continues it cannot be continued any more, nor be the head. If it
-        led to the head, that goes back to its parent, or to nothing if one before that is forgotten
-        too. A tree that is not listed goes with its last turn. Raises: NotFoundError."""
+        """Delete one turn. Turns after it can no longer be continued, nor be the head. If it led to
+        the head, its parent becomes the head, or no turn if one before that was deleted too. An
+        unlisted tree is deleted with its last turn. Raises: NotFoundError."""
         ...
 
 
 def no_conversation(conversation_id: str, *, param: str = "conversation") -> NotFoundError:
     return NotFoundError(
-        f"no conversation {conversation_id!r} is stored here",
+        f"there is no conversation {conversation_id!r}",
         code="conversation_not_found",
         param=param,
         status=404,
@@ -147,14 +148,12 @@ def no_conversation(conversation_id: str, *, param: str = "conversation") -> Not
 
 
 def no_turn(turn_id: str) -> NotFoundError:
-    return NotFoundError(
-        f"no response {turn_id!r} is stored here", code="response_not_found", status=404
-    )
+    return NotFoundError(f"there is no response {turn_id!r}", code="response_not_found", status=404)
 
 
 def head_locked(conversation_id: str) -> ConversationLockedError:
     return ConversationLockedError(
-        f"another turn of {conversation_id!r} is running, or has just become its head",
+        f"another turn of {conversation_id!r} is running or has just become its head",
         code="conversation_locked",
         status=409,
     )

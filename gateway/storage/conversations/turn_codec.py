@@ -1,8 +1,8 @@
-"""A stored turn as bytes: msgpack, token ids four bytes each.
+"""Encodes a stored turn as bytes: msgpack, with four bytes per token id.
 
-Each turn's prompt holds those before it: its ids are cut into chunks named by their digest, which
-the turns of a conversation share. So a conversation grows with its length, not with its square.
-What the tree of turns knows (ids, parent, status) is kept beside them, by the stores.
+Each turn's prompt contains those before it. Its ids are cut into chunks named by their digest,
+which the turns of a conversation share, so storage grows linearly with a conversation's length
+instead of quadratically. The stores keep the data of the tree (ids, parent, status) separately.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHUNK_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What the tree knows of a turn."""
+class TreeNode:
+    """A turn's data in the tree, without its content."""
 
     turn_id: str
     conversation_id: str
@@ -36,8 +36,8 @@ class Place:
     created_at: int
 
 
-def place_of(turn: StoredTurn) -> Place:
-    return Place(
+def node_of(turn: StoredTurn) -> TreeNode:
+    return TreeNode(
         turn_id=turn.turn_id,
         conversation_id=turn.conversation_id,
         tenant=turn.tenant,
@@ -49,11 +49,11 @@ def place_of(turn: StoredTurn) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A turn as bytes.
+    """An encoded turn.
 
     Attributes:
         body: number of chunks (4 bytes), their names, and msgpack of the rest.
-        chunks: of the prompt's token ids, by name.
+        chunks: chunks of the prompt's token ids, by name.
     """
 
     body: bytes
@@ -61,7 +61,7 @@ class Packed:
 
 
 def pack(turn: StoredTurn) -> Packed:
-    """All of a turn but its place."""
+    """Encode a turn's content, without its tree node."""
     token_ids = turn.prompt_token_ids.tobytes()
     end = len(token_ids) - len(token_ids) % CHUNK_BYTES
     names = []
@@ -89,14 +89,14 @@ def pack(turn: StoredTurn) -> Packed:
 
 
 def chunk_names(body: bytes) -> list[bytes]:
-    """The chunks that a body needs, in order."""
+    """The names of a body's chunks, in order."""
     (num_names,) = _NUM_NAMES.unpack_from(body)
     starts = range(_NUM_NAMES.size, _NUM_NAMES.size + num_names * NAME_BYTES, NAME_BYTES)
     return [body[start : start + NAME_BYTES] for start in starts]
 
 
-def unpack(place: Place, body: bytes, chunks: Mapping[bytes, bytes]) -> StoredTurn:
-    """What `pack` was given, at its place; sequences within items come back as lists.
+def unpack(node: TreeNode, body: bytes, chunks: Mapping[bytes, bytes]) -> StoredTurn:
+    """The inverse of `pack`; sequences within items become lists.
 
     Raises:
         KeyError: a chunk is missing.
@@ -107,12 +107,12 @@ def unpack(place: Place, body: bytes, chunks: Mapping[bytes, bytes]) -> StoredTu
     assert version == _VERSION
     prompt_ids, output_ids, prompt, whole, prefix_id, cache_salt, response = rest
     return StoredTurn(
-        turn_id=place.turn_id,
-        conversation_id=place.conversation_id,
-        tenant=place.tenant,
-        parent_id=place.parent_id,
-        status=place.status,
-        created_at=place.created_at,
+        turn_id=node.turn_id,
+        conversation_id=node.conversation_id,
+        tenant=node.tenant,
+        parent_id=node.parent_id,
+        status=node.status,
+        created_at=node.created_at,
         items=tuple(items),
         output=output,
         continues=continues,

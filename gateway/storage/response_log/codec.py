@@ -1,7 +1,7 @@
-"""A response's header and entries as bytes, and back; or all of one that has ended at once.
+"""Encodes and decodes a response's header and entries, or the whole log of an ended response.
 
-Each is one msgpack array that begins with the format's version. A header is a map by field name
-in it, so that a field with a default can be added and old headers still be read; entries, of which
+Each is one msgpack array that begins with the format's version. A header in it is a map by field
+name, so that a field with a default can be added and old headers still be read. Entries, of which
 there are many, are plain arrays.
 """
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class UnreadableEntryError(ValueError):
-    """Bytes that are no header or entry of this version."""
+    """The bytes are not a header or entry of this version."""
 
 
 def encode_header(header: ResponseHeader) -> bytes:
@@ -55,7 +55,7 @@ def decode_end(data: bytes) -> EndEntry:
 
 
 def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
-    """A response that has ended: deltas, and the end."""
+    """Encode an ended response: deltas, and the end."""
     *deltas, end = entries
     assert isinstance(end, EndEntry)
     rows = [
@@ -92,7 +92,7 @@ def _decode(data: bytes, read: Callable[..., _T]) -> _T:
         EngineError,
         msgpack.UnpackException,
     ) as error:
-        raise UnreadableEntryError(f"not of a response: {error!r}") from error
+        raise UnreadableEntryError(f"not part of a response log: {error!r}") from error
 
 
 def _read_delta(
@@ -182,7 +182,7 @@ def _read_request(named: dict[str, Any]) -> Request:
 
 
 def _fields(instance: Any) -> dict[str, Any]:
-    # Not dataclasses.asdict: it copies deeply.
+    # Not dataclasses.asdict, which makes deep copies.
     return {field.name: getattr(instance, field.name) for field in fields(instance)}
 
 

@@ -1,9 +1,9 @@
-"""A response's entries while it grows, and the cursors of those who read them.
+"""The log of a response while it grows, and its readers' cursors.
 
-The owner appends; an entry is seen once its storage has it (at once in memory, after Redis'
-acknowledgement otherwise). Every reader, live or replaying, on the owner's gateway or another,
-gets the same entries from a cursor of its own: a slow one gets several at a time, and costs
-nothing but its place.
+The owner appends entries. Readers see an entry once it is stored (at once in memory; with Redis,
+after its acknowledgement). Every reader, live or replaying, on the owner's gateway or another, gets
+the same entries from its own cursor. A slow reader gets several entries at a time and costs only
+its position.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, E
 FindAgain = Callable[[], Awaitable["ResponseLog"]]
 _NUM_TRIES = 20  # to find a log again
 _TRY_AGAIN_S = 0.25
-_MAX_AT_ONCE = 32  # entries: what a reader has taken, and its client has not, is memory
+_MAX_AT_ONCE = 32  # entries; bounds the memory of entries read but not yet sent to the client
 
 
 class Storage(Protocol):
-    """Where a log's entries are kept."""
+    """Stores a log's entries."""
 
     def appended(self, log: ResponseLog) -> None:
-        """An entry was added: see to it that `log.publish` is called once it is safe."""
+        """An entry was appended: store it, then call `log.publish`."""
         ...
 
     async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
-        """Have `log.fail` called now if another owner has it.
+        """Call `log.fail` if the log has another owner.
 
         Args:
-            is_superseded: the engine says so.
+            is_superseded: the engine reported another owner.
         """
         ...
 
     async def is_read_elsewhere(self, log: ResponseLog) -> bool:
-        """Whether another gateway follows it for somebody."""
+        """Whether another gateway follows the log for a reader."""
         ...
 
 
 class InMemory:
-    """Storage that is this process: what is appended is seen, and nobody else owns it."""
+    """Storage in this process: entries are visible at once, and there is no other owner."""
 
     def appended(self, log: ResponseLog) -> None:
         log.publish(len(log.entries))
@@ -61,11 +61,11 @@ IN_MEMORY = InMemory()
 
 
 class ResponseMovedError(RequestRefusedError):
-    """503 `response_moved`: another gateway runs the response now; a reader resumes it there."""
+    """503 `response_moved`: another gateway runs the response now; readers can resume it."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
-            f"another gateway carries {response_id!r} on; resume it",
+            f"another gateway has taken over {response_id!r}; resume the stream",
             code="response_moved",
             status=503,
         )
@@ -73,7 +73,7 @@ class ResponseMovedError(RequestRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class LogNotice:
-    """Something to tell who listens now: it has no number, is not stored, and not replayed."""
+    """An event for current readers only: it has no number and is neither stored nor replayed."""
 
     kind: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -84,13 +84,14 @@ class ResponseLog:
 
     Attributes:
         epoch: of the owner that appends.
-        entries: in order; the first `num_published` may be seen.
-        is_cancelled: somebody here wanted it to stop.
-        is_resumable: False once an entry left for a client that storage did not confirm.
-        readers: cursors open now.
-        on_readers: told when their number changes; like the next two the owner's, while it runs.
-        on_cancel: somebody wants it to stop.
-        on_lost: another gateway runs it now.
+        entries: in order; the first `num_published` are visible to readers.
+        is_cancelled: a cancel arrived at this gateway.
+        is_resumable: False once an entry was sent to a client without being stored.
+        readers: open cursors.
+        on_readers: called when the number of readers changes. Like the next two, set by the owner
+            while the response runs.
+        on_cancel: called to stop the response.
+        on_lost: called when another gateway has taken the response over.
     """
 
     def __init__(self, header: ResponseHeader, *, storage: Storage = IN_MEMORY) -> None:
@@ -117,7 +118,7 @@ class ResponseLog:
 
     @property
     def end(self) -> EndEntry | None:
-        """The last entry, once readers can see it."""
+        """The last entry, once it is visible to readers."""
         last = self.entries[self.num_published - 1] if self.num_published else None
         return last if isinstance(last, EndEntry) else None
 
@@ -138,56 +139,55 @@ class ResponseLog:
             for token_id in entry.token_ids
         ]
 
-    # -- the owner's ------------------------------------------------------------------------
+    # -- for the owner ----------------------------------------------------------------------
 
     def append(self, entry: Entry) -> None:
-        """The next entry. Nothing follows an `EndEntry`."""
+        """Append the next entry. Nothing follows an `EndEntry`."""
         assert entry.number == self.next_number
         self.entries.append(entry)
         self._storage.appended(self)
 
     async def verify(self, *, is_superseded: bool) -> bool:
-        """Whether this owner has it still; see `Storage.verify`."""
+        """Whether this gateway is still the owner; see `Storage.verify`."""
         await self._storage.verify(self, is_superseded=is_superseded)
         return self.failure is None
 
     async def is_read_elsewhere(self) -> bool:
-        """Whether somebody reads it who is not among `readers`."""
+        """Whether the log has readers beside those in `readers`."""
         return await self._storage.is_read_elsewhere(self)
 
     def notify(self, kind: str, **values: Any) -> None:
-        """Tell those who listen now, in its place among the entries."""
+        """Send a notice to current readers, in order with the entries."""
         self.notices.append((len(self.entries), LogNotice(kind, values)))
         self._wake()
 
     def publish(self, num_entries: int) -> None:
-        """The first `num_entries` may be seen."""
+        """Make the first `num_entries` visible to readers."""
         self.num_published = max(self.num_published, num_entries)
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Readers cannot be told how it goes on: it went to another owner, or its storage is
-        gone. They get what there is, and then this."""
+        """The log ends here: it has another owner, or its storage is gone. Readers get the visible
+        entries, then this error."""
         self.failure = error
         self._wake()
         if self.on_lost is not None:
             self.on_lost()
 
-    # -- everybody's ------------------------------------------------------------------------
+    # -- for everyone -----------------------------------------------------------------------
 
     def read(self, after: int = -1, *, find_again: FindAgain | None = None) -> LogReader:
-        """A cursor behind the event numbered `after`; open as a context.
+        """A cursor after the event numbered `after`; use it as a context manager.
 
         Args:
-            find_again: the log, where another gateway has taken the response over.
+            find_again: finds the new owner's log after a takeover.
 
-        The header's events are not among the entries: who reads from before their end makes them
-        of the header first.
+        The opening events are not among the entries: a reader makes them from the header.
         """
         return LogReader(self, after, find_again)
 
     def cancel(self) -> None:
-        """Have the owner, if it is here, stop the response; an ended one is left alone."""
+        """Stop the response if this gateway runs it and it has not ended."""
         if self.on_cancel is not None and not self.is_ended:
             self.is_cancelled = True
             self.on_cancel()
@@ -205,7 +205,7 @@ class LogReader:
     """A cursor.
 
     Attributes:
-        log: what it reads; another one once the response has moved.
+        log: the log that it reads; replaced when another gateway takes the response over.
 
     with log.read(after) as reader:
         while (entries := await reader.next()) is not None:
@@ -237,22 +237,22 @@ class LogReader:
 
     @property
     def num_behind(self) -> int:
-        """Entries that it has not taken yet."""
+        """Visible entries that were not read yet."""
         return self.log.num_published - self._position
 
     async def next(self) -> list[Entry | LogNotice] | None:
-        """What came since the last call, in order, up to a bound; waits while there is nothing;
-        None at the end.
+        """New entries and notices in order, up to a bound; waits while there are none; None at the
+        end.
 
         Raises:
-            Exception: what `ResponseLog.fail` was given, after all there is.
+            Exception: the error that `ResponseLog.fail` got, after all visible entries.
         """
         while True:
-            found = self.take()
+            found = self.next_nowait()
             if found:
                 return found
             if self.num_behind:
-                continue  # those were known to the reader
+                continue  # the reader already had those entries
             if self.log.end is not None:
                 return None
             if self.log.failure is not None:
@@ -263,22 +263,22 @@ class LogReader:
             await waiter
 
     async def _move(self, failure: Exception) -> None:
-        """Go on in the log of the response's next owner, if there is one; raises `failure`."""
+        """Continue with the log of the response's next owner; raises `failure` if there is none."""
         if self._find_again is None or not isinstance(failure, ResponseMovedError):
             raise failure
         log = await _found(self._find_again)
-        taken = self.log.entries[: self._position]
+        read = self.log.entries[: self._position]
         self.__exit__()
-        self._begin(log, max(self._after, taken[-1].last_number) if taken else self._after)
+        self._begin(log, max(self._after, read[-1].last_number) if read else self._after)
         self.__enter__()
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing more comes of this log: `next` says what to do."""
+        """Whether this log gets no more entries; `next` then returns None, moves or raises."""
         return self.log.end is not None or self.log.failure is not None
 
     def when_more(self, call: Callable[[], None]) -> None:
-        """Have this called, once, when the log has changed. For who has taken all there is."""
+        """Call `call` once when the log changes. Only for readers that have read everything."""
         self._on_more = call
 
     def wake(self) -> None:
@@ -286,30 +286,30 @@ class LogReader:
         if call is not None:
             call()
 
-    def take(self) -> list[Entry | LogNotice]:
-        """What came since the last call, in order, up to a bound."""
+    def next_nowait(self) -> list[Entry | LogNotice]:
+        """New entries and notices in order, up to a bound, without waiting; may be empty."""
         log = self.log
         stop = min(log.num_published, self._position + _MAX_AT_ONCE)
         found: list[Entry | LogNotice] = []
         while self._next_notice < len(log.notices):
-            place, notice = log.notices[self._next_notice]
-            if place > stop:
+            position, notice = log.notices[self._next_notice]
+            if position > stop:
                 break
-            found += log.entries[self._position : place]
+            found += log.entries[self._position : position]
             found.append(notice)
-            self._position = max(self._position, place)
+            self._position = max(self._position, position)
             self._next_notice += 1
         found += log.entries[self._position : stop]
         self._position = stop
-        # A replica may be behind what its reader had from the owner's gateway.
+        # A followed log may lag behind what its reader already got from the owner's gateway.
         while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
             del found[0]
         return found
 
 
 async def _found(find_again: FindAgain) -> ResponseLog:
-    """Patiently: a gateway that has just lost its responses has many to find, and may have stood
-    still when its storage answered."""
+    """Find a log with retries: a gateway that has just lost its responses has many to find, and may
+    have been stopped when its storage answered."""
     for _ in range(_NUM_TRIES - 1):
         try:
             return await find_again()
@@ -327,5 +327,5 @@ def _position(log: ResponseLog, after: int) -> int:
     """The first entry with an event numbered above `after`. Deltas have one number each."""
     position = min(max(0, after + 1 - log.header.num_opening_events), len(log.entries))
     if position == len(log.entries) and position and log.entries[-1].last_number > after:
-        position -= 1  # among the events of the end
+        position -= 1  # `after` is one of the end's events
     return min(position, log.num_published)

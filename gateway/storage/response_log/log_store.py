@@ -1,7 +1,7 @@
-"""The contract of a store of response logs, and the one in this process's memory.
+"""The contract of a store of response logs, and its implementation in this process's memory.
 
-`redis_store` keeps the same for many gateways: there a response has an owner, the gateway that
-runs it, and another one carries it on if the owner dies.
+`redis_store` implements it for many gateways: there a response has an owner, the gateway that runs
+it, and another gateway takes it over if the owner dies.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from penstock.gateway.storage.response_log.log import InMemory, ResponseLog
 from penstock.gateway.storage.response_log.record import ResponseHeader
 
 DEFAULT_TTL_S = 3600.0
-_LOG_BYTES = 512  # an ended log's objects and dictionary slots, beside what it says
-CarryOn = Callable[[ResponseLog], None]
+_LOG_BYTES = 512  # an ended log's objects and dictionary slots, without its content
+TakeOver = Callable[[ResponseLog], None]
 
 
 class LogExistsError(Exception):
-    """Two gateways, or one twice, began the same: the first runs it."""
+    """The response was started twice; the first one runs."""
 
 
 class LogStore(Protocol):
     """Response logs by id."""
 
-    async def start(self, carry_on: CarryOn) -> None:
-        """Begin to work.
+    async def start(self, take_over: TakeOver) -> None:
+        """Start the store.
 
         Args:
-            carry_on: is given the log of a response that this gateway owns from now on because
-                its owner is gone; all entries stored so far are in it, and it has no end.
+            take_over: called with the log of a response whose owner is gone and that this gateway
+                owns from now on; it has all entries stored so far, and no end.
         """
         ...
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
-        """The log of a new response that this gateway owns.
+        """The log of a new response, owned by this gateway.
 
         Raises:
-            LogExistsError: there is one of that id.
+            LogExistsError: there already is a log of that id.
             StoreUnavailableError: nothing can be stored now.
         """
         ...
 
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
-        """A response's log, running here or elsewhere, or ended.
+        """A response's log; the response may run here or elsewhere, or have ended.
 
         Raises:
-            RequestRefusedError: 404 `response_expired`: there is none (any more), or it is
-                another tenant's.
+            RequestRefusedError: 404 `response_expired`: there is no such log, or no longer, or it
+                is another tenant's.
         """
         ...
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """Have its owner stop a response (`ResponseLog.on_cancel`); an ended one is left alone.
-        Raises as `find`."""
+        """Have the owner stop a response (`ResponseLog.on_cancel`) unless it has ended. Raises as
+        `find`."""
         ...
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Forget an ended log; one that is not there is no error."""
+        """Delete an ended log, if it exists."""
         ...
 
     async def hand_over(self) -> None:
-        """This gateway goes: whoever can carries its responses on at once."""
+        """This gateway is stopping: let others take over its responses at once."""
         ...
 
     async def close(self) -> None: ...
@@ -85,15 +85,15 @@ class _EndedLog:
 
 
 class MemoryLogStore(InMemory):
-    """Logs of this process, bounded in bytes and age: of those that ended, the oldest go first.
+    """Logs of this process, bounded in bytes and age: the oldest ended logs are dropped first.
 
-    A log that has ended is kept as bytes (`codec`), a tenth of what its objects take, and is a log
-    again while somebody reads it.
+    An ended log is kept as bytes (`codec`), a tenth of the size of its objects, and is decoded
+    while it is read.
 
     Args:
         max_bytes: of ended logs.
         ttl_s: how long after its end a log can be read.
-        clock: seconds that only grow.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class MemoryLogStore(InMemory):
         self._being_read: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
         self.num_bytes = 0
 
-    async def start(self, carry_on: CarryOn) -> None:
-        """Nobody else's responses can come here."""
+    async def start(self, take_over: TakeOver) -> None:
+        """There are no other gateways to take responses over from."""
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
         self._drop_old()
@@ -132,7 +132,7 @@ class MemoryLogStore(InMemory):
         raise response_expired(response_id)
 
     def _unpacked(self, response_id: str, ended: _EndedLog) -> ResponseLog:
-        """All who read it at a time read the same."""
+        """The decoded log, shared by all of its current readers."""
         log = self._being_read.get(response_id)
         if log is None:
             header, entries = decode_log(ended.data)
@@ -150,10 +150,10 @@ class MemoryLogStore(InMemory):
             self._drop(response_id)
 
     async def hand_over(self) -> None:
-        """There is nobody to take them."""
+        """There are no other gateways."""
 
     async def close(self) -> None:
-        """Memory goes with the process."""
+        """There is nothing to close."""
 
     def appended(self, log: ResponseLog) -> None:
         super().appended(log)
@@ -184,7 +184,7 @@ class MemoryLogStore(InMemory):
 
 def response_expired(response_id: str) -> RequestRefusedError:
     return RequestRefusedError(
-        f"no stream of a response {response_id!r} is kept here (any more)",
+        f"the stream of response {response_id!r} is not available or has expired",
         code="response_expired",
         param="response_id",
         status=404,

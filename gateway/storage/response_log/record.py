@@ -1,10 +1,10 @@
-"""What a response is, written down: a header and entries from which all its events can be made.
+"""The records of a response log: a header and entries from which all events can be made.
 
-    header · delta … delta · ending
+    header · delta … delta · end
 
-Everything another gateway needs to replay a response, or to carry it on from the middle, is here:
-the request with its seed and prompt ids, the token ids and the text of each delta. `events` makes
-OpenAI's events of it, `log` holds it while it grows.
+They contain everything that another gateway needs to replay a response or to continue it from the
+middle: the request with its seed and prompt ids, and the token ids and text of each delta. `events`
+makes OpenAI's events from them; `log` holds them while the response grows.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ NUM_CLOSING_EVENTS = 4  # output_text.done, content_part.done, output_item.done,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHeader:
-    """What is known before the first token.
+    """Everything that is known before the first token.
 
     Attributes:
-        item_id: of the message that answers.
+        item_id: of the answering message.
         echo: the fields of the Response object that only repeat the request.
-        request: as the engine got it, seed drawn; its `request_id` is the response's id.
-        generates: False if the prompt is only prepared: then there is no message.
-        is_background: it runs to its end whoever listens.
-        input_items: of this turn, as the API shows them.
+        request: as sent to the engine, with its seed; its `request_id` is the response's id.
+        generates: False if the prompt is only prepared, so there is no message.
+        is_background: it runs to its end even without readers.
+        input_items: of this turn, in the API's format.
         takes_head: it holds the head of its conversation until its end.
-        continues: its text goes on where its parent's broke off (`penstock.continue`).
-        is_turn: False of an answer that is no response of a conversation: one to a request with an
-            `Idempotency-Key`, whose deltas have logprobs as `logged_generation` packs them.
-        continues_prompt: its text is the prompt's next words, not one of its own.
-        rendering: length and digest of what the prompt was tokenised from, where that is known.
+        continues: its text continues its parent's, which was cut off (`penstock.continue`).
+        is_turn: False for the answer to a request with an `Idempotency-Key`, which belongs to no
+            conversation; its logprobs are in the format of `logged_generation.packed`.
+        continues_prompt: its text continues the prompt's.
+        rendering: length and digest of the text that the prompt was tokenised from, if known.
     """
 
     response_id: str
@@ -67,9 +67,9 @@ class DeltaEntry:
 
     Attributes:
         number: its sequence number.
-        text: may be shown now.
-        token_ids: that came since the entry before; part of their text may follow later only.
-        logprobs: token objects as the API shows them.
+        text: the text of this delta.
+        token_ids: since the previous entry; part of their text may only follow in the next entry.
+        logprobs: token objects in the API's format.
     """
 
     number: int
@@ -84,14 +84,14 @@ class DeltaEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEntry:
-    """The events after the last delta; nothing follows.
+    """The events after the last delta; the last entry.
 
     Attributes:
         number: the first event's sequence number.
         reason: None if it failed.
-        usage: prompt tokens, cached tokens of them, output tokens.
+        usage: prompt tokens, how many of them were cached, output tokens.
         error: code and message of a failure.
-        prefix_id: names the KV of the whole turn to an engine.
+        prefix_id: identifies the KV of the whole turn in an engine.
     """
 
     number: int

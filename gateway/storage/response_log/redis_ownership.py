@@ -1,17 +1,17 @@
-"""Which gateway runs which response, and who carries it on when that one is gone.
+"""Which gateway owns which response, and takeovers when a gateway dies.
 
     penstock:gateways          ids of all gateways
-    penstock:lease:<gateway>   there while it lives: set again and again, runs out soon after
-    penstock:owned:<gateway>   "<epoch> <response id>" of the responses it runs
-    penstock:control:<gateway> a stream of what it is told: to stop a response, to look around
+    penstock:lease:<gateway>   exists while the gateway lives: renewed regularly, expires soon after
+    penstock:owned:<gateway>   "<epoch> <response id>" of the responses that it runs
+    penstock:control:<gateway> a stream of commands to it: stop a response, look for dead gateways
 
-Every gateway looks for others without a lease and takes over what they ran, one by one: it notes
-the response as its own under the next epoch, then writes the fence (`redis_stream`) that one
-taker alone can write. Whoever crashes in between leaves a note that does not fit the stream's
-epoch, which the next one to look drops.
+Every gateway looks for others without a lease and takes over their responses one by one: it notes
+the response as its own under the next epoch, then writes the fence (`redis_stream`), which only one
+gateway can write. A gateway that crashes in between leaves a note that does not match the stream's
+epoch; the next gateway that finds such a note removes it.
 
-A gateway to which Redis was away, or that stood still itself, takes nothing over for a while: the
-others' leases ran out with its own, and they need a moment to come back.
+A gateway that could not reach Redis, or that was stopped, takes nothing over for a while: the
+others' leases may have expired together with its own, and they need a moment to renew them.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Claim:
 
 
 class Ownership:
-    """This gateway among the others.
+    """This gateway's lease and its responses among all gateways.
 
     Args:
-        lease_s: without a sign of life, a gateway is taken for dead.
-        ttl_s: of what it leaves behind.
-        adopt: carries on what was taken over.
-        on_beat: done at every sign of life; told whether the lease had run out before it.
+        lease_s: a gateway without a heartbeat for so long counts as dead.
+        ttl_s: time to live of the keys that it leaves behind.
+        adopt: continues a response that was taken over.
+        on_beat: called at every heartbeat; its argument is whether the lease had expired.
     """
 
     def __init__(
@@ -89,31 +89,32 @@ class Ownership:
         self._has_lost_lease = False
         self._last_beat_s = math.inf  # there was none
         self._may_adopt_s = 0.0
-        self._may_adopt_from_s: dict[str, float] = {}  # whose lease could not be looked at
+        self._may_adopt_from_s: dict[str, float] = {}  # gateways whose lease could not be read
         self._adopting: asyncio.Task[None] | None = None
-        self._claims: dict[str, Claim] = {}  # being enforced, or failed on the way
+        self._claims: dict[str, Claim] = {}  # being enforced, or to be tried again
 
     @property
     def control_key(self) -> str:
         return _control_key(self.gateway_id)
 
     def note(self, response_id: str, epoch: int) -> Command:
-        """To be sent before a response's stream is begun."""
+        """The command to send before a response's stream is created."""
         return "SADD", _owned_key(self.gateway_id), f"{epoch} {response_id}"
 
     def forget(self, response_id: str, epoch: int) -> Command:
         return "SREM", _owned_key(self.gateway_id), f"{epoch} {response_id}"
 
     def hurry(self) -> None:
-        """Look for orphans now."""
+        """Look for responses of dead gateways now."""
         self._hurry.set()
 
     async def appear(self) -> None:
-        """The first sign of life: whoever begins a response must be missed when it dies."""
+        """The first heartbeat. It must come before the first response, so that others notice when
+        this gateway dies."""
         await self._turn()
 
     async def run(self) -> None:
-        """Give signs of life and look for the dead, until cancelled."""
+        """Send heartbeats and look for dead gateways, until cancelled."""
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -126,10 +127,10 @@ class Ownership:
                 self._adopting.cancel()
 
     async def cancel(self, response_id: str) -> None:
-        """Tell whoever owns a response, now or soon, to stop it.
+        """Tell a response's owner, or the gateway that takes it over, to stop it.
 
         Raises:
-            RedisAwayError: Redis cannot serve now.
+            RedisAwayError: Redis is unavailable.
         """
         _, gateways = await round_trip(
             self._redis,
@@ -139,13 +140,13 @@ class Ownership:
         await self._tell([gateway.decode() for gateway in gateways], b"cancel", response_id)
 
     async def leave(self) -> None:
-        """Give up the lease, and tell the others, who take over what this gateway runs.
+        """Give up the lease and tell the other gateways, which take over this one's responses.
 
         Raises:
-            RedisAwayError: Redis cannot serve now.
+            RedisAwayError: Redis is unavailable.
         """
         self.is_leaving = True
-        if self._adopting is not None:  # it may add to what this gateway leaves
+        if self._adopting is not None:  # it may add to this gateway's responses
             self._adopting.cancel()
             await asyncio.wait({self._adopting})
         others = await self._others()
@@ -156,7 +157,7 @@ class Ownership:
         await round_trip(self._redis, commands)
         await self._tell(others, b"look", "")
 
-    # -- signs of life ------------------------------------------------------------------------
+    # -- heartbeats ---------------------------------------------------------------------------
 
     async def _turn(self) -> None:
         try:
@@ -170,16 +171,16 @@ class Ownership:
                 self._may_adopt_s = now_s + self._lease_s / 2
             self._was_away, self._last_beat_s = False, now_s
             if self._adopting is not None and not self._adopting.done():
-                # Somebody may have left since it looked.
+                # A gateway may have left since the running task looked.
                 self._adopting.add_done_callback(lambda _: self.hurry())
             elif now_s >= self._may_adopt_s:
                 self._adopting = asyncio.create_task(self._adopt_orphans())
         except (RedisAwayError, TimeoutError) as error:
             if not self._was_away:
-                _LOG.warning("Redis is away: %s: %s", type(error).__name__, error)
+                _LOG.warning("Redis is unavailable: %s: %s", type(error).__name__, error)
             self._was_away = True
-        except Exception:  # a bug of ours; the lease must live on
-            _LOG.exception("looking after response logs failed")
+        except Exception:  # a bug; the lease must still be renewed
+            _LOG.exception("maintaining the response logs failed")
 
     async def _beat(self) -> None:
         lease_ms = int(self._lease_s * 1000)
@@ -215,7 +216,7 @@ class Ownership:
             ],
         )
 
-    # -- the dead -----------------------------------------------------------------------------
+    # -- takeovers ----------------------------------------------------------------------------
 
     async def _adopt_orphans(self) -> None:
         with _excused(level=logging.WARNING):
@@ -229,7 +230,7 @@ class Ownership:
             now_s, before = time.monotonic(), self._may_adopt_from_s
             self._may_adopt_from_s = {other: before[other] for other in others if other in before}
             for other, has_lease in zip(others, leases, strict=True):
-                if isinstance(has_lease, Exception):  # it cannot be renewed either
+                if isinstance(has_lease, Exception):  # its gateway cannot renew it either
                     self._may_adopt_from_s[other] = now_s + self._lease_s
                 elif has_lease == 0 and now_s >= self._may_adopt_from_s.get(other, 0.0):
                     with _excused():
@@ -242,7 +243,7 @@ class Ownership:
             await round_trip(self._redis, gone)
             return
         _LOG.warning("gateway %s is gone; it ran %d responses", gateway, len(notes))
-        random.shuffle(notes)  # several gateways take over at once
+        random.shuffle(notes)  # several gateways take over at the same time
         for begin in range(0, len(notes), _NUM_AT_ONCE):
             some = notes[begin : begin + _NUM_AT_ONCE]
             await asyncio.gather(*(self._adopt_one(gateway, note) for note in some))
@@ -256,7 +257,7 @@ class Ownership:
             await ask(self._redis, "SREM", _owned_key(gateway), note)
 
     async def _claim_on(self, note: str) -> Claim | None:
-        """What there is to take over; None if it ended, or the note does not fit its epoch."""
+        """The claim on a noted response; None if it has ended, or the note has another epoch."""
         epoch_text, _, response_id = note.partition(" ")
         key = log_key(response_id)
         last = [] if key is None else await ask(self._redis, *read_last(key))
@@ -269,13 +270,13 @@ class Ownership:
         return Claim(response_id=response_id, key=key, epoch=epoch + 1)
 
     async def _enforce(self, claim: Claim) -> None:
-        """Fence a response off from its owner and carry it on, unless another gateway was faster.
+        """Fence a response off from its owner and continue it, unless another gateway was faster.
         May be repeated after any failure."""
         note = self.note(claim.response_id, claim.epoch)
         await ask(self._redis, *note)
         fence = add_fence(claim.key, claim.epoch, self.gateway_id)
         (fenced,) = await round_trip(self._redis, [fence])
-        if isinstance(fenced, Exception):  # refused; or it is there, its acknowledgement lost
+        if isinstance(fenced, Exception):  # refused, or stored although the reply was lost
             fence_id = f"{claim.epoch}-0"
             found = await ask(self._redis, "XRANGE", claim.key, fence_id, fence_id)
             fenced = found and found[0][1].get(FENCE) == self.gateway_id.encode()
@@ -288,13 +289,14 @@ class Ownership:
 
 @contextlib.contextmanager
 def _excused(*, level: int = logging.DEBUG) -> Iterator[None]:
-    """What cannot be taken over now is at a later look, and does not keep the rest."""
+    """Logs errors, so that one response does not prevent the takeover of others. A later look
+    tries it again."""
     try:
         yield
     except RedisAwayError as error:
-        _LOG.log(level, "cannot take responses over now: %s", error)
+        _LOG.log(level, "cannot take over responses now: %s", error)
     except Exception:
-        _LOG.exception("taking responses over failed")
+        _LOG.exception("taking over responses failed")
 
 
 def _owned_key(gateway_id: str) -> str:

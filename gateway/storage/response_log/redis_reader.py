@@ -1,10 +1,10 @@
-"""Follows streams in Redis: the responses of other gateways that are read here, and what other
-gateways tell this one. One blocking XREAD for all of them, each from an id of its own.
+"""Follows streams in Redis: responses of other gateways that have readers here, and commands from
+other gateways. One blocking XREAD serves all of them, each from its own position.
 
-In a cluster one XREAD cannot span slots: there the streams are asked for every `_POLL_S`, in one
-pipeline per node that waits for no other node's, which costs that much latency and nothing else.
+In a cluster one XREAD cannot span slots. There the streams are polled every `_POLL_S`, with an
+independent pipeline per node, which only costs that much latency.
 
-A followed log lives as long as somebody holds it; it is followed no longer.
+A log is followed as long as it is referenced.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _LOG = logging.getLogger(__name__)
 _BLOCK_MS = 500  # shorter than any time-out of a connection
 _POLL_S = 0.02
 _RETRY_S = 0.1
-_PATIENCE_S = 10.0  # with a Redis that is away, before those who read are told
-_LONGEST_TRY_S = 2.0  # what was longer was this process, standing still
+_PATIENCE_S = 10.0  # how long Redis may be unavailable before readers get an error
+_LONGEST_TRY_S = 2.0  # a longer try means that this process was stopped
 _PAGE_ENTRIES = 512
-_MARK_EVERY_S, _MARK_S = 5.0, 15  # that somebody reads a log
+_MARK_EVERY_S, _MARK_S = 5.0, 15  # the mark says that a log has readers
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class _Followed:
 
 
 class StreamFollower:
-    """Follows.
+    """Follows logs and the control stream.
 
     Args:
-        control_key: the stream of what this gateway is told.
-        on_control: is given the fields of each entry there.
+        control_key: the stream of commands to this gateway.
+        on_control: called with the fields of each entry in it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StreamFollower:
         on_control: Callable[[dict[bytes, bytes]], None],
     ) -> None:
         self._redis = redis
-        client: object = redis  # to its type, a cluster's client is none
+        client: object = redis  # by its type, it is never a `ClusterClient`
         self._is_cluster = isinstance(client, ClusterClient)
         self._control_key = control_key.encode()
         self._control_position = b"0-0"
@@ -74,29 +74,29 @@ class StreamFollower:
         self._followed: dict[bytes, _Followed] = {}
         self._is_blocked = False
         self._mark_due_s = 0.0
-        self._away_s = defaultdict[str, float](float)  # by node, of tries in a row
+        self._away_s = defaultdict[str, float](float)  # by node: time of consecutive failed tries
 
     def find(self, response_id: str) -> ResponseLog | None:
-        """A log that is followed here already."""
+        """The log, if it is already followed here."""
         followed = self._followed.get((log_key(response_id) or "").encode())
         return None if followed is None else followed.log()
 
     async def follow(self, stored: StoredLog) -> None:
-        """Keep a log that was read up to a position up to date.
+        """Follow a log from the position up to which it was read.
 
         Raises:
-            RedisAwayError: Redis cannot serve now.
+            RedisAwayError: Redis is unavailable.
         """
         key = (log_key(stored.log.header.response_id) or "").encode()
         self._followed[key] = _Followed(weakref.ref(stored.log), stored.position)
         await self._mark_read([stored.log])
         if self._is_blocked and not self._is_cluster:
-            # What waits in Redis does not know of it; an entry of its own makes it return.
+            # The blocking XREAD does not include it yet; a control entry makes XREAD return.
             wake: Command = ("XADD", self._control_key, "MAXLEN", "~", 1000, "*", b"wake", b"")
             await round_trip(self._redis, [wake])
 
     async def run(self) -> None:
-        """Until cancelled. Redis may come and go: every stream is followed on from where it was."""
+        """Follow until cancelled. After an absence of Redis, each stream continues where it was."""
         if self._is_cluster:
             await self._poll_nodes()
             return
@@ -125,7 +125,7 @@ class StreamFollower:
         positions: dict[bytes, bytes],
         read: Callable[[dict[bytes, bytes]], Awaitable[list[tuple[bytes, list[StreamEntry]]]]],
     ) -> None:
-        """Take in what lies behind some positions, once."""
+        """Read the entries after some positions, once."""
         begun_s = time.monotonic()
         try:
             found = await read(positions)
@@ -136,7 +136,7 @@ class StreamFollower:
             if self._away_s[node] > _PATIENCE_S:
                 for key in positions:
                     self._fail(key, store_unavailable())
-        except Exception:  # a bug of ours; those who read must not wait for ever
+        except Exception:  # a bug; following must continue
             _LOG.exception("following streams failed")
             await asyncio.sleep(_RETRY_S)
         else:
@@ -145,11 +145,11 @@ class StreamFollower:
                 self._add_entries(key, positions[key], entries)
 
     async def check(self) -> None:
-        """Fail the followed logs that Redis has no more (they expired, or were lost), and tell the
-        owners of the others that somebody reads them.
+        """Fail the followed logs that Redis no longer has (they expired or were lost), and mark the
+        others as read for their owners.
 
         Raises:
-            RedisAwayError: Redis cannot serve now.
+            RedisAwayError: Redis is unavailable.
         """
         if time.monotonic() >= self._mark_due_s:
             self._mark_due_s = time.monotonic() + _MARK_EVERY_S
@@ -193,7 +193,7 @@ class StreamFollower:
             if isinstance(reply, RedisAwayError):
                 raise reply
             if isinstance(reply, Exception):
-                _LOG.error("%r cannot be followed", key, exc_info=reply)
+                _LOG.error("cannot follow %r", key, exc_info=reply)
                 self._fail(key)
             else:
                 found.append((key, reply))
@@ -203,7 +203,7 @@ class StreamFollower:
         return {self._control_key: self._control_position, **self._live()}
 
     def _live(self) -> dict[bytes, bytes]:
-        """Key and position of every log that somebody still holds."""
+        """Key and position of every log that is still referenced."""
         return dict(self._drop_unread())
 
     def _drop_unread(self) -> Iterator[tuple[bytes, bytes]]:
@@ -224,12 +224,12 @@ class StreamFollower:
         followed = self._followed.get(key)
         log = None if followed is None else followed.log()
         if followed is None or log is None or position != followed.position:
-            return  # left, or read from there by another poll, of the slot's next node
+            return  # no longer followed, or already read by a poll of the slot's new node
         stored = StoredLog(log, followed.position)
         try:
             stored.add(entries)
         except BrokenLogError as error:
-            _LOG.warning("%s cannot be followed: %s", log.header.response_id, error)
+            _LOG.warning("cannot follow %s: %s", log.header.response_id, error)
             self._fail(key)
             return
         followed.position = stored.position

@@ -1,7 +1,7 @@
 """Response logs in Redis, shared by many gateways: one runs a response, any can read it.
 
-What is kept where is said in `redis_stream` (a response) and `redis_ownership` (the gateways);
-`redis_writer` begins and writes what this gateway owns, `redis_reader` follows what others do.
+`redis_stream` (a response) and `redis_ownership` (the gateways) document the keys. `redis_writer`
+creates and writes the logs that this gateway owns, `redis_reader` follows those of others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.gateway.storage.redis_errors import RedisAwayError
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import (
     DEFAULT_TTL_S,
-    CarryOn,
+    TakeOver,
     response_expired,
 )
 from penstock.gateway.storage.response_log.record import ResponseHeader
@@ -44,7 +44,7 @@ from penstock.gateway.storage.response_log.redis_stream import (
 from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWriter, OwnedLog
 
 _LOG = logging.getLogger(__name__)
-_NUM_LOADS = 16  # at once: the writer's and the lease's connections must not wait behind them
+_NUM_LOADS = 16  # at a time, so that they do not delay the writer and the lease
 _HAND_OVER_S = 1.0
 
 
@@ -55,9 +55,9 @@ class RedisLogSettings:
     Attributes:
         ttl_s: how long after its end a log can be read.
         max_log_bytes: of one log in Redis; a longer one is not resumable.
-        ack_timeout_s: how long an entry waits for Redis before it is shown without.
+        ack_timeout_s: how long an entry waits for Redis before it is shown without being stored.
         request_timeout_s: how long a new response waits for Redis before it is refused.
-        lease_s: a gateway without a sign of life for so long is taken for dead.
+        lease_s: a gateway without a heartbeat for so long counts as dead.
     """
 
     ttl_s: float = DEFAULT_TTL_S
@@ -71,7 +71,7 @@ class RedisLogStore:
     """A `LogStore`.
 
     Args:
-        redis: a client with few retries and time-outs above half a second; this store's own.
+        redis: a client with few retries and time-outs above half a second, used only by this store.
     """
 
     def __init__(self, redis: Redis, settings: RedisLogSettings | None = None) -> None:
@@ -99,20 +99,20 @@ class RedisLogStore:
             give_up=self._writer.give_up,
         )
         self._follower = StreamFollower(redis, self._ownership.control_key, self._on_control)
-        self._live: dict[str, ResponseLog] = {}  # that run here
-        self._carry_on: CarryOn | None = None
+        self._live: dict[str, ResponseLog] = {}  # responses that run here
+        self._take_over: TakeOver | None = None
         self._loads = asyncio.Semaphore(_NUM_LOADS)
-        self._refresh_s = 0.0  # when the keys of what runs get their full time to live again
+        self._refresh_s = 0.0  # when to renew the time to live of the running responses' keys
         self._tasks: list[asyncio.Task[None]] = []
-        self._pass_on: list[asyncio.Task[None]] = []  # the event loop itself holds tasks weakly
+        self._forwarding: list[asyncio.Task[None]] = []  # the event loop's references are weak
 
     @property
     def gateway_id(self) -> str:
         return self._ownership.gateway_id
 
-    async def start(self, carry_on: CarryOn) -> None:
-        """As `LogStore.start`. `carry_on` must have set `on_cancel` when it returns."""
-        self._carry_on = carry_on
+    async def start(self, take_over: TakeOver) -> None:
+        """As `LogStore.start`. `take_over` must have set `on_cancel` when it returns."""
+        self._take_over = take_over
         await self._ownership.appear()
         self._tasks = [
             asyncio.create_task(self._ownership.run()),
@@ -169,10 +169,10 @@ class RedisLogStore:
                 await self._ownership.leave()
 
     async def close(self) -> None:
-        """What still runs here is carried on by others when the lease runs out."""
+        """Other gateways take over the running responses when the lease expires."""
         await self._writer.flushed()
         tasks = set(self._tasks)
-        while tasks:  # redis-py waits in ways that may swallow a cancellation
+        while tasks:  # redis-py may swallow a cancellation
             for task in tasks:
                 task.cancel()
             _, tasks = await asyncio.wait(tasks, timeout=0.1)
@@ -186,7 +186,7 @@ class RedisLogStore:
         async with self._loads:
             with _answering():
                 stored = await self._read(response_id, key)
-            # Somebody else may have found it, or taken it over, meanwhile.
+            # Another task may have loaded it meanwhile, or this gateway taken it over.
             log = self._live.get(response_id) or self._follower.find(response_id)
             if log is not None:
                 return log
@@ -199,15 +199,15 @@ class RedisLogStore:
         try:
             stored = await load(self._redis, key)
         except BrokenLogError as error:
-            _LOG.info("%s cannot be replayed: %s", response_id, error)
+            _LOG.info("cannot replay %s: %s", response_id, error)
             stored = None
         if stored is None:
             raise response_expired(response_id)
         return stored
 
     async def _look(self, tenant: str, response_id: str) -> bool | None:
-        """Whether a response has ended, as far as is known; None if it is not there, or another
-        tenant's. One whose log is broken may still run."""
+        """Whether a response has ended, as far as its log shows; None if it does not exist, or is
+        another tenant's. A response with a broken log may still run."""
         key = log_key(response_id)
         if key is None:
             return None
@@ -226,11 +226,11 @@ class RedisLogStore:
     # -- owning -------------------------------------------------------------------------------
 
     async def _adopt(self, claim: Claim) -> None:
-        """Carry on what this gateway has just fenced off."""
+        """Continue a response that this gateway has just fenced off."""
         try:
             stored = await load(self._redis, claim.key, storage=self._writer)
         except BrokenLogError as error:
-            _LOG.warning("%s cannot be carried on: %s", claim.response_id, error)
+            _LOG.warning("cannot take over %s: %s", claim.response_id, error)
             stored = None
         if stored is None or stored.epoch != claim.epoch or stored.log.is_ended:
             forget = self._ownership.forget(claim.response_id, claim.epoch)
@@ -240,17 +240,17 @@ class RedisLogStore:
         log.epoch = claim.epoch
         is_cancelled = await ask(self._redis, "EXISTS", cancel_key(claim.response_id))
         if self._ownership.is_leaving:
-            return  # to whoever comes next: the fence is this gateway's, and so is the note
-        assert self._carry_on is not None
+            return  # fence and note are this gateway's, so the next gateway takes it over
+        assert self._take_over is not None
         num_stored = len(log.entries)
         self._writer.own(OwnedLog(log=log, key=claim.key, epoch=claim.epoch, num_stored=num_stored))
         self._live[claim.response_id] = log
-        self._carry_on(log)
+        self._take_over(log)
         if is_cancelled:
             log.cancel()
 
     async def _maintain(self, has_lost_lease: bool) -> None:
-        """With every sign of life."""
+        """Called at every heartbeat."""
         owned = list(self._writer.owned.values())
         if has_lost_lease:
             self._writer.suspect_all()
@@ -260,7 +260,7 @@ class RedisLogStore:
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = time.monotonic() + self._settings.ttl_s / 4
             await round_trip(self._redis, [self._age(log.key) for log in owned])
-        await self._writer.settle()
+        await self._writer.repair()
         await self._follower.check()
 
     def _on_control(self, fields: dict[bytes, bytes]) -> None:
@@ -276,15 +276,15 @@ class RedisLogStore:
         if self._live.get(response_id) is log:
             del self._live[response_id]
         if log.is_cancelled and not log.is_ended:
-            # Meant for whoever runs it: it was told to a gateway that did not any more.
-            self._pass_on = [each for each in self._pass_on if not each.done()]
-            self._pass_on.append(asyncio.create_task(self._tell_cancelled(response_id)))
+            # The cancel arrived when this gateway no longer ran it: forward it to the new owner.
+            self._forwarding = [each for each in self._forwarding if not each.done()]
+            self._forwarding.append(asyncio.create_task(self._forward_cancel(response_id)))
 
-    async def _tell_cancelled(self, response_id: str) -> None:
+    async def _forward_cancel(self, response_id: str) -> None:
         try:
             await self._ownership.cancel(response_id)
         except RedisAwayError as error:
-            _LOG.warning("the owner of %s is not told to stop it: %s", response_id, error)
+            _LOG.warning("cannot forward the cancel of %s to its owner: %s", response_id, error)
 
     def _farewell(self, owned: OwnedLog) -> Sequence[Command]:
         return self._age(owned.key), self._ownership.forget(owned.response_id, owned.epoch)
@@ -301,7 +301,7 @@ def _key(response_id: str) -> str:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[None]:
-    """Raises: StoreUnavailableError: Redis cannot serve now."""
+    """Raises: StoreUnavailableError: Redis is unavailable."""
     try:
         yield
     except RedisAwayError as error:

@@ -1,19 +1,19 @@
-"""How a response lies in Redis: one stream, its entries in the order in which they happened.
+"""The format of a response in Redis: one stream with its entries in order.
 
     <epoch>-<last sequence number>   h header | d delta | e end
     <epoch>-0                        f fence: the id of the gateway that owns it from here on
-    <epoch>-<2^64-1>                 x broken: its owner went on without Redis; nobody may replay it
+    <epoch>-<2^64-1>                 x broken: the owner continued without Redis; no replay
 
-Redis takes ids in rising order only, and that is the whole protocol. The epoch is 1 for the gateway
-that creates the stream, and one more for each that takes it over: its fence makes Redis refuse
-whatever the owner before it still sends, and of two that write the same fence one is refused. A
-broken mark lets nothing follow under its epoch. Every entry after the header is added with
-NOMKSTREAM, so that what expired, or was lost with Redis, does not come back as a torso; and a
-reader takes an entry only if its number is the next one.
+The protocol relies on Redis accepting ids only in rising order. The epoch is 1 for the gateway that
+creates the stream, and increases with each takeover. A new owner's fence makes Redis refuse
+everything that the previous owner still sends, and of two gateways that write the same fence one is
+refused. After a broken mark nothing can follow under its epoch. Every entry after the header is
+added with NOMKSTREAM, so that an expired or lost stream is not created again without its beginning.
+A reader accepts an entry only if its number is the next one.
 
-A stream is never trimmed (a trimmed one has a gap): the writer bounds its bytes, its key's time to
-live its age. The keys of a response carry {tree}, its conversation's part of its id, and so lie in
-one slot of a cluster.
+A stream is never trimmed, because that would leave a gap: the writer bounds its size, and the key's
+time to live its age. The keys of a response contain {tree}, its conversation's part of its id, so
+they are in one slot of a cluster.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, E
 
 HEADER, DELTA, END, FENCE, BROKEN = b"h", b"d", b"e", b"f", b"x"
 LAST_NUMBER = (1 << 64) - 1
-_PAGE_ENTRIES = 512  # of one XRANGE
+_PAGE_ENTRIES = 512  # per XRANGE
 
 Command = tuple[str | bytes | int, ...]
 StreamEntry = tuple[bytes, dict[bytes, bytes]]  # id, fields
@@ -54,31 +54,31 @@ _Result = TypeVar("_Result")
 
 
 class BrokenLogError(Exception):
-    """The stream is marked broken, has a gap, or cannot be read: there is no replaying it."""
+    """The stream is marked broken, has a gap, or cannot be decoded: it cannot be replayed."""
 
 
 def store_unavailable() -> StoreUnavailableError:
     return StoreUnavailableError(
-        "the store of responses does not answer; try again later",
+        "the response store is unavailable; try again later",
         code="session_store_unavailable",
         status=503,
     )
 
 
 def log_key(response_id: str) -> str | None:
-    """The stream of a response; None if the id is none of ours."""
+    """The key of a response's stream; None if the id is malformed."""
     tree = tree_of(response_id)
     return None if tree is None else f"penstock:log:{{{tree}}}:{response_id}"
 
 
 def cancel_key(response_id: str) -> str:
-    """Set for a while when somebody wants it stopped: whoever takes it over must know."""
+    """Set for a while after a cancel, for a gateway that takes the response over."""
     return f"penstock:cancel:{{{tree_of(response_id)}}}:{response_id}"
 
 
 def read_key(response_id: str) -> str:
-    """Set again and again by gateways that follow it for somebody: its owner must not take it for
-    unread."""
+    """Renewed by gateways that follow the response for a reader, so that its owner knows that it is
+    read."""
     return f"penstock:read:{{{tree_of(response_id)}}}:{response_id}"
 
 
@@ -119,16 +119,16 @@ def parse_id(entry_id: bytes) -> tuple[int, int]:
 async def round_trip(
     redis: Redis, commands: Sequence[Command], *, is_strict: bool = False
 ) -> list[Any]:
-    """Send commands in one pipeline, of a cluster one per node; replies in their order.
+    """Send commands in one pipeline (with a cluster, one per node); replies in their order.
 
     Args:
-        is_strict: the error of a command raises; otherwise it stands in the place of its reply. It
-            is a `RedisAwayError` if the command's node cannot serve now.
+        is_strict: raise a command's error; otherwise the error is returned as its reply. It is a
+            `RedisAwayError` if the command's node is unavailable.
 
     Raises:
-        RedisAwayError: Redis cannot serve now; of a cluster, if no node ever did.
+        RedisAwayError: Redis is unavailable; with a cluster, no node has ever answered.
     """
-    client: object = redis  # to its type, a cluster's client is none
+    client: object = redis  # by its type, it is never a `ClusterClient`
     if not commands:
         return []
     with away_told_apart():
@@ -153,10 +153,10 @@ async def _pipelined(redis: Redis, commands: Sequence[Command]) -> list[Any]:
 
 
 async def lean_round_trip(redis: Redis, commands: Sequence[Command]) -> list[Any]:
-    """The same for commands of which only success or refusal matters, at a fraction of redis-py's
-    cost for a pipeline: no bookkeeping per command, no time-out (the caller has one), no retry.
-    Of a cluster it goes to no other node than it thought right: before anything is added at a new
-    one, the caller finds out what got there.
+    """As `round_trip`, for commands whose reply does not matter beyond success or refusal. It costs
+    a fraction of redis-py's pipeline: no bookkeeping per command, no time-out (the caller has one),
+    no retry. With a cluster it does not follow slots to another node: before anything is added
+    there, the caller must find out what that node has.
 
     Raises:
         RedisAwayError: as `round_trip`.
@@ -178,7 +178,7 @@ async def _lean(redis: Redis, commands: Sequence[Command]) -> list[Any]:
         await connection.send_packed_command(connection.pack_commands(commands))
         return [await _reply(connection) for _ in commands]
     except BaseException:
-        # There may be replies on the way that nobody will read.
+        # There may be unread replies on the connection.
         await connection.disconnect(nowait=True)
         raise
     finally:
@@ -203,7 +203,7 @@ async def ask(redis: Redis, *command: str | bytes | int) -> Any:
     """One command's reply.
 
     Raises:
-        RedisAwayError: Redis cannot serve now.
+        RedisAwayError: Redis is unavailable.
     """
     (reply,) = await round_trip(redis, [command], is_strict=True)
     return reply
@@ -211,10 +211,10 @@ async def ask(redis: Redis, *command: str | bytes | int) -> Any:
 
 @dataclass(slots=True)
 class StoredLog:
-    """A log read from Redis, and how far.
+    """A log read from Redis up to a position.
 
     Attributes:
-        position: id of the last stream entry in it.
+        position: id of the last stream entry that was read.
     """
 
     log: ResponseLog
@@ -225,10 +225,10 @@ class StoredLog:
         return parse_id(self.position)[0]
 
     def add(self, found: Sequence[StreamEntry]) -> None:
-        """Take in what follows in the stream.
+        """Add the stream's next entries.
 
         Raises:
-            BrokenLogError: it cannot be replayed.
+            BrokenLogError: the log cannot be replayed.
         """
         try:
             for entry_id, fields in found:
@@ -241,7 +241,7 @@ class StoredLog:
         entry = _entry(fields)
         if entry is not None:
             if entry.number != self.log.next_number:
-                raise BrokenLogError(f"entry {entry.number}, not {self.log.next_number}")
+                raise BrokenLogError(f"entry {entry.number} instead of {self.log.next_number}")
             self.log.entries.append(entry)
 
 
@@ -250,7 +250,7 @@ async def load(redis: Redis, key: str, *, storage: Storage = IN_MEMORY) -> Store
 
     Raises:
         BrokenLogError: it cannot be replayed.
-        RedisAwayError: Redis cannot serve now.
+        RedisAwayError: Redis is unavailable.
     """
     page = await _page(redis, key, "-")
     if not page:
@@ -270,10 +270,10 @@ async def _page(redis: Redis, key: str, start: str) -> list[StreamEntry]:
 
 
 def header_of(fields: dict[bytes, bytes]) -> ResponseHeader:
-    """Of a stream's first entry.
+    """The header in a stream's first entry.
 
     Raises:
-        BrokenLogError: it is none.
+        BrokenLogError: the entry is not a header.
     """
     try:
         return decode_header(fields[HEADER])
@@ -282,7 +282,7 @@ def header_of(fields: dict[bytes, bytes]) -> ResponseHeader:
 
 
 def is_begun_by(first: Sequence[StreamEntry], header: ResponseHeader) -> bool:
-    """Whether a stream's first entry, if it has one, is this header and not another's."""
+    """Whether a stream's first entry is this header."""
     try:
         return bool(first) and header_of(first[0][1]).item_id == header.item_id
     except BrokenLogError:
@@ -290,17 +290,17 @@ def is_begun_by(first: Sequence[StreamEntry], header: ResponseHeader) -> bool:
 
 
 def is_refused_id(error: object) -> bool:
-    """Whether Redis had an entry of that id, or of a higher one."""
+    """Whether Redis refused an id because it has an equal or higher one."""
     return isinstance(error, ResponseError) and "equal or smaller" in str(error)
 
 
 def ends(fields: dict[bytes, bytes]) -> bool:
-    """Whether nothing follows this entry, the response's end or a mark that it is broken."""
+    """Whether this is the last entry: the response's end or a broken mark."""
     return END in fields or BROKEN in fields
 
 
 def _entry(fields: dict[bytes, bytes]) -> DeltaEntry | EndEntry | None:
-    """What an entry behind the header holds; None of a fence."""
+    """Decode an entry after the header; None for a fence."""
     ((kind, body),) = fields.items()
     try:
         if kind == DELTA:
@@ -310,20 +310,20 @@ def _entry(fields: dict[bytes, bytes]) -> DeltaEntry | EndEntry | None:
     except UnreadableEntryError as error:
         raise BrokenLogError(str(error)) from error
     if kind != FENCE:
-        raise BrokenLogError(f"a {kind.decode(errors='replace')!r} entry")
+        raise BrokenLogError(f"unknown entry {kind.decode(errors='replace')!r}")
     return None
 
 
 async def in_time(
     work: Coroutine[Any, Any, _Result], timeout_s: float, *, num_ticks: int
 ) -> _Result:
-    """What `work` returns, or raises.
+    """The result of `work`.
 
-    The time is counted in turns of the loop, `num_ticks` of them at least, so that a process that
-    was stopped, or busy, does not take its own absence for Redis'.
+    The time is counted in at least `num_ticks` iterations of the event loop, so that a process that
+    was stopped or busy does not mistake its own pause for one of Redis.
 
     Raises:
-        RedisAwayError: the time is over; `work` is cancelled.
+        RedisAwayError: the time is up; `work` is cancelled.
     """
     task = asyncio.ensure_future(work)
     try:

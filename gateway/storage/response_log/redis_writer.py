@@ -1,15 +1,14 @@
-"""The logs of the responses that this gateway owns, on their way into Redis: begun by `LogOpener`,
-written by `LogWriter`.
+"""Writes the logs of this gateway's responses to Redis: `LogOpener` creates them, `LogWriter`
+appends.
 
-The headers of one turn of the event loop, and those that come while others are on their way, go
-together: a crowd of new responses needs one connection and a few round trips, and a loop that is
-busy with the crowd is not late for each of them.
+All headers of one iteration of the event loop, and those that arrive while others are in flight,
+are sent together. So a burst of new responses needs one connection and a few round trips.
 
-Whatever was appended in one turn of the event loop leaves in one pipeline (of a cluster: one per
-node, none of which waits for another's), and is seen when Redis has confirmed it: a round trip of
-latency, shared by all. While one pipeline is under way the next one gathers. What Redis does not
-confirm in time is shown all the same, and its log is no longer resumable: it goes on without Redis,
-which is told so when it answers again.
+All entries appended in one iteration of the event loop are sent in one pipeline (with a cluster,
+one independent pipeline per node), and become visible when Redis has confirmed them. The latency of
+a round trip is shared by all, and the next pipeline is filled while one is in flight. Entries that
+Redis does not confirm in time become visible nevertheless, and their log is no longer resumable: it
+continues without Redis, and is marked as broken when Redis answers again.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from penstock.gateway.storage.response_log.redis_stream import (
 )
 
 _LOG = logging.getLogger(__name__)
-_WRITING_TICKS = 5  # of the time that Redis has for an answer
-_LOOK_S = 0.01  # whether a log has been verified
+_WRITING_TICKS = 5  # see `in_time`
+_LOOK_S = 0.01  # interval of checks whether a log has been verified
 _RETRY_S = 0.005
-_NUM_OPENED_AT_ONCE = 256  # a header may hold a long prompt
-_OPENING_TICKS = 100  # of Redis' time: connecting alone may take twenty turns of the loop
+_NUM_OPENED_AT_ONCE = 256  # a header may contain a long prompt
+_OPENING_TICKS = 100  # see `in_time`: connecting may take twenty iterations of the event loop
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +62,12 @@ class _Opening:
 
 
 class LogOpener:
-    """Opens the logs of new responses.
+    """Creates the logs of new responses.
 
     Args:
-        timeout_s: what Redis has for a batch.
-        age: gives a stream its time to live.
-        give_up: told of a log that nobody will write, and that Redis may have begun.
+        timeout_s: for a batch.
+        age: the command that sets a stream's time to live.
+        give_up: called with a log that Redis may have, but that will not be written.
     """
 
     def __init__(
@@ -89,22 +88,22 @@ class LogOpener:
         self._sender: asyncio.Task[None] | None = None
 
     async def open(self, owned: OwnedLog) -> None:
-        """Have Redis take the log's header, and a note that this gateway runs it.
+        """Store the log's header, and a note that this gateway owns it.
 
         Raises:
-            StoreUnavailableError: Redis does not answer, or refuses.
-            LogExistsError: another response has that id.
+            StoreUnavailableError: Redis is unavailable.
+            LogExistsError: another response has this id.
         """
         header = add_header(owned.key, owned.log.header)
         opening = _Opening(owned, header, asyncio.get_running_loop().create_future())
         self._waiting.append(opening)
         if self._sender is None:
-            # It starts in the loop's next turn: all that is opened in this one goes along.
+            # Starts in the loop's next iteration, and includes all that is opened in this one.
             self._sender = asyncio.create_task(self._send())
         try:
             await opening.done
         except asyncio.CancelledError:
-            if not opening.done.cancelled():  # it was open already
+            if not opening.done.cancelled():  # the log was already open
                 self._give_up(owned)
             raise
 
@@ -120,20 +119,20 @@ class LogOpener:
     async def _open_all(self, batch: list[_Opening]) -> None:
         try:
             await in_time(self._store(batch), self._timeout_s, num_ticks=_OPENING_TICKS)
-        except Exception as error:  # theirs, each of whom waits
+        except Exception as error:  # raised to each waiting caller
             for opening in batch:
                 opening.failure = error
         for opening in batch:
             self._close_opening(opening)
 
     async def _store(self, batch: list[_Opening]) -> None:
-        """Raises: RedisAwayError: Redis cannot serve now."""
-        # First the notes: a log without one would never be carried on.
+        """Raises: RedisAwayError: Redis is unavailable."""
+        # First the notes: a log without a note would never be taken over.
         notes = [self._ownership.note(each.owned.response_id, each.owned.epoch) for each in batch]
         _note_failures(batch, await round_trip(self._redis, notes))
         noted = [opening for opening in batch if opening.failure is None]
-        # And again: if this gateway stood still meanwhile, another has found a note without a log
-        # and dropped it.
+        # Again with the headers: if this gateway was stopped in between, another may have found a
+        # note without a log and removed it.
         commands = [
             command
             for each, note in zip(batch, notes, strict=True)
@@ -144,8 +143,8 @@ class LogOpener:
         await self._look_again([each for each in noted if is_refused_id(each.failure)])
 
     async def _look_again(self, refused: list[_Opening]) -> None:
-        """Their headers were refused: each is there already, its acknowledgement lost; or
-        another's is."""
+        """Check refused headers: either Redis already has the header, and the reply was lost, or it
+        has another response's."""
         firsts = await round_trip(self._redis, [read_first(each.owned.key) for each in refused])
         forget: list[Command] = []
         for opening, first in zip(refused, firsts, strict=True):
@@ -188,12 +187,12 @@ class OwnedLog:
     """A log that this gateway writes.
 
     Attributes:
-        num_stored: entries that Redis confirmed.
-        confirmed: number of the last of them under this epoch; 0: none but the fence.
+        num_stored: entries that Redis has confirmed.
+        confirmed: number of the last of them under this epoch; 0: only the fence.
         num_bytes: of entries sent.
-        is_suspect: what Redis has of it is not known for sure.
-        is_begun: Redis has its header, and no other's under its id.
-        node: of a cluster, that has confirmed so much.
+        is_suspect: it is uncertain which entries Redis has.
+        is_begun: Redis has this log's header, and not another's under its id.
+        node: the cluster's node that confirmed the entries.
     """
 
     log: ResponseLog
@@ -228,8 +227,8 @@ class LogWriter:
     Args:
         ack_timeout_s: how long Redis may take to confirm an entry.
         max_log_bytes: of one log; a longer one is not resumable.
-        on_done: told a log that is not owned any more: it ended, or was lost.
-        farewell: what is left to do in Redis when a log is not owned any more.
+        on_done: called with a log that is no longer owned: it ended or was lost.
+        farewell: the commands to send to Redis when a log is no longer owned.
     """
 
     def __init__(
@@ -247,21 +246,21 @@ class LogWriter:
         self._max_log_bytes = max_log_bytes
         self._on_done = on_done
         self._farewell = farewell
-        self._torn: dict[str, OwnedLog] = {}  # Redis does not know yet
+        self._torn: dict[str, OwnedLog] = {}  # logs without a broken mark in Redis yet
         # By node:
         self._dirty = defaultdict[str, dict[str, OwnedLog]](dict)
-        self._chores = defaultdict[str, list[Command]](list)  # that go with the next pipeline
+        self._chores = defaultdict[str, list[Command]](list)  # for the next pipeline
         self._flushers: dict[str, asyncio.Task[None]] = {}
 
     def own(self, owned: OwnedLog) -> None:
         owned.node = node_name(self._redis, owned.key)
         before = self.owned.get(owned.response_id)
-        if before is not None:  # another had it meanwhile, and this gateway did not notice yet
+        if before is not None:  # another gateway had it in between, unnoticed by this one
             self._lose(before)
         self.owned[owned.response_id] = owned
 
     def appended(self, log: ResponseLog) -> None:
-        """See that the log's last entry is stored, and then seen."""
+        """Store the log's last entry, then make it visible."""
         response_id = log.header.response_id
         owned = self.owned.get(response_id)
         if owned is not None and owned.log is log:
@@ -272,16 +271,16 @@ class LogWriter:
                 self._on_done(log)
 
     async def verify(self, log: ResponseLog, *, is_superseded: bool) -> None:
-        """Look whether another gateway has fenced it."""
+        """Check whether another gateway has fenced the log."""
         owned = self.owned.get(log.header.response_id)
         if owned is not None and owned.log is log:
             owned.is_suspect = True
             self._flush_soon(owned)
-            # Not until all is stored: while other responses run, there may always be more.
+            # Does not wait for the flusher to end: while other responses run, it may never end.
             while owned.is_suspect and self._is_owned(owned) and owned.node in self._flushers:
                 await asyncio.wait({self._flushers[owned.node]}, timeout=_LOOK_S)
         if is_superseded and not log.is_resumable and log.failure is None:
-            # It went on without Redis: another may tell otherwise what its readers have had.
+            # It continued without Redis, so another owner's log may differ from what was shown.
             self._on_done(log)
             log.fail(response_expired(log.header.response_id))
 
@@ -289,25 +288,25 @@ class LogWriter:
         try:
             return bool(await ask(self._redis, "EXISTS", read_key(log.header.response_id)))
         except RedisAwayError:
-            return True  # for all we know
+            return True  # unknown; assume that it is read
 
     async def flushed(self) -> None:
-        """Wait until all that was appended is stored, or was shown without."""
+        """Wait until all appended entries are stored, or are visible without being stored."""
         while self._flushers:
             await asyncio.wait(self._flushers.values())
 
     def suspect_all(self) -> None:
-        """Redis was away, or this gateway: look at what is stored before anything is added."""
+        """Verify every log before more is added: Redis was unavailable, or this gateway stopped."""
         for owned in self.owned.values():
             owned.is_suspect = True
 
     def _suspect(self, node: str) -> None:
-        """The same of what lies at one node."""
+        """The same for the logs at one node."""
         for owned in self.owned.values():
             owned.is_suspect |= owned.node == node
 
     def give_up(self, owned: OwnedLog) -> None:
-        """Go on without Redis."""
+        """Continue a log without Redis."""
         self._disown(owned)
         self._torn[owned.response_id] = owned
         owned.log.is_resumable = False
@@ -316,17 +315,17 @@ class LogWriter:
             self._on_done(owned.log)
 
     def let_go(self) -> None:
-        """Leave what is owned to other gateways, as Redis has it: from now on nothing is added,
-        least of all an end because this gateway goes down."""
+        """Leave the owned logs to other gateways. From now on nothing is added to them, in
+        particular no end because this gateway is stopping."""
         for owned in list(self.owned.values()):
             self._part_with(owned)
 
-    async def settle(self) -> None:
-        """Look after what an absence of Redis left behind: logs whose state is not known, such as
-        are broken, farewells. Repeated until it is done.
+    async def repair(self) -> None:
+        """Clean up after an absence of Redis: verify suspect logs, mark broken ones, send delayed
+        farewells. Called repeatedly, as not everything may succeed at once.
 
         Raises:
-            RedisAwayError: Redis cannot serve now.
+            RedisAwayError: Redis is unavailable.
         """
         for owned in self.owned.values():
             if owned.is_suspect:
@@ -339,7 +338,7 @@ class LogWriter:
         await self._send_with_chores(round_trip, [], chores)
 
     async def _let_go_of_others(self) -> None:
-        """Of what this gateway could not begin for sure: another may have."""
+        """Find out who created the logs for which this gateway's header was not confirmed."""
         unsure = [owned for owned in self._torn.values() if not owned.is_begun]
         firsts = await round_trip(self._redis, [read_first(owned.key) for owned in unsure])
         for owned, first in zip(unsure, firsts, strict=True):
@@ -369,13 +368,13 @@ class LogWriter:
                 ):
                     self._lose(owned)
 
-    # -- one pipeline after the other ---------------------------------------------------------
+    # -- pipelines ----------------------------------------------------------------------------
 
     def _flush_soon(self, owned: OwnedLog) -> None:
         node = owned.node
         self._dirty[node][owned.response_id] = owned
         if node not in self._flushers:
-            # It starts in the loop's next turn: all that is appended in this one goes along.
+            # Starts in the loop's next iteration, and includes all that is appended in this one.
             self._flushers[node] = asyncio.create_task(self._flush(node))
 
     async def _flush(self, node: str) -> None:
@@ -391,13 +390,13 @@ class LogWriter:
             await in_time(work, self._ack_timeout_s, num_ticks=_WRITING_TICKS)
         except RedisAwayError:
             pass
-        except Exception:  # a bug of ours; the responses go on
+        except Exception:  # a bug; the responses continue
             _LOG.exception("writing response logs failed")
         else:
             return
         late = [owned for owned in batch if self._is_owned(owned) and not owned.is_stored]
         if late:
-            _LOG.warning("Redis does not answer: %d responses go on without it", len(late))
+            _LOG.warning("Redis does not answer: %d responses continue without it", len(late))
         self._suspect(node)
         for owned in late:
             self.give_up(owned)
@@ -412,21 +411,21 @@ class LogWriter:
                 await asyncio.sleep(_RETRY_S)
 
     async def _attempt(self, node: str, batch: list[OwnedLog]) -> list[OwnedLog]:
-        """Write what is not stored of each log; those for which that has to be tried again."""
+        """Write each log's entries that are not stored; returns the logs to try again."""
         for owned in batch:
             if owned.node != (owned_by := node_name(self._redis, owned.key)):
-                # The slot's new node may have missed what the one before it confirmed.
+                # The slot's new node may lack entries that the previous node confirmed.
                 owned.node, owned.is_suspect = owned_by, True
         suspects = [owned for owned in batch if owned.is_suspect]
         if suspects:
             await self._verify(suspects)
         again: list[OwnedLog] = []
         commands: list[Command] = []
-        parts: list[tuple[OwnedLog, int, int]] = []  # a log, its commands' end, its entries'
+        parts: list[tuple[OwnedLog, int, int]] = []  # log, end of its commands, number of entries
         for owned in batch:
             if not self._is_owned(owned) or owned.is_stored:
                 continue
-            if owned.is_suspect:  # nothing is added to what may have a gap
+            if owned.is_suspect:  # it may have a gap, so nothing is added
                 again.append(owned)
             else:
                 commands += self._commands(owned)
@@ -448,7 +447,7 @@ class LogWriter:
         commands: list[Command],
         chores: list[Command],
     ) -> list[Any]:
-        """Replies to commands. Chores that got none are done later."""
+        """Send commands and chores; returns the commands' replies. Failed chores are kept."""
         replies: list[Any] = []
         try:
             replies = await send(self._redis, [*commands, *chores])
@@ -473,7 +472,7 @@ class LogWriter:
         return commands
 
     def _confirmed(self, owned: OwnedLog, replies: list[Any], num_entries: int) -> bool:
-        """Take Redis' word for one log; False if it must be asked again."""
+        """Evaluate the replies for one log; False if it must be tried again."""
         if not self._is_owned(owned):
             return True
         failures = [reply for reply in replies if isinstance(reply, Exception)]
@@ -481,13 +480,13 @@ class LogWriter:
         if mistake is not None:
             self._give_up_for(owned, mistake)
         elif None in replies or owned.num_bytes > self._max_log_bytes:
-            self.give_up(owned)  # it is not there any more, or has become too long
+            self.give_up(owned)  # the stream no longer exists, or is too long
         elif failures:
-            # An id that is not above the last one: the entry is there already, its
-            # acknowledgement lost; or another gateway's fence is. Else it cannot be written now.
+            # A refused id means that Redis already has the entry, whose reply was lost, or has
+            # another gateway's fence. Other failures mean that it cannot be written now.
             owned.is_suspect = True
             if not isinstance(replies[-1], Exception) and not all(map(is_refused_id, failures)):
-                self.give_up(owned)  # what follows was stored, and it was not
+                self.give_up(owned)  # an entry is missing, but later ones were stored
             return not self._is_owned(owned)
         else:
             owned.confirm(num_entries)
@@ -495,7 +494,7 @@ class LogWriter:
         return True
 
     async def _verify(self, suspects: list[OwnedLog]) -> None:
-        """Find out what Redis has of logs."""
+        """Find out which entries of the logs Redis has."""
         lasts = await round_trip(self._redis, [read_last(owned.key) for owned in suspects])
         for owned, last in zip(suspects, lasts, strict=True):
             if isinstance(last, RedisAwayError) or not self._is_owned(owned):
@@ -511,13 +510,13 @@ class LogWriter:
                 or number < owned.confirmed
                 or not self._confirm_up_to(owned, number)
             ):
-                self.give_up(owned)  # Redis has lost some of it
+                self.give_up(owned)  # Redis has lost entries
             else:
                 owned.is_suspect = False
                 self._finish_if_ended(owned)
 
     def _confirm_up_to(self, owned: OwnedLog, number: int) -> bool:
-        """Count as stored what ends with `number`; False if no entry does."""
+        """Count the entries up to number `number` as stored; False if there is no such entry."""
         if number == owned.confirmed:
             return True
         entries = owned.log.entries
@@ -531,7 +530,7 @@ class LogWriter:
         return self.owned.get(owned.response_id) is owned
 
     def _disown(self, owned: OwnedLog) -> None:
-        if self._is_owned(owned):  # and not another, of the same response and a higher epoch
+        if self._is_owned(owned):  # otherwise it was replaced under a higher epoch
             del self.owned[owned.response_id]
 
     def _finish_if_ended(self, owned: OwnedLog) -> None:
@@ -541,12 +540,12 @@ class LogWriter:
             self._on_done(owned.log)
 
     def _lose(self, owned: OwnedLog) -> None:
-        """Another gateway has fenced it."""
-        _LOG.warning("another gateway has taken %s over", owned.response_id)
+        """Another gateway has fenced the log."""
+        _LOG.warning("another gateway has taken over %s", owned.response_id)
         self._part_with(owned)
 
     def _give_up_for(self, owned: OwnedLog, mistake: Exception) -> None:
-        _LOG.error("%s cannot be stored", owned.response_id, exc_info=mistake)
+        _LOG.error("cannot store %s", owned.response_id, exc_info=mistake)
         self.give_up(owned)
 
     def _part_with(self, owned: OwnedLog) -> None:
@@ -556,6 +555,6 @@ class LogWriter:
 
 
 def _is_mistake(failure: Exception) -> bool:
-    """Whether it says that what was sent was wrong, and not that Redis is away or that the entry,
-    or a fence, is there already."""
+    """Whether the failure means that the command was wrong, and not that Redis is unavailable or
+    already has the entry or a fence."""
     return not isinstance(failure, RedisAwayError) and not is_refused_id(failure)

@@ -123,13 +123,13 @@ async def test_while_nothing_is_measured_nothing_is_predicted() -> None:
     await bed.admission.admit(ANYBODY, 10, PARAMS, deadline_s=0.001)
 
 
-async def test_a_reservation_is_settled_once() -> None:
+async def test_a_reservation_is_released_once() -> None:
     bed = Bed()
     caller = Caller(limits=TenantLimits(tokens_per_minute=1000, max_concurrent_requests=1))
     reservation = await bed.admission.admit(caller, 200, PARAMS)
     assert bed.quotas.levels(caller).tokens == 700
     for _ in range(3):
-        reservation.settle(num_prompt=200, num_cached=150, num_output=20)
+        reservation.release(num_prompt=200, num_cached=150, num_output=20)
         reservation.started()
     levels = bed.quotas.levels(caller)
     assert (levels.tokens, levels.num_running) == (1000 - 70, 0)
@@ -154,7 +154,7 @@ async def test_costs_are_learned() -> None:
         before = bed.quotas.levels(caller).tokens
         reservation = await bed.admission.admit(caller, 1000, long)
         taken = before - bed.quotas.levels(caller).tokens
-        reservation.settle(num_prompt=1000, num_cached=900, num_output=1000)
+        reservation.release(num_prompt=1000, num_cached=900, num_output=1000)
         return taken
 
     assert await cost() == 1000 + 256

@@ -137,7 +137,7 @@ async def refused(quotas: Quotas, who: Caller, num_tokens: float = 1) -> NotAdmi
 async def test_requests_per_minute(bed: Bed) -> None:
     quotas, who = bed.quotas(), caller(requests_per_minute=3)
     for _ in range(3):
-        (await quotas.reserve(who, 1)).settle(1)
+        (await quotas.reserve(who, 1)).release(1)
     error = await refused(quotas, who)
     assert "requests per minute" in str(error)
     assert error.headers["x-ratelimit-limit-requests"] == "3"
@@ -158,10 +158,10 @@ async def test_tokens_are_reserved_and_settled(bed: Bed) -> None:
     assert "tokens per minute" in str(error)
     assert error.headers["x-ratelimit-limit-tokens"] == "1000"
     assert 100 <= int(error.headers["x-ratelimit-remaining-tokens"]) < 800
-    first.settle(100)
+    first.release(100)
     await bed.settled()
     second = await quotas.reserve(who, 800)
-    second.settle(3000)  # more than was reserved: a debt
+    second.release(3000)  # more than was reserved: a debt
     await bed.settled()
     await refused(quotas, who, 1)
     assert quotas.levels(who).tokens < -1000
@@ -171,7 +171,7 @@ async def test_more_than_a_bucketful_needs_a_full_bucket(bed: Bed) -> None:
     quotas, who = bed.quotas(), caller(tokens_per_minute=100)
     hold = await quotas.reserve(who, 5000)
     await refused(quotas, who, 1)
-    hold.settle(0)
+    hold.release(0)
     await bed.settled()
     await quotas.reserve(who, 60)
     await refused(quotas, who, 5000)
@@ -181,7 +181,7 @@ async def test_requests_at_once(bed: Bed) -> None:
     quotas, who = bed.quotas(), caller(max_concurrent_requests=2)
     holds: list[Hold] = [await quotas.reserve(who, 5) for _ in range(2)]
     assert "concurrent" in str(await refused(quotas, who))
-    holds[0].settle(5)
+    holds[0].release(5)
     await bed.settled()
     await quotas.reserve(who, 5)
     await refused(quotas, who)
@@ -204,7 +204,7 @@ async def test_what_is_cancelled_counts_for_nothing(bed: Bed) -> None:
     for _ in range(3):
         (await quotas.reserve(who, 10)).cancel()
         await bed.settled()
-    (await quotas.reserve(who, 10)).settle(0)
+    (await quotas.reserve(who, 10)).release(0)
     await bed.settled()
     await refused(quotas, who)
 
@@ -222,7 +222,7 @@ async def test_at_once_only_as_many_as_fit(bed: Bed) -> None:
 async def test_without_limits_nothing_is_counted(bed: Bed) -> None:
     quotas, who = bed.quotas(), caller()
     for _ in range(100):
-        (await quotas.reserve(who, 1e9)).settle(1)
+        (await quotas.reserve(who, 1e9)).release(1)
     assert quotas.levels(who).tokens == math.inf
 
 
@@ -254,7 +254,7 @@ async def test_gateways_share_limits(redis_bed: RedisBed) -> None:
     await other.reserve(who, 1)
     await refused(one, who)
     await refused(other, who)
-    first.settle(1)
+    first.release(1)
     await redis_bed.settled()
     await other.reserve(who, 1)
 
@@ -279,7 +279,7 @@ async def test_a_gateway_that_lives_renews_its_leases(redis_bed: RedisBed) -> No
     await quotas.reserve(who, 1)
     [before] = redis_bed.leases(who, passed_s=LEASE_S / 2)
     now_s = LEASE_S / 2
-    (await quotas.reserve(caller("another", tokens_per_minute=1), 1)).settle(1)  # wakes its keeper
+    (await quotas.reserve(caller("another", tokens_per_minute=1), 1)).release(1)  # wakes its keeper
     await until(lambda: redis_bed.leases(who) > [before + LEASE_S / 4])
     await refused(redis_bed.quotas(), who)
 
@@ -306,7 +306,7 @@ async def test_all_of_a_tenants_keys_lie_in_one_slot(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", is_cluster=True) as server:
         async with contextlib.aclosing(RedisBed(server)) as bed:
             quotas, who = bed.quotas(), caller(tokens_per_minute=10, max_concurrent_requests=1)
-            (await quotas.reserve(who, 10)).settle(5)
+            (await quotas.reserve(who, 10)).release(5)
             await bed.settled()
             await quotas.reserve(who, 5)
             await refused(quotas, who)
@@ -339,12 +339,12 @@ async def test_a_killed_node_of_a_cluster_costs_its_own_tenants_and_no_others(
         monkeypatch.setattr(fallback, "reserve_now", noted)
         killed.kill()
         for hold in holds:  # what is owed there is in front
-            hold.settle(5)
+            hold.release(5)
         await until(lambda: [owed.caller for owed in quotas._owed] == [lost])
-        (await quotas.reserve(lost, 10)).settle(10)
+        (await quotas.reserve(lost, 10)).release(10)
         hold = await quotas.reserve(well, 10)
         await refused(quotas, well)
-        hold.settle(10)
+        hold.release(10)
         assert asked_here == [lost.tenant]
         killed.start()
         await until(lambda: not quotas._owed)

@@ -351,6 +351,6 @@ async def test_what_had_ended_needs_no_engine(
 async def test_text_that_its_tokens_do_not_say_is_refused(connect: Connect) -> None:
     async with connect() as link:
         generation = link.generation(output_token_ids=link.engine.script[:20], shown_text="Other")
-        with pytest.raises(GenerationFailedError, match="not that of its tokens"):
+        with pytest.raises(GenerationFailedError, match="does not match the output tokens"):
             await collected([generation])
         assert link.engine.submitted == {}

@@ -33,7 +33,7 @@ class Desk:
     def die(self) -> list[str]:
         """The engine dies and comes back; who was submitted to the next."""
         self.streams.lose_engine("a test")
-        return self.told(self.streams.go_on)
+        return self.told(self.streams.continue_all)
 
     def told(self, action: object) -> list[str]:
         self.posted.clear()

@@ -60,7 +60,7 @@ def test_the_limit_is_lowered_as_little_as_needed_or_the_request_refused(
 def test_the_lowered_limit_keeps_min_tokens() -> None:
     info = dataclasses.replace(INFO, num_blocks=10, block_size=8)
     asked = dataclasses.replace(params_of(4, 300, is_search=False), min_tokens=40)
-    with pytest.raises(InvalidRequestError, match="4 outputs of 40 tokens to a prompt of 5"):
+    with pytest.raises(InvalidRequestError, match="4 outputs of 40 tokens for a prompt of 5"):
         fit_branches(asked, 5, info=info, is_limit_given=False)
 
 

@@ -167,7 +167,7 @@ async def test_what_is_malformed_ends_its_connection_alone(
 async def test_the_code_is_heard_by_who_is_still_sending(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket_protocol, "_FAREWELL_S", _PATIENCE_S)
+    monkeypatch.setattr(websocket_protocol, "_CLOSE_S", _PATIENCE_S)
     async with opened(served) as wire:
         wire.writer.write(frame(TEXT, bytes(16 << 20)))  # more than buffers on the way hold
         assert await wire.close_code() == 1009
@@ -176,7 +176,7 @@ async def test_the_code_is_heard_by_who_is_still_sending(
 async def test_who_does_not_leave_is_cut_off(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket_protocol, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(websocket_protocol, "_CLOSE_S", 0.1)
     async with opened(served) as wire:
         await wire.send(frame(3))
         assert await wire.close_code() == 1002

@@ -44,7 +44,7 @@ class Gateway:
         log.on_cancel = lambda: self.cancelled.append(response_id)
         log.on_lost = lambda: self.lost.append(response_id)
 
-    def carry_on(self, log: ResponseLog) -> None:
+    def take_over(self, log: ResponseLog) -> None:
         self.run(log)
         self.carried_on[log.header.response_id] = log
 
@@ -97,7 +97,7 @@ class Gateways:
         link = RedisLink(RedisAddress.parse(url), timeout_s=_FOREVER_S)
         gateway = Gateway(RedisLogStore(link.client, settings), link)
         self._made.append(gateway)
-        await gateway.store.start(gateway.carry_on)
+        await gateway.store.start(gateway.take_over)
         await gateway.is_known()
         return gateway
 
