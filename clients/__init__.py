@@ -1,9 +1,9 @@
-"""Clients of a penstock server: the chat page (`browser`), and Python's with the terminal chat
-(`python`), of which everything public can be imported from here:
+"""Clients of a penstock server: the chat page (`browser`), and the Python client with the terminal
+chat (`python`), whose public names can be imported from here:
 
     from penstock.clients import AsyncClient, Client
 
-It is loaded when asked for: the gateway, which serves the page, needs none of it in memory.
+They are loaded on first use: the gateway, which serves the page, does not need the Python client.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """penstock's engine: continuous batching over a paged KV cache.
 
-This is the torch-free public surface. What needs a third-party package is loaded when it is first
-asked for, so the supervisor can read settings without importing any; `LLM` alone loads torch.
+This is the torch-free public surface. Names that need a third-party package are loaded on first
+use, so the supervisor can read settings without importing any; only `LLM` loads torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The wall between policy and device: one step's plan and its result.
+"""The interface between policy and device: one step's plan and its result.
 
-Everything that crosses is plain, picklable data without torch, so that a batch can be sent
-to another rank as it is. A sequence is sent whole when it enters or re-enters a device;
-afterwards only its id, its number of new tokens and its new block ids are.
+Both are plain, picklable data without torch, so a batch can be sent to another rank. A sequence
+is sent whole when it enters or re-enters a device; afterwards only its id, its number of new
+tokens and its new block ids.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from penstock.engine.request import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceEntry:
-    """A sequence whole: all the device needs to know when it enters or re-enters.
+    """A whole sequence: everything the device needs when it enters or re-enters.
 
     Attributes:
         token_ids: prompt and output so far; every id is known (none in flight).
         num_prompt_tokens: how many of them are prompt.
         num_computed_tokens: how many already have KV in the blocks of this step's table.
         index: the branch of its request; part of the sampling draw.
-        num_logprobs: None, or the likeliest tokens to report beside each sampled one (a beam
-            search wants more than a user may ask for).
-        num_prompt_logprobs: the same for each prompt token this entry computes.
+        num_logprobs: None, or how many of the likeliest tokens to report with each sampled one
+            (beam search needs more than a user may ask for).
+        num_prompt_logprobs: the same for each prompt token that is computed.
     """
 
     token_ids: tuple[int, ...]
@@ -40,9 +40,9 @@ class SequenceEntry:
 class ScheduledSequence:
     """One sequence's share of a step.
 
-    The device computes tokens `num_computed_tokens … + num_new_tokens` and, if that reaches
-    the sequence's last token, samples the next one and appends it to its own copy: the input
-    of a later step that policy has not seen yet.
+    The device computes tokens `num_computed_tokens … + num_new_tokens`. If that reaches the
+    sequence's last token, it samples the next one and appends it to its own copy, where a later
+    step may read it before policy has seen it.
 
     Attributes:
         new_block_ids: appended to the sequence's block table before the step.
@@ -57,12 +57,12 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMoves:
-    """Copies of whole blocks, ordered before anything the step computes: pairs (source,
-    destination), destinations distinct.
+    """Copies of whole blocks that run before the step's compute: pairs (source, destination),
+    destinations distinct.
 
-    The three kinds run in this order, and of each kind all sources are read before any destination
-    is written: what is swapped out is saved before its block gets a new content, and what is
-    swapped in can be copied.
+    The three kinds run in this order, and within a kind all sources are read before any destination
+    is written: a block is saved before its content is replaced, and a block that was swapped in can
+    be copied.
 
     Attributes:
         swap_outs: device block → host block.
@@ -85,7 +85,7 @@ class Batch:
     Attributes:
         scheduled: sequences in the order of their rows.
         left_seq_ids: sequences that finished, were aborted or preempted since the last batch;
-            the device forgets them before it looks at `scheduled`.
+            the device forgets them before it reads `scheduled`.
     """
 
     step: int
@@ -104,13 +104,13 @@ class BatchResult:
 
     Attributes:
         token_ids: sequence id → 0…k new tokens (none while a prompt is still being computed).
-        logprobs: the same keys for the sequences that asked for them, one entry per token.
-        failed_seq_ids: sequences that were to get a token, but whose logits are no distribution
-            (NaN, or everything masked); they have none in `token_ids`.
-        prompt_logprobs: sequence id → (position, entries): of the prompt tokens at `position` and
-            following, for the sequences that asked and computed what predicts them in this step.
+        logprobs: sequence id → one entry per token, for the sequences that asked for them.
+        failed_seq_ids: sequences whose logits are not a distribution (NaN, or everything masked);
+            they have no entry in `token_ids`.
+        prompt_logprobs: sequence id → (position, entries): log-probabilities of the prompt tokens
+            from `position` on that this step computed, for the sequences that asked for them.
         compute_s: seconds the step took without its swaps.
-        swap_out_s, swap_in_s: seconds that swaps took; where they run beside the compute, those
+        swap_out_s, swap_in_s: seconds that swaps took; where they overlap the compute, of the swaps
             that ended since the last result.
     """
 

@@ -1,7 +1,7 @@
 """Settings of the engine: frozen sections composed into `EngineConfig`.
 
-Each section is read by its own room only, and nothing is written back at run time: what is
-measured at start (the number of blocks, the context that fits) travels as a value of its own.
+Each section is read by one package only, and nothing is written back at run time: values measured
+at start (the number of blocks, the context that fits) are passed separately.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ DEMO_MODEL = "demo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how its weights become tensors.
+    """Which model, and how its weights are loaded.
 
     Attributes:
         model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
-        quantization: `int8` rounds the matrices of all layers when they are loaded, and what they
-            are multiplied with as it comes; on a CPU.
-        max_model_len: context in tokens; None takes the model's own.
+        quantization: `int8` quantizes the layers' weights at load and their inputs at run time; on
+            a CPU only.
+        max_model_len: context in tokens; None uses the model's own.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
-            `generation_config.json`; `none` takes EOS from `config.json` alone.
+            `generation_config.json`; `none` reads EOS ids from `config.json` only.
     """
 
     model: str = DEMO_MODEL
@@ -53,14 +53,15 @@ class CacheConfig:
     """Memory for KV blocks.
 
     Attributes:
-        kv_cache_dtype: `auto` is the model's own; `fp8` (e4m3) halves what a token takes, on a GPU.
-        kv_cache_memory_bytes: bytes for the device pool; None takes a share of what is free.
-        gpu_memory_utilization: the share of a GPU's memory this engine may use in all.
-        num_blocks: overrides the size in blocks.
-        enable_prefix_caching: share KV between requests whose tokens begin alike.
-        swap_space: GiB of host memory for the second tier; None takes a moderate share of what is
-            free, 0 turns it off.
-        num_host_blocks: overrides its size in blocks.
+        kv_cache_dtype: `auto` is the model's dtype; `fp8` (e4m3) halves a token's KV, on a GPU
+            only.
+        kv_cache_memory_bytes: bytes for the device pool; None uses a share of the free memory.
+        gpu_memory_utilization: the share of a GPU's memory that this engine may use in total.
+        num_blocks: overrides the device pool's size, in blocks.
+        enable_prefix_caching: share KV between requests whose tokens start alike.
+        swap_space: GiB of host memory for the second tier; None uses a moderate share of the free
+            memory, 0 turns the tier off.
+        num_host_blocks: overrides the host tier's size, in blocks.
     """
 
     block_size: int = 16
@@ -97,14 +98,14 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed per step over all sequences.
         enable_chunked_prefill: a prompt may be computed over several steps. Off, a prompt is
             computed in one step, so `max_num_batched_tokens` must cover the context.
-        max_stall_ms: that prompts may hold up, in one step, those who decode; then they are
+        max_stall_ms: how long prompts may delay decoding sequences in one step; longer prompts are
             computed in smaller chunks.
         max_steps_in_flight: batches handed to the device before the first result is awaited; None
-            takes 2 on a GPU, which then runs one while the next is planned, and 1 on a CPU.
-        scheduling_policy: `fcfs` is by arrival; `priority` by the requests' priority first.
+            means 2 on a GPU, which runs one while the next is planned, and 1 on a CPU.
+        scheduling_policy: `fcfs` orders by arrival; `priority` by the requests' priority first.
         priority_aging_s: under `priority`, seconds of waiting that move a request up by one.
-        preemption: what becomes of a victim's KV when blocks run out: `swap` moves it to host
-            memory, `recompute` drops it, `auto` takes what costs less by its own measurements.
+        preemption: what happens to a victim's KV when blocks run out: `swap` moves it to host
+            memory, `recompute` drops it, `auto` picks the cheaper one by measured rates.
     """
 
     max_num_seqs: int = 128
@@ -127,15 +128,15 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where the model runs. `auto` is CUDA where there is one, else the CPU.
+    """Where the model runs. `auto` is CUDA if available, else the CPU.
 
     Attributes:
-        num_threads: of a CPU; None takes what the cores here suggest.
-        deterministic: refuse to start where a result may depend on what else is computed with it:
-            on the batch, how a prompt is cut into chunks, preemption, what is cached.
-        cudagraph_mode: what a GPU replays instead of launching it kernel by kernel: `full`, batches
-            of decodes whole and others between their attentions; `piecewise`, all between their
-            attentions; `none`. `auto` is `full` on a GPU.
+        num_threads: compute threads on a CPU; None derives the number from the cores.
+        deterministic: refuse to start where a result may depend on the batch, a prompt's chunks,
+            preemption or the prefix cache.
+        cudagraph_mode: what a GPU replays from graphs: `full`, decode batches whole and other
+            batches between attention calls; `piecewise`, all batches between attention calls;
+            `none`. `auto` is `full` on a GPU.
         enforce_eager: no graphs, whatever `cudagraph_mode` says.
     """
 

@@ -1,7 +1,7 @@
-"""Ctrl-C between steps, never inside one.
+"""Delivers Ctrl-C between steps, never inside one.
 
-Cut in its middle, a step would leave policy's books and the device's apart: blocks counted as
-computed that are not, sequences that one side still knows and the other does not.
+An interrupted step would leave policy and device in disagreement: blocks counted as computed that
+are not, sequences that only one of them still knows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from types import FrameType
 
 @contextmanager
 def interrupt_deferred() -> Iterator[Callable[[], None]]:
-    """Hold SIGINT back while inside; the function given hands it to whoever handled it before.
+    """Hold SIGINT back inside the context; the function returned passes it to the previous handler.
 
-    A second SIGINT goes through at once: the first one's step may hang. Outside the main thread,
-    where Python delivers no signals, nothing is held back.
+    A second SIGINT is delivered at once, since the first one's step may hang. Outside the main
+    thread, where Python delivers no signals, nothing is held back.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -40,4 +40,4 @@ def interrupt_deferred() -> Iterator[Callable[[], None]]:
         yield deliver
     finally:
         signal.signal(signal.SIGINT, previous)
-    deliver()  # one that came in the last step
+    deliver()  # one that arrived in the last step

@@ -1,12 +1,11 @@
-"""The step: plan a batch, hand it to the device, take in what an earlier one sampled.
+"""The step: plan a batch, submit it to the device, process the result of an earlier one.
 
     handle = executor.submit(scheduler.schedule())
     ...
     scheduler.update(batch, handle.result())
 
-Joins policy and device, which never import each other: `Executor` is the seam. Up to
-`max_steps_in_flight` batches are with the device at once; with one, a step is plan, compute, update
-in turn.
+Joins policy and device, which never import each other; `Executor` is the interface. Up to
+`max_steps_in_flight` batches are on the device at once; with one, a step is plan, compute, update.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ class Executor(Protocol):
         ...
 
     def num_parts_done(self) -> int:
-        """Parts of all steps so far, as far as they can be counted; any thread may ask."""
+        """Parts of all steps that are done, as far as the device counts them; thread-safe."""
         ...
 
     def describe(self) -> str:
-        """The device's state in words, for the log of a step that does not end."""
+        """The device's state in words, for the log when a step hangs."""
         ...
 
     def close(self) -> None:
-        """Give the device back. Nothing is submitted afterwards."""
+        """Release the device. Nothing may be submitted afterwards."""
         ...
 
 
@@ -60,16 +59,16 @@ class EngineCore:
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
 
     def add(self, request: Request) -> None:
-        """Take in a request; `InvalidRequestError` if it can never be served."""
+        """Add a request; raises `InvalidRequestError` if it can never be served."""
         self.scheduler.add(request)
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:
-        """Drop a request, or one of its samples. Blocks are free at once; unknown ids are no
-        error."""
+        """Drop a request, or one of its samples. Its blocks are free at once; unknown ids are
+        ignored."""
         self.scheduler.abort(request_id, index=index)
 
     def drop_prefix(self, token_ids: Sequence[int], *, cache_salt: str = "") -> int:
-        """Forget the cached KV of these tokens, as far as nobody else uses it; the number of
+        """Forget the cached KV of these tokens, except blocks that are in use; the number of
         blocks forgotten."""
         return self.scheduler.blocks.drop_prefix(token_ids, cache_salt=cache_salt)
 
@@ -77,11 +76,11 @@ class EngineCore:
         return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Keep the device busy and return what the oldest step in flight brought."""
+        """Keep the device busy and return the outputs of the oldest step in flight."""
         while len(self._in_flight) < self._max_steps_in_flight:
             batch = self.scheduler.schedule()
             if not (batch.scheduled or batch.left_seq_ids or batch.moves):
-                break  # every sequence awaits a step in flight
+                break  # every sequence waits for a step in flight
             self._in_flight.append((batch, self._executor.submit(batch)))
         if not self._in_flight:
             return []
@@ -89,11 +88,11 @@ class EngineCore:
         return self.scheduler.update(batch, handle.result())
 
     def num_parts_done(self) -> int:
-        """Parts of all steps so far, as far as the device counts them; any thread may ask."""
+        """Parts of all steps that are done, as far as the device counts them; thread-safe."""
         return self._executor.num_parts_done()
 
     def describe(self) -> str:
-        """The device's state in words, for the log of a step that does not end."""
+        """The device's state in words, for the log when a step hangs."""
         return self._executor.describe()
 
     def close(self) -> None:

@@ -1,20 +1,20 @@
 """Exceptions of the engine's torch-free surface.
 
     EngineError
-    ├── ConfigError             a setting that cannot work; start-up stops with this text
+    ├── ConfigError             a setting that cannot work; start-up stops with its message
     │   └── ModelLoadError      model files missing, corrupt or of an unsupported kind
-    ├── InvalidRequestError     this one request cannot be served; names the parameter at fault
+    ├── InvalidRequestError     this one request cannot be served; names the invalid parameter
     │   └── PromptTooLongError  prompt (plus requested output) exceeds the context
-    └── EngineDeadError         the engine is gone; requests in flight were lost
+    └── EngineDeadError         the engine has died; requests in flight are lost
 
-`assert` is for our own bugs; a user's or a config's mistake raises from here.
+Mistakes in requests and settings raise one of these; `assert` is for bugs in this code.
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises on purpose."""
+    """Base class of the engine's exceptions."""
 
 
 class ConfigError(EngineError):
@@ -22,15 +22,15 @@ class ConfigError(EngineError):
 
 
 class ModelLoadError(ConfigError):
-    """Model files are missing, corrupt, or of an architecture we do not run."""
+    """Model files are missing, corrupt, or of an unsupported architecture."""
 
 
 class InvalidRequestError(EngineError):
-    """One request is at fault; others go on.
+    """One request is invalid; others are not affected.
 
     Args:
-        message: what is wrong, in words for the caller.
-        param: the parameter at fault, as the caller spelt it, if one is.
+        message: what is wrong, written for the caller.
+        param: the invalid parameter, by the caller's name for it, if there is one.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

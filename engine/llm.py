@@ -4,9 +4,8 @@
         for output in llm.generate(["Once upon a time", "Dear diary,"]):
             print(output.outputs[0].text)
 
-Lives here: the calls, and the loop that steps a core in this process until all prompts of a call
-are answered. The forms that prompts come in are `llm_prompts`'s, how outputs come together is
-`llm_outputs`'s.
+A call steps a core in this process until all its prompts are answered. `llm_prompts` checks and
+normalises prompts, parameters and settings; `llm_outputs` collects outputs.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ _CLOSED = "this LLM is closed"
 class LLM:
     """A model in this process. Threads may share it: calls run one after the other.
 
-    Every call returns one `PromptOutput` per prompt, in the order of the prompts. A prompt or
-    parameter that cannot be served refuses the whole call before anything runs. Leaving a call by
-    an exception or Ctrl-C aborts what it had begun, and the next call starts clean; only an error
-    out of the engine itself ends it. A call within a call (in a signal handler, say) is a
-    `RuntimeError`, and one in a forked process, or after `close`, an `EngineDeadError`.
+    Every call returns one `PromptOutput` per prompt, in the order of the prompts. If any prompt or
+    parameter is invalid, the call raises before anything runs. An exception or Ctrl-C during a call
+    aborts its requests, and the next call starts clean; only an error of the engine itself makes
+    the `LLM` unusable. A call within a call (in a signal handler, say) raises `RuntimeError`; a
+    call in a forked process, or after `close`, raises `EngineDeadError`.
 
-    Draws are reproducible: they depend on (seed, branch, position) alone, and the seed is 0 unless
-    given. One `SamplingParams` for several prompts counts as seed, seed + 1, …, so that equal
-    prompts get different outputs; a list of them is taken as it is. Repeating a call repeats its
-    outputs.
+    Sampling is reproducible: a draw depends only on (seed, branch, position), and the seed is 0 by
+    default. One `SamplingParams` for several prompts uses the seeds seed, seed + 1, …, so that
+    equal prompts get different outputs; a list of `SamplingParams` is used unchanged. Repeating a
+    call repeats its outputs.
 
     Args:
         model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
@@ -76,7 +75,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_directory(path)
         self._chat_template = ChatTemplate.from_directory(path)
         self._defaults = read_generation_defaults(path, config.model.generation_config)
-        self._end: str | None = None  # why there will be no further call
+        self._end: str | None = None  # why further calls are refused
         self._is_closing = False
         self._ids = itertools.count()
         self._pid = os.getpid()
@@ -87,11 +86,12 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What calls without parameters use: the model makers' advice, else `SamplingParams()`."""
-        advice = asdict(self._defaults)
-        del advice["eos_token_ids"]
+        """Used by calls without parameters: the model's generation config over
+        `SamplingParams()`."""
+        defaults = asdict(self._defaults)
+        del defaults["eos_token_ids"]
         return SamplingParams(
-            **{name: value for name, value in advice.items() if value is not None}
+            **{name: value for name, value in defaults.items() if value is not None}
         )
 
     def generate(
@@ -105,14 +105,15 @@ class LLM:
         """Continue texts.
 
         Args:
-            prompts: a text or a list of token ids (one prompt), or a list of either.
-            sampling_params: for all prompts, or one for each; None takes
+            prompts: one prompt (a text or a list of token ids), or a list of prompts.
+            sampling_params: one for all prompts, or a list with one for each; None uses
                 `default_sampling_params`.
-            priority: for all or one for each, lower first; needs `scheduling_policy="priority"`.
+            priority: one for all prompts, or a list with one for each; lower runs first. Needs
+                `scheduling_policy="priority"`.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
-            InvalidRequestError: something cannot be served; nothing was run.
+            InvalidRequestError: a prompt or parameter cannot be served; nothing was run.
         """
         tokens = self._tokenise(prompts)
         params = params_for(self._or_default(sampling_params), len(tokens))
@@ -133,7 +134,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
-        """Answer conversations, each written out by the model's chat template.
+        """Answer conversations, each rendered with the model's chat template.
 
         Args:
             messages: one conversation (a list of messages with `role` and `content`), or several.
@@ -154,7 +155,7 @@ class LLM:
         ]
         tokens = [
             TokenPrompt(tuple(self.tokenizer.encode(text, add_special_tokens=False)), text)
-            for text in texts  # a template writes the special tokens itself
+            for text in texts  # the template writes the special tokens itself
         ]
         params = params_for(self._or_default(sampling_params), len(tokens))
         collectors = [
@@ -173,7 +174,7 @@ class LLM:
         ignore_eos: bool = False,
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
-        """The likeliest continuations, best first, with their scores.
+        """Find the likeliest continuations, best first, with their scores.
 
         For stop tokens, log-probabilities or `min_tokens` use `generate` with
         `SamplingParams(beam_search=…)`.
@@ -194,10 +195,10 @@ class LLM:
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def warm(self, prompts: Prompts, *, retention: Retention | None = None) -> None:
-        """Compute prompts and leave their KV in the prefix cache for calls to come.
+        """Compute prompts and leave their KV in the prefix cache for later calls.
 
         Args:
-            retention: how long it is worth keeping.
+            retention: how long to prefer that KV at eviction.
 
         Raises:
             InvalidRequestError: as for `generate`.
@@ -210,15 +211,16 @@ class LLM:
         )
 
     def drop_prefix(self, prompt: Prompt) -> int:
-        """Forget the cached KV of these tokens, from their end back to where others branch off
-        (so give an answered prompt with its answer); the number of blocks forgotten."""
+        """Forget the cached KV of these tokens, from their end back to where another cached prefix
+        branches off (so pass an answered prompt with its answer); the number of blocks
+        forgotten."""
         (tokens,) = self._tokenise([prompt])
         with self._lock_of_call():
             return self._require_core().drop_prefix(tokens.token_ids)
 
     def close(self) -> None:
-        """Give the device back, once the call that runs has ended. No call may follow, and those
-        that wait are refused. In a forked process there is nothing to give back."""
+        """Release the device once the running call has ended; waiting and later calls raise
+        `EngineDeadError`. Does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
         lock = self._lock_of_call()
@@ -234,13 +236,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- their parts ------------------------------------------------------------------------
+    # -- parts of calls ---------------------------------------------------------------------
 
     def _lock_of_call(self) -> threading.RLock:
-        """What a call holds while it uses the core.
+        """The lock that a call holds while it uses the core.
 
         Raises:
-            EngineDeadError: after a fork: the thread that holds it may not be here to let it go.
+            EngineDeadError: after a fork, where the thread that holds it may not exist.
             RuntimeError: this thread holds it.
         """
         if os.getpid() != self._pid:
@@ -248,7 +250,7 @@ class LLM:
                 f"this LLM belongs to process {self._pid}; make a new one after a fork"
             )
         if self._caller == threading.get_ident():
-            raise RuntimeError("an LLM cannot be called while this thread is inside a call of it")
+            raise RuntimeError("this thread is already inside a call of this LLM")
         return self._lock
 
     def _require_core(self) -> EngineCore:
@@ -310,7 +312,7 @@ class LLM:
     ) -> list[PromptOutput]:
         """Step the core until every collector is done."""
         live = {collector.request.request_id: collector for collector in collectors}
-        with self._lock_of_call():  # first: whoever waits for it can be interrupted at once
+        with self._lock_of_call():  # before SIGINT is deferred: a waiting call can be interrupted
             self._caller = threading.get_ident()
             try:
                 self._step_until_done(live, use_tqdm=use_tqdm)
@@ -336,14 +338,14 @@ class LLM:
 
     @contextmanager
     def _submitted(self, live: Mapping[str, OutputCollector]) -> Iterator[None]:
-        """Requests handed to the core; those still live at the end are aborted."""
+        """Submit requests to the core; those still live at the end are aborted."""
         core = self._require_core()
         try:
-            for place, collector in enumerate(live.values()):
+            for position, collector in enumerate(live.values()):
                 try:
                     core.add(collector.request)
                 except InvalidRequestError as error:
-                    where = f"prompt {place}: " if len(live) > 1 else ""
+                    where = f"prompt {position}: " if len(live) > 1 else ""
                     raise type(error)(f"{where}{error}", param=error.param) from error
             yield
         finally:
@@ -356,13 +358,13 @@ class LLM:
         try:
             return self._core.step()
         except BaseException as error:
-            # Plan and device may now disagree about what the blocks hold.
+            # Scheduler and device may now disagree about what the blocks hold.
             self._end = f"the engine failed ({type(error).__name__}: {error}); make a new LLM"
             raise
 
 
 class _Progress:
-    """A bar of prompts done, with tokens per second."""
+    """A progress bar of finished prompts, with tokens per second."""
 
     def __init__(self, num_prompts: int, *, is_shown: bool) -> None:
         self._bar = tqdm(total=num_prompts, unit="prompt", disable=not is_shown)

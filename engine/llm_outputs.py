@@ -1,7 +1,4 @@
-"""What `LLM` gives back, and how it comes together from the core's iterations.
-
-Text and stop strings of every output, the choice of the likeliest, the result's shape.
-"""
+"""What `LLM` returns, collected from the core's iterations: text, stop strings, `best_of`."""
 
 from __future__ import annotations
 
@@ -18,14 +15,16 @@ class CompletionOutput:
     """One output of one prompt.
 
     Attributes:
-        index: of a beam search and of `best_of` the rank, likeliest first; else the branch.
+        index: with beam search and `best_of` the rank, likeliest first; else the branch.
         text: without the stop string or stop token, unless `include_stop_str_in_output`.
-        token_ids: with the token that ended it; what followed a stop string is left out.
-        logprobs: one entry per token; None unless asked for.
-        cumulative_logprob: their sum; None where log-probabilities were not computed.
+        token_ids: including the token that ended the output; tokens after a stop string are
+            dropped.
+        logprobs: one entry per token; None unless requested.
+        cumulative_logprob: their sum; None if log-probabilities were not computed.
         score: of a beam search (see `BeamSearch.length_penalty`); else None.
         finish_reason: `stop` or `length`.
-        stop_reason: the stop string, EOS id or stop token id that ended it; None at the limit.
+        stop_reason: the stop string, EOS id or stop token id that ended the output; None at the
+            length limit.
     """
 
     index: int
@@ -43,11 +42,10 @@ class PromptOutput:
     """All outputs of one prompt.
 
     Attributes:
-        prompt: its text, with a conversation as the chat template wrote it; None if it was given
-            as token ids.
-        prompt_logprobs: of every prompt token from the second on; None unless asked for.
+        prompt: its text (of a conversation, as rendered); None if it was given as token ids.
+        prompt_logprobs: of every prompt token from the second on; None unless requested.
         num_cached_tokens: prompt tokens whose KV was reused instead of computed.
-        finished: always True: calls return when everything has ended.
+        finished: always True, since calls return when all outputs have ended.
     """
 
     request_id: str
@@ -71,11 +69,11 @@ class _Branch:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
-    def add(self, output: RequestOutput, *, speaks_stop_token: bool) -> None:
+    def add(self, output: RequestOutput, *, shows_stop_token: bool) -> None:
         # A token that ended the branch counts, but carries no text.
-        is_silent = output.stop_token_id is not None and not speaks_stop_token
-        spoken = output.token_ids[:-1] if is_silent else output.token_ids
-        pushed = self.decoder.push(spoken)
+        is_hidden = output.stop_token_id is not None and not shows_stop_token
+        shown = output.token_ids[:-1] if is_hidden else output.token_ids
+        pushed = self.decoder.push(shown)
         self.text += pushed.text
         if pushed.stop is not None:
             self._keep(output, pushed.num_tokens)
@@ -105,7 +103,7 @@ class OutputCollector:
 
     Args:
         prompt: its text, if there is one.
-        context: ids that the outputs continue as text (see `OutputText`).
+        context: ids that precede the outputs' text (see `OutputText`).
     """
 
     def __init__(
@@ -128,21 +126,21 @@ class OutputCollector:
         ]
 
     def add(self, output: RequestOutput) -> bool:
-        """Take in one iteration of one branch.
+        """Add one iteration's output of one branch.
 
         Returns:
-            whether the branch has ended here, by a stop string, while the core still runs it.
+            whether the branch ended at a stop string while the core still runs it.
 
         Raises:
-            EngineError: the engine gave up on this request.
+            EngineError: the request failed in the engine.
         """
         if output.finish_reason is FinishReason.ERROR:
-            raise EngineError(output.error or "the engine gave up on the request")
+            raise EngineError(output.error or "the request failed in the engine")
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._prompt_logprobs += output.prompt_logprobs
         branch = self._branches[output.index]
         params = self.request.sampling_params
-        branch.add(output, speaks_stop_token=params.include_stop_str_in_output)
+        branch.add(output, shows_stop_token=params.include_stop_str_in_output)
         has_ended = branch.finish_reason is not None
         self.is_done = output.is_last or all(item.finish_reason for item in self._branches)
         return has_ended and output.finish_reason is None
@@ -153,7 +151,7 @@ class OutputCollector:
         outputs = [
             self._output(index, item)
             for index, item in enumerate(self._branches)
-            if item.finish_reason is not None  # beams are fewer where the vocabulary is smaller
+            if item.finish_reason is not None  # a small vocabulary may give fewer beams
         ]
         return PromptOutput(
             request_id=self.request.request_id,

@@ -1,7 +1,6 @@
-"""The forms in which `LLM` takes prompts, sampling parameters and settings, brought into one.
+"""Checks and normalises the prompts, sampling parameters and settings given to `LLM`.
 
-Everything a caller can get wrong in them is found here, before anything runs and not where the
-value is first used.
+A caller's mistakes are found here, before anything runs.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ _MAX_SEED = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A prompt as the engine takes it, with its text if it had one."""
+    """A prompt's token ids, with its text if it had one."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
 
 
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """Settings by the names of the config sections' fields.
+    """An `EngineConfig` from settings named like the fields of the config sections.
 
     Raises:
-        ConfigError: a name that no section has, or a value that cannot work.
+        ConfigError: an unknown name, or a value that cannot work.
     """
     settings = {"model": model, **settings}
     names = {name: [item.name for item in fields(kind)] for name, kind in _SECTIONS.items()}
@@ -83,10 +82,10 @@ def tokenise(prompts: Prompts, tokenizer: Tokenizer, *, vocab_size: int) -> list
             (`prompt` or `prompt_token_ids`).
 
     Raises:
-        InvalidRequestError: a prompt of another form, or an id that the model does not know.
+        InvalidRequestError: not a prompt, or an id outside the vocabulary.
     """
     if not isinstance(prompts, Sequence | Mapping):
-        raise _no_prompt(prompts)
+        raise _not_a_prompt(prompts)
     several: Sequence[Any] = [prompts] if _is_one(prompts) else prompts  # type: ignore[assignment]
     return [_tokenise(prompt, tokenizer, vocab_size) for prompt in several]
 
@@ -109,22 +108,22 @@ def _tokenise(prompt: object, tokenizer: Tokenizer, vocab_size: int) -> TokenPro
     if isinstance(prompt, str):
         return TokenPrompt(tuple(tokenizer.encode(prompt)), prompt)
     if not _are_ids(prompt):
-        raise _no_prompt(prompt)
+        raise _not_a_prompt(prompt)
     check_vocabulary(prompt, vocab_size, param="prompts")
     return TokenPrompt(tuple(prompt))
 
 
-def _no_prompt(value: object) -> InvalidRequestError:
+def _not_a_prompt(value: object) -> InvalidRequestError:
     kind = type(value).__name__
     return InvalidRequestError(
-        f"a prompt is a text or a list of token ids, not {kind}", param="prompts"
+        f"a prompt must be a text or a list of token ids, not {kind}", param="prompts"
     )
 
 
 def check_vocabulary(
     token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, *, param: str
 ) -> None:
-    """Raise `InvalidRequestError` if an id is none of the model's."""
+    """Raise `InvalidRequestError` if an id is outside the vocabulary."""
     unknown = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
     if unknown:
         raise InvalidRequestError(
@@ -133,7 +132,7 @@ def check_vocabulary(
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    """A list of conversations, of one if `messages` is one.
+    """`messages` as a list of conversations, whether it is one conversation or several.
 
     Raises:
         InvalidRequestError: it is neither.
@@ -146,7 +145,8 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[C
             isinstance(each, Mapping) for each in conversation
         ):
             raise InvalidRequestError(
-                "a conversation is a list of messages with `role` and `content`", param="messages"
+                "a conversation must be a list of messages with `role` and `content`",
+                param="messages",
             )
     return several
 
@@ -154,20 +154,18 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[C
 def params_for(
     params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
-    """Sampling parameters of every prompt.
+    """One `SamplingParams` per prompt.
 
-    One for all: prompt i draws with its seed + i, so that equal prompts differ. A list is taken
-    as it is.
+    If one is given for all, prompt i gets its seed + i, so that equal prompts differ. A list is
+    used unchanged.
 
     Raises:
-        InvalidRequestError: a list of another length than the prompts', or a value of another type
-            than its field's.
+        InvalidRequestError: a list whose length is not that of the prompts, or a value of the
+            wrong type.
     """
     if isinstance(params, SamplingParams):
         _check_types(params)
-        return [
-            replace(params, seed=(params.seed + place) & _MAX_SEED) for place in range(num_prompts)
-        ]
+        return [replace(params, seed=(params.seed + i) & _MAX_SEED) for i in range(num_prompts)]
     if len(params) != num_prompts:
         raise InvalidRequestError(
             f"{len(params)} sampling parameters for {num_prompts} prompts", param="sampling_params"
@@ -180,7 +178,7 @@ def params_for(
 def _check_types(params: object) -> None:
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
-            f"sampling parameters are SamplingParams, not {type(params).__name__}",
+            f"sampling_params must be SamplingParams, not {type(params).__name__}",
             param="sampling_params",
         )
     values = {field.name: getattr(params, field.name) for field in fields(params)}
@@ -189,9 +187,9 @@ def _check_types(params: object) -> None:
 
 
 def misfits(kind: type[Any], values: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Fields of the dataclass `kind` whose values are of another type, and what it should be.
+    """Fields of the dataclass `kind` whose values have the wrong type, with the expected type.
 
-    Numpy's numbers count as numbers, lists as tuples; a bool is no number.
+    NumPy's numbers count as numbers, lists as tuples; a bool is not a number.
     """
     hints = get_type_hints(kind)
     return [

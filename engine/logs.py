@@ -1,8 +1,8 @@
-"""The log of every process: what a line looks like, and the thread that writes it.
+"""Logging in every process: the format of a line, and the thread that writes it.
 
-One event is one line, whatever it quotes: control characters of a message are escaped and the
-lines of a traceback indented, so that no caller can forge a line. Whoever logs or prints never
-waits for the log's reader (`LogWriter`). Standard library only, as the supervisor logs too.
+One event is one line: control characters in a message are escaped and the lines of a traceback
+indented, so that no caller can forge a line. Logging and printing never wait for the log's reader
+(`LogWriter`). Standard library only, since the supervisor logs too.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 _STDERR_FD = 2
 _MAX_QUEUED_BYTES = 1 << 19  # about 4,000 lines
 _DRAIN_S = 1.0
-_PAUSE_S = 0.01  # between writes: a wake-up for every line took a sixth of a small request's time
+_PAUSE_S = 0.01  # between writes: waking for every line took a sixth of a small request's time
 
 
 def configure_logging(level: str, style: str, *, text_format: str | None = None) -> LogWriter:
-    """Log to stderr from `level` on, and let the `LogWriter` that is returned write all that this
-    process says on stdout and stderr: `print`, warnings and tracebacks, too.
+    """Log to stderr from `level` on. The `LogWriter` returned writes everything that this process
+    writes to stdout and stderr, including `print`, warnings and tracebacks.
 
     Args:
-        level: as in `debug`.
+        level: `debug`, `info`, `warning`, `error` or `critical`.
         style: `text` or `json`.
-        text_format: of `logging`, for text.
+        text_format: format string of `logging`, for `text`.
     """
     formatter = _JsonFormatter() if style == "json" else _TextFormatter(text_format)
 
@@ -54,15 +54,15 @@ def configure_logging(level: str, style: str, *, text_format: str | None = None)
 
 
 class LogWriter:
-    """Writes lines to stdout and stderr, in their order, from a thread of its own.
+    """Writes lines to stdout and stderr, in order, from its own thread.
 
-    A pipe that nobody reads blocks only that thread. Lines then wait in a queue; those that come
-    while it is full are dropped and counted, and so are those that cannot be written (a full disk,
-    a closed pipe). As soon as lines can be written again, one says how many are missing. At the
-    end of the process the queue has a second to become empty.
+    A pipe without a reader blocks only that thread. Lines then wait in a queue; while it is full,
+    new lines are dropped and counted, and so are lines that cannot be written (a full disk, a
+    closed pipe). When lines can be written again, one reports how many are missing. At the end of
+    the process the queue has a second to drain.
 
     Args:
-        notice: makes the line that says how many were dropped.
+        notice: makes the line that reports how many were dropped.
         max_bytes: of the queue; the writing thread holds as much again.
 
     Attributes:
@@ -81,7 +81,7 @@ class LogWriter:
         """Queue bytes for a file descriptor, or drop them; never waits."""
         with self._changed:
             if self._queue and self._num_bytes + len(data) > self._max_bytes:
-                self._is_full = True  # until it is taken: missing lines are missed in one place
+                self._is_full = True  # until the thread takes it, so that the gap is in one place
             if self._is_full:
                 self._num_overflowed += data.count(b"\n")
                 self.num_dropped += data.count(b"\n")
@@ -92,8 +92,8 @@ class LogWriter:
                 self._changed.notify_all()
 
     def drain(self, timeout_s: float = _DRAIN_S) -> bool:
-        """Wait until everything is written; whether it is. The interpreter's end calls this;
-        before `os._exit` or a deadly signal the caller has to."""
+        """Wait until everything is written; whether it is. Called at interpreter exit; before
+        `os._exit` or a fatal signal, the caller must call it."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout_s)
 
@@ -104,15 +104,15 @@ class LogWriter:
         return self._num_bytes > self._max_bytes // 2
 
     def _start(self) -> None:
-        """Begin with an empty queue; again after a fork, which leaves the thread behind."""
-        # Its lock is re-entrant: a signal's handler may log while its thread is in `put`.
+        """Start the thread with an empty queue; also after a fork, which does not copy threads."""
+        # Its lock is re-entrant: a signal handler may log while its thread is in `put`.
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
         self._is_full = False
         self._is_writing = False
         self._num_overflowed = 0  # lines that found the queue full
-        self._num_untold = 0  # lines dropped of which no line tells yet
+        self._num_untold = 0  # lines dropped and not reported yet
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
     def _run(self) -> None:
@@ -149,11 +149,11 @@ class LogWriter:
 
 
 def _write_all(fd: int, data: bytes) -> bytes:
-    """Write; what could not be written, which is most often nothing."""
+    """Write to `fd`; returns what could not be written, usually nothing."""
     while data:
         try:
             data = data[os.write(fd, data) :]
-        except BlockingIOError:  # whoever shares the pipe with us made it non-blocking
+        except BlockingIOError:  # another process that shares the pipe made it non-blocking
             select.select([], [fd], [])
         except OSError:
             break
@@ -182,14 +182,14 @@ class _QueuedFile(io.RawIOBase):
 
 
 def _redirect(writer: LogWriter) -> None:
-    """Put `writer` behind sys.stdout and sys.stderr, where they are open."""
+    """Send sys.stdout and sys.stderr, if open, through `writer`."""
     if sys.stdout is not None:
         sys.stdout = _queued(writer, sys.stdout)
     if sys.stderr is None:
         return
     before, sys.stderr = sys.stderr, _queued(writer, sys.stderr)
     for logger in logging.Logger.manager.loggerDict.values():
-        for handler in getattr(logger, "handlers", ()):  # libraries make theirs when imported
+        for handler in getattr(logger, "handlers", ()):  # libraries create some at import
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 handler.setStream(sys.stderr)
 
@@ -207,7 +207,7 @@ class _TextFormatter(logging.Formatter):
     def __init__(self, text_format: str | None) -> None:
         super().__init__(text_format or "%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (its name there)
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (overrides it)
         return "".join(_escaped(c) for c in super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
@@ -215,7 +215,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message`, what `extra=` named, and `exception`."""
+    """`time` (UTC), `level`, `logger`, `message`, the fields of `extra=`, and `exception`."""
 
     converter = time.gmtime  # type: ignore[assignment]
 

@@ -1,7 +1,7 @@
 """Finding a model's files and reading the small ones; torch-free, used by both processes.
 
-A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub id. `HF_HOME`,
-`HF_TOKEN` and `HF_HUB_OFFLINE` are honoured by `huggingface_hub` itself.
+A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub id.
+`huggingface_hub` itself reads `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from penstock.engine.request import SamplingParams
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
-_NUM_SAMPLES = 64  # of a file's bytes, in its fingerprint
+_NUM_SAMPLES = 64  # of a file, in its fingerprint
 _SAMPLE_BYTES = 4096
-_NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and the weights once more in another format
+_NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and a copy of the weights in another format
 
 
 def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
-    """The directory of the model's files, downloaded from the Hub if need be.
+    """The directory of the model's files, downloaded from the Hub if necessary.
 
     Args:
-        weights: also fetch the safetensors files; the gateway does without.
+        weights: also fetch the safetensors files, which the gateway does not need.
 
     Raises:
         ModelLoadError: no such directory or repository, or the Hub cannot be reached.
@@ -80,7 +80,7 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
         ) from error
     except (HFValidationError, ValueError) as error:
         raise ModelLoadError(f"{where} is neither a directory nor a valid Hub id") from error
-    except Exception as error:  # whatever HTTP library the Hub client uses today
+    except Exception as error:  # the Hub client's HTTP library differs by version
         raise ModelLoadError(f"{where} could not be downloaded: {_first_line(error)}") from error
 
 
@@ -90,13 +90,13 @@ def _first_line(error: BaseException) -> str:
 
 def _require(path: Path, name: str) -> Path:
     if not (path / name).is_file():
-        raise ModelLoadError(f"{path} holds no model: {name} is missing")
+        raise ModelLoadError(f"{path} is not a model directory: {name} is missing")
     return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a model's makers recommend where a request is silent; None: they do not say."""
+    """A model's generation config, used where a request has no value; None where it has none."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -110,7 +110,7 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
     """EOS ids and sampling defaults of the model in directory `path`.
 
     `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) EOS
-    comes from `config.json` and no sampling default is taken.
+    comes from `config.json`, and there are no sampling defaults.
     """
     config = read_json(path / "config.json")
     generation_path = path / "generation_config.json"
@@ -129,7 +129,7 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
 
 
 def _check_defaults(defaults: GenerationDefaults, path: Path) -> None:
-    """A default that no request could use is the model's fault, not each request's."""
+    """Raise `ModelLoadError` for an invalid default, instead of failing every request."""
     values = asdict(defaults)
     del values["eos_token_ids"]
     try:
@@ -156,11 +156,11 @@ def _integer(values: dict[str, Any], name: str) -> int | None:
 
 
 def weights_fingerprint(path: Path) -> bytes:
-    """What tells one model's KV from another's: 32 bytes, the same on every machine.
+    """Distinguishes one model's KV from another's: 32 bytes, the same on every machine.
 
-    SHA-256 over `config.json` and, of each safetensors file in order of name, its name, its size,
-    its header, and samples of its bytes evenly spaced from start to end. A fine-tune of nearly all
-    its model's weights shows; one of a few small tensors of a large file need not.
+    SHA-256 over `config.json` and, for each safetensors file in order of name, its name, size and
+    header, and samples evenly spaced from start to end. A fine-tune of most weights changes it; a
+    change of a few small tensors in a large file may not.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):

@@ -1,9 +1,9 @@
-"""What a child of the supervisor does besides its work: read its settings, report, not outlive it.
+"""The supervisor's child processes: they read their settings, report, and die with the supervisor.
 
-The supervisor passes three things by environment: `PENSTOCK_CONFIG_FD` (a pipe holding one JSON
+The supervisor passes three environment variables: `PENSTOCK_CONFIG_FD` (a pipe with one JSON
 object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe for JSON lines
-about start-up) and `PENSTOCK_SUPERVISOR_PID`. Where it wants signs of life there is also
-`PENSTOCK_PULSE_FD`, a pipe for a byte each.
+about start-up) and `PENSTOCK_SUPERVISOR_PID`. A child that must show signs of life also gets
+`PENSTOCK_PULSE_FD`, a pipe for one byte each.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CONFIG_FD = "PENSTOCK_CONFIG_FD"
 STATUS_FD = "PENSTOCK_STATUS_FD"
 SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
 PULSE_FD = "PENSTOCK_PULSE_FD"
-EXIT_STUCK = 70  # of an engine whose step did not end
+EXIT_STUCK = 70  # exit code of an engine whose step hung
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Status:
-    """The one-way line to the supervisor: exactly one of ready and failed is said."""
+    """Reports to the supervisor, once: either ready or failed."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -47,14 +47,14 @@ class Status:
             os.write(self._fd, json.dumps(event).encode() + b"\n")
             os.close(self._fd)
         except OSError:
-            pass  # the supervisor is gone, and so shall we be
+            pass  # the supervisor has died, and this process dies with it
 
 
 def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> int:
     """Run `main(config, status)` as a child process; its exit code.
 
-    A mistake of the user's (`EngineError`) is told in one line through the status pipe; anything
-    else is a bug of ours and also leaves its traceback in the log.
+    A user's mistake (`EngineError`) is reported in one line through the status pipe; any other
+    exception is a bug, and its traceback is logged too.
     """
     setproctitle.setproctitle(title)
     die_with_parent(int(os.environ[SUPERVISOR_PID]))
@@ -73,12 +73,12 @@ def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> 
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Be killed when the parent dies, however it dies."""
+    """Have this process killed when its parent dies, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # it died before the call
         os._exit(1)
 
 

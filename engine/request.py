@@ -1,7 +1,4 @@
-"""Requests and sequences: what is asked for, and one branch of tokens answering it.
-
-Lives here: `SamplingParams`, `Request`, `Sequence` and the legal moves of its status.
-"""
+"""Requests, their outputs, and sequences (one branch of tokens each) with their legal states."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ class BeamSearch:
 
     Attributes:
         width: beams kept at every step.
-        length_penalty: a hypothesis scores its summed log-probability ÷ length ** this.
-        early_stopping: True ends at `width` finished hypotheses; False when the best running
-            beam could not beat the worst of them at its present length; "never" when it could
-            not at any length.
+        length_penalty: exponent of a hypothesis's score: summed log-probability ÷ length ** it.
+        early_stopping: when the search ends. True: at `width` finished hypotheses. False: when the
+            best running beam cannot beat the worst of them at its current length. "never": when
+            it cannot at any length.
     """
 
     width: int
@@ -54,19 +51,19 @@ class SamplingParams:
         min_p: drop tokens less likely than `min_p` × the likeliest, in [0, 1].
         repetition_penalty: > 1 discourages tokens of prompt and output (CTRL paper, §4.1).
         presence_penalty, frequency_penalty: OpenAI's, over output tokens, in [-2, 2].
-        logit_bias: token id → added to its logit.
-        seed: 64-bit; a draw depends on (seed, sequence index, token position) alone.
-        max_tokens: output tokens at most; 0 only computes the prompt.
-        min_tokens: EOS and stop tokens are masked until this many were produced.
+        logit_bias: token id → value added to its logit.
+        seed: 64-bit; a draw depends only on (seed, sequence index, token position).
+        max_tokens: maximum number of output tokens; 0 only computes the prompt.
+        min_tokens: EOS and stop tokens are masked until this many tokens were generated.
         ignore_eos: EOS does not end the sequence.
         stop_token_ids: extra ids that end the sequence, like EOS.
-        logprobs: None, or how many most likely alternatives to report beside the chosen token.
+        logprobs: None, or how many of the likeliest tokens to report with each output token.
         prompt_logprobs: the same for every prompt token after the first.
-        n: outputs wanted; they share the prompt's KV blocks (of a beam search: hypotheses).
-        best_of: outputs computed, of which whoever collects them keeps the n likeliest.
-        beam_search: search instead of sampling; everything that shapes a draw must be neutral.
-        stop, include_stop_str_in_output, skip_special_tokens: read by `engine.text` alone,
-            where ids become text; they never reach the engine core. A lone string is one stop.
+        n: number of outputs (with beam search, of hypotheses); they share the prompt's KV blocks.
+        best_of: number of outputs computed; `LLM` or the gateway keeps the n likeliest.
+        beam_search: search instead of sampling; every field that shapes a draw must be neutral.
+        stop, include_stop_str_in_output, skip_special_tokens: used by `engine.text`, where ids
+            become text; they never reach the engine core. `stop` may be a single string.
     """
 
     temperature: float = 1.0
@@ -123,7 +120,7 @@ class SamplingParams:
                 f"must be between 0 and {MAX_LOGPROBS}",
             )
         self._check_branches()
-        object.__setattr__(self, "stop", _several(self.stop))
+        object.__setattr__(self, "stop", _as_tuple(self.stop))
 
     def _check_branches(self) -> None:
         _check(1 <= self.n <= MAX_BRANCHES, "n", f"must be between 1 and {MAX_BRANCHES}")
@@ -137,10 +134,10 @@ class SamplingParams:
             return
         _check(self.max_tokens > 0, "max_tokens", "must be at least 1 with beam search")
         _check(self.n <= self.beam_search.width, "n", "must not exceed the beam width")
-        _check(self.best_of is None, "best_of", "has no sense with beam search")
+        _check(self.best_of is None, "best_of", "is not allowed with beam search")
         _check(self.temperature in (0.0, 1.0), "temperature", "must be 0 or 1 with beam search")
-        for name, neutral in _NO_DRAW.items():
-            _check(getattr(self, name) in neutral, name, "cannot be used with beam search")
+        for name, neutral in _NEUTRAL_VALUES.items():
+            _check(getattr(self, name) in neutral, name, "is not allowed with beam search")
 
     @property
     def num_branches(self) -> int:
@@ -151,13 +148,13 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """`logprobs`, or 0 where the likeliest outputs have to be told apart."""
+        """`logprobs`, or 0 where `best_of` needs log-probabilities to rank the outputs."""
         if self.logprobs is None and self.best_of is not None and self.best_of > self.n:
             return 0
         return self.logprobs
 
 
-_NO_DRAW: Mapping[str, tuple[object, ...]] = {
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
@@ -168,23 +165,23 @@ _NO_DRAW: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def _several(strings: str | Iterable[str] | None) -> tuple[str, ...]:
+def _as_tuple(strings: str | Iterable[str] | None) -> tuple[str, ...]:
     return (strings,) if isinstance(strings, str) else tuple(strings or ())
 
 
 def _check(is_valid: bool, param: str, rule: str) -> None:
-    # NaN fails every comparison above, so it ends here too.
+    # NaN fails every comparison, so it is refused too.
     if not is_valid:
         raise InvalidRequestError(f"{param} {rule}", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """How long the KV blocks of a finished request are worth keeping. A hint, never a pin.
+    """How long to prefer the KV blocks of a finished request at eviction. Nothing is pinned.
 
     Attributes:
         duration_s: counted from the end of the request.
-        priority: among blocks that are still wanted, those of higher priority go last.
+        priority: among retained blocks, those of higher priority are evicted last.
     """
 
     duration_s: float
@@ -198,17 +195,17 @@ class Request:
     Attributes:
         request_id: unique among live requests of one client.
         prompt_token_ids: at least one id.
-        output_token_ids: empty at first; those of a continuation count as output for
+        output_token_ids: tokens generated before (a continuation); they count as output for
             penalties, `min_tokens` and `max_tokens`.
         arrival_s: wall-clock seconds; orders the waiting queue.
         priority: lower values run first, under the policy `priority`.
         cache_salt: KV blocks are shared only between requests of equal salt.
-        retention: what becomes of its blocks when it ends.
-        tenant: among tenants the waiting queue is fair.
-        weight: the tenant's share of service, beside others'; more than 0.
-        wants_queue_position: outputs tell its place while it waits.
-        deadline_s: wall-clock seconds by which its first token is wanted; carried for policies.
-        adapter: carried for policies.
+        retention: how its blocks are kept after it ends.
+        tenant: the waiting queue is fair among tenants.
+        weight: the tenant's share of service relative to others'; more than 0.
+        wants_queue_position: report its position while it waits.
+        deadline_s: wall-clock seconds by which its first token is wanted; not used yet.
+        adapter: not used yet.
     """
 
     request_id: str
@@ -227,7 +224,7 @@ class Request:
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended; values are OpenAI's `finish_reason`, but for `ABORT` and `ERROR`."""
+    """Why a sequence ended; values are OpenAI's `finish_reason`, except `ABORT` and `ERROR`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -252,7 +249,7 @@ class TokenLogprobs:
 
 
 class Notice(enum.Enum):
-    """What a stream's client may want to know: it was parked for lack of memory, or is back."""
+    """A stream was preempted for lack of KV blocks, or runs again."""
 
     PREEMPTED = "preempted"
     RESUMED = "resumed"
@@ -260,29 +257,29 @@ class Notice(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made for every token
 class RequestOutput:
-    """What one iteration brought to one branch of a request.
+    """The output of one iteration for one branch of a request.
 
     Attributes:
-        index: which branch, 0…n-1; of a beam search the rank of the hypothesis, best first.
+        index: the branch, 0…n-1; with beam search, the rank of the hypothesis, best first.
         token_ids: the new output tokens, 0…k of them. A stop token that ended the sequence is
             included; EOS and stop ids carry no text.
         logprobs: empty, or one entry per new token.
-        prompt_logprobs: of the prompt tokens computed meanwhile, in order from the second on
-            (the first has none); never repeated.
-        finish_reason: set on the last output of the branch, and only there.
+        prompt_logprobs: of newly computed prompt tokens, in order from the second on (the first
+            has none); never repeated.
+        finish_reason: set only on the last output of the branch.
         is_last: no output of any branch follows.
-        stop_token_id: the EOS or stop id that ended it, if one did.
+        stop_token_id: the EOS or stop id that ended the branch, if one did.
         num_cached_tokens: prompt tokens whose KV was reused instead of computed.
         score: of a beam search's hypothesis (see `BeamSearch.length_penalty`).
-        prefix_id: of a branch that finished, the hash of its last full block of KV: names the
-            whole chain.
+        prefix_id: the hash of a finished branch's last full KV block, which names the whole chain.
         notice: the branch was preempted, or resumed.
-        queue_position: of a request that waits and asked for it: how many are served before it.
-        num_tokens_ahead: with it, the prompt tokens of those.
+        queue_position: how many requests are served before this one; only while it waits, and if
+            it asked.
+        num_tokens_ahead: the prompt tokens of those requests.
         error: with `FinishReason.ERROR`, what went wrong.
-        is_refused: the request itself was at fault and nothing of it ran.
-        param: the parameter at fault.
-        is_superseded: with `FinishReason.ERROR`: nobody is at fault, another gateway runs it now.
+        is_refused: the request is invalid, and nothing of it ran.
+        param: the invalid parameter.
+        is_superseded: with `FinishReason.ERROR`: another gateway now runs the request.
     """
 
     request_id: str
@@ -306,10 +303,10 @@ class RequestOutput:
 
 
 def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size: int) -> int:
-    """Blocks a request takes at its longest: beyond the pool's size it can never be sure to end.
+    """KV blocks that a request needs at its longest; if the pool has fewer, it may never finish.
 
-    Samples of one prompt share its full blocks for good. Beams are counted as if they shared
-    nothing: their common past may be as short as the prompt, and all must be there at once.
+    Samples of one prompt share its full blocks to the end. Beams are counted as if they shared
+    nothing: they may have only the prompt in common, and all must be resident at once.
     """
     # The last token's KV is never written.
     num_tokens = num_prompt_tokens + max(params.max_tokens, 1) - 1
@@ -335,10 +332,10 @@ _LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class Sequence:
-    """One branch of tokens: a request's prompt and what was generated so far.
+    """One branch of tokens: a request's prompt and the output so far.
 
-    One counter drives scheduling: each step `num_computed_tokens` (KV written or being
-    written) chases `num_tokens` (prompt + output + tokens still in flight). There are no
+    One counter drives scheduling: each step, `num_computed_tokens` (KV written or being
+    written) catches up with `num_tokens` (prompt + output + tokens still in flight). There are no
     prefill and decode phases.
     """
 
@@ -364,11 +361,11 @@ class Sequence:
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
-        self.num_in_flight_tokens = 0  # being sampled by a step whose result is not here yet
-        self.num_committed_blocks = 0  # full blocks whose content the prefix cache was told
+        self.num_in_flight_tokens = 0  # being sampled by a step whose result has not arrived
+        self.num_committed_blocks = 0  # full blocks registered in the prefix cache
         self.num_cached_tokens = 0  # of the prompt, found at admission; 0 again once reported
-        self.num_prompt_logprobs = 0  # handed out
-        self.is_on_device = False  # the device knows it: what is new suffices
+        self.num_prompt_logprobs = 0  # already reported
+        self.is_on_device = False  # the device knows the sequence: only changes are sent
         self.status = SequenceStatus.WAITING
 
     @property
@@ -390,7 +387,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt tokens have to be computed for their log-probabilities' sake."""
+        """Whether cached prompt tokens must be computed again for their log-probabilities."""
         wanted = self.request.sampling_params.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 

@@ -1,4 +1,4 @@
-"""The engine as its own process: one step loop, no asyncio, fed and drained through `transport`.
+"""The engine's process: one step loop without asyncio, connected to gateways by `transport`.
 
 Run by the supervisor as `python -m penstock.engine.server`.
 """
@@ -41,7 +41,7 @@ from penstock.engine.transport.messages import (
 from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
 from penstock.engine.watchdog import Watchdog, life_line
 
-_STATS_INTERVAL_S = 0.1  # while nothing ends and nothing begins
+_STATS_INTERVAL_S = 0.1  # while no request starts or ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Owner:
 
 
 class EngineServer:
-    """Runs a core's steps while there is work, and waits without spinning while there is none."""
+    """Steps a core while there is work, and blocks while there is none."""
 
     def __init__(self, core: EngineCore, info: EngineInfo, address: str) -> None:
         self._core = core
@@ -64,7 +64,7 @@ class EngineServer:
         self._stats_due_s = 0.0
 
     def start(self) -> None:
-        """Begin to answer gateways."""
+        """Start answering gateways."""
         self._publish_stats()
         self._transport.start()
 
@@ -74,7 +74,7 @@ class EngineServer:
         self._transport.interrupt()
 
     def run(self) -> None:
-        """Step until stopped. An exception of the device ends it: the gateways are told."""
+        """Step until stopped. An exception ends the loop, and the gateways are told why."""
         failure = "the engine was shut down"
         try:
             while not self._is_stopping:
@@ -94,7 +94,7 @@ class EngineServer:
             self._transport.close(failure)
             self._core.close()
 
-    # -- for the watchdog, in its thread -----------------------------------------------------
+    # -- called by the watchdog's thread -----------------------------------------------------
 
     def last_step_s(self) -> float | None:
         return self._transport.last_step_s
@@ -125,7 +125,7 @@ class EngineServer:
                 if self._is_owner(gateway_id, request_id):
                     self._abort(request_id)
         self._publish_stats()
-        self._stats_due_s = 0.0  # the next step will show what came of it
+        self._stats_due_s = 0.0  # the next step's stats show the effect
 
     def _is_owner(self, gateway_id: GatewayId, request_id: str) -> bool:
         owner = self._owners.get(request_id)
@@ -159,12 +159,12 @@ class EngineServer:
             self._request_ids[new.name] = request_id
 
     def _supersede(self, owner: _Owner, request_id: str) -> None:
-        """Tell a gateway that another one runs what it wanted."""
+        """Tell a gateway that another one runs its request."""
         end = RequestOutput(
             request_id=request_id,
             finish_reason=FinishReason.ERROR,
             is_last=True,
-            error="another gateway runs it under a higher epoch",
+            error="another gateway runs this request under a higher epoch",
             is_superseded=True,
         )
         self._transport.send(owner.gateway_id, (end,))
@@ -209,14 +209,14 @@ def parse_config(values: Mapping[str, Any]) -> EngineConfig:
 
 def serve(config: Mapping[str, Any], status: Status) -> None:
     """The process: load, report ready, step until SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-    # Stacks into the log, without the interpreter's lock: the supervisor asks for them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles it
+    # On SIGUSR1 from the supervisor, write all stacks to the log; this does not need the GIL.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     log = configure_logging(config["log_level"], config["log_format"])
     core, info = build_core(parse_config(config["engine"]))
     server = EngineServer(core, info, config["address"])
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    # What start-up made lives as long as the process: keep the collector from walking it.
+    # Objects made at start-up live as long as the process: keep the collector from scanning them.
     gc.collect()
     gc.freeze()
     server.start()
@@ -232,7 +232,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
 
 
 def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
-    """Have a step that does not end end the process; 0: nobody looks."""
+    """End the process when a step hangs; a timeout of 0 turns this off."""
 
     def end(code: int) -> None:
         log.drain()
@@ -244,8 +244,8 @@ def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
 
 
 def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int) -> EngineStats:
-    """The engine's own numbers, gathered from where they are kept. A quick step takes only a few
-    times as long as this: not for every step."""
+    """The engine's current numbers. Not called for every step, since a quick step takes only a few
+    times as long as this."""
     blocks = scheduler.blocks
     device, host = blocks.tiers.device, blocks.tiers.host
     counted, moved = scheduler.counters, blocks.counters

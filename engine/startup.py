@@ -1,4 +1,4 @@
-"""From settings to a running core: the one place where policy and device are put together."""
+"""Builds a core from settings: the one place that creates policy and device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
 
 
 def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
-    """What every KV block here depends on besides its tokens; the same in every process."""
+    """Everything that a KV block depends on besides its tokens; the same in every process."""
     weights = (
         f"dummy {config.model.seed}".encode()
         if config.model.load_format == "dummy"

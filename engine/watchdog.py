@@ -1,12 +1,12 @@
-"""Ends an engine whose step does not end: stacks and the pool's state into the log, then exit.
+"""Ends an engine whose step hangs: logs all stacks and the pool's state, then exits.
 
-A thread looks at the step loop once a tick. While there is work it expects something new at every
-look: a step that ended, or a part of one that is done. Looks are counted, not seconds: a process
-that stood still makes none meanwhile, and is not ended for it.
+A thread checks the step loop once per tick. While there is work, it expects progress at every
+check: a finished step, or a finished part of one. It counts checks, not seconds: a suspended
+process makes none, and is not ended for it.
 
-The thread needs the interpreter's lock. So with every look it also gives the supervisor a sign of
-life, which ends an engine that gives none (`gateway.launch.child`). The exit is not `sys.exit`: the
-thread that would have to end is the one that cannot.
+The thread needs the GIL, so with every check it also sends the supervisor a sign of life; the
+supervisor ends an engine that sends none (`gateway.launch.child`). The exit is not `sys.exit`,
+since the main thread is the one that hangs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Protocol
 
 from penstock.engine.process import EXIT_STUCK
 
-# No part of an honest step comes near it. In plain torch a layer of an 8B model is 1 TFLOP for
+# No part of a working step comes near it. In plain torch a layer of an 8B model is 1 TFLOP for
 # 2,048 tokens, 20 s on a laptop at 50 GFLOP/s, and their prompt log-probabilities take 40 s; a call
-# of the CPU's kernels takes less. On a GPU the longest is the first step, if all Triton kernels are
-# to be compiled: about 100 s on slow cores. Loading a model and capturing graphs come before there
-# is a watchdog. An end too early is worse than one too late: after three a request fails.
+# of the CPU kernels takes less. On a GPU the longest is the first step, if all Triton kernels must
+# be compiled: about 100 s on slow cores. Loading a model and capturing graphs come before the
+# watchdog starts. Ending too early is worse than too late: after three crashes a request fails.
 DEFAULT_STEP_TIMEOUT_S = 300.0
 _TICK_S, _MIN_TICK_S = 1.0, 0.01
 _MIN_TICKS = 10
@@ -36,14 +36,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """What the watchdog looks at; any thread may ask."""
+    """What the watchdog checks; thread-safe."""
 
     def last_step_s(self) -> float | None:
-        """When the last step ended, or work began after none; None while there is no work."""
+        """When the last step ended, or work began; None while there is no work."""
         ...
 
     def num_parts_done(self) -> int:
-        """Another number than before where a step gets on."""
+        """A number that changes while a step makes progress."""
         ...
 
     def describe(self) -> str:
@@ -54,9 +54,9 @@ class Watched(Protocol):
 class Watchdog(threading.Thread):
     """
     Args:
-        timeout_s: without anything new, while there is work.
+        timeout_s: maximum time without progress, while there is work.
         end: ends the process, with an exit code, once the log is written.
-        show_life: called at every look.
+        show_life: called at every check.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Watchdog(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._stopped.set()
         self.join()
 
@@ -104,8 +104,8 @@ class Watchdog(threading.Thread):
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             _LOG.critical("thread %s, innermost call last:", names.get(ident, ident))
-            for place in traceback.extract_stack(frame):
-                _LOG.critical("  %s:%s in %s", place.filename, place.lineno, place.name)
+            for call in traceback.extract_stack(frame):
+                _LOG.critical("  %s:%s in %s", call.filename, call.lineno, call.name)
         _LOG.critical("CPU pool: %s", self._watched.describe())
 
 
@@ -114,7 +114,7 @@ def life_line(fd: int) -> Callable[[], None]:
     os.set_blocking(fd, False)
 
     def show_life() -> None:
-        with contextlib.suppress(OSError):  # full, or the reader is gone and so shall we be
+        with contextlib.suppress(OSError):  # full, or the reader has died
             os.write(fd, b"\0")
 
     return show_life

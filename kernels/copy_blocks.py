@@ -17,7 +17,7 @@ def copy_blocks(pool: Tensor, copies: Sequence[tuple[int, int]]) -> None:
     """Run (source, destination) copies of blocks in every layer.
 
     Args:
-        pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], changed
+        pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], modified
         copies: pairs of block ids; all sources are read before any destination is written.
     """
     assert pool.dim() == 6, f"pool {tuple(pool.shape)}"

@@ -16,7 +16,7 @@ def copy_blocks_reference(pool: Tensor, copies: Sequence[tuple[int, int]]) -> No
     Every source is read before any destination is written. Destinations are distinct.
 
     Args:
-        pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], changed
+        pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], modified
         copies: pairs of block ids (source, destination)
     """
     sources, destinations = torch.tensor(copies, device=pool.device).unbind(1)

@@ -19,7 +19,7 @@ def draw_uniforms(draws: Tensor, *, library: CpuLibrary | None = None) -> Tensor
 
     Args:
         draws: int64 [3, num_rows], contiguous: seeds, sequence indices, positions
-        library: the CPU's kernels, where there are some
+        library: the CPU kernels, if there are any
     """
     assert draws.dim() == 2, f"draws {tuple(draws.shape)}"
     assert len(draws) == 3, f"draws {tuple(draws.shape)}"

@@ -1,6 +1,6 @@
 """The uniform number behind a sampled token, in numpy: the specification.
 
-A pure function of seed, branch and position, so nothing is carried from token to token:
+A pure function of seed, branch and position, without state between tokens:
 Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, §5.3) with
 the request's seed as key and (token position, sequence index) as counter. A stream that is
 preempted, resumed, moved to another engine or batched with others draws the same numbers.
@@ -28,8 +28,8 @@ def draw_uniforms_reference(draws: Tensor) -> Tensor:
     """A number in [0, 1) with 53 random bits for each row: float64 [num_rows].
 
     Args:
-        draws: int64 [3, num_rows]: the request's seed, 64 bits that are read as unsigned; which
-            branch of the request; and the tokens before the one that is drawn, prompt and output.
+        draws: int64 [3, num_rows]: the request's seed (read as unsigned), the branch's index, and
+            the number of prompt and output tokens before the drawn one.
     """
     seed, index, position = draws.cpu().numpy().view(np.uint64)
     first, second, _, _ = philox(

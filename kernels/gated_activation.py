@@ -17,7 +17,7 @@ from penstock.kernels.gpu_operations import gpu_operation
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [num_tokens, 2 · size] → [num_tokens, size]; as `silu_and_mul_reference` says."""
+    """gate_up [num_tokens, 2 · size] → [num_tokens, size]; see `silu_and_mul_reference`."""
     _check(gate_up)
     is_gpu = gate_up.is_cuda
     run = gpu_operation("silu_and_mul", "gated_activation") if is_gpu else silu_and_mul_reference
@@ -26,7 +26,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_and_mul(gate_up: Tensor, *, approximate: Literal["none", "tanh"]) -> Tensor:
-    """gate_up [num_tokens, 2 · size] → [num_tokens, size]; as `gelu_and_mul_reference` says."""
+    """gate_up [num_tokens, 2 · size] → [num_tokens, size]; see `gelu_and_mul_reference`."""
     _check(gate_up)
     is_gpu = gate_up.is_cuda
     run = gpu_operation("gelu_and_mul", "gated_activation") if is_gpu else gelu_and_mul_reference

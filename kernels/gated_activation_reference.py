@@ -11,7 +11,7 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     """silu(gate) · up, the activation rounded to the dtype before the product.
 
     Args:
-        gate_up: [num_tokens, 2 · size], gate and up side by side
+        gate_up: [num_tokens, 2 · size], gate and up concatenated
 
     Returns:
         [num_tokens, size]
@@ -25,7 +25,7 @@ def gelu_and_mul_reference(gate_up: Tensor, *, approximate: str) -> Tensor:
 
     Args:
         gate_up: as in `silu_and_mul_reference`
-        approximate: "none" (by erf; "gelu" to `transformers`) or "tanh" ("gelu_pytorch_tanh")
+        approximate: "none" (by erf; `transformers` calls it "gelu") or "tanh" ("gelu_pytorch_tanh")
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate) * up

@@ -1,4 +1,4 @@
-"""Where triton is imported, and only when a tensor lies on a GPU: a CPU needs none."""
+"""The only place that imports Triton, and only for tensors on a GPU, so a CPU does not need it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from penstock.kernels.layer_norm_reference import layer_norm_reference
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The norm of each row of x [num_rows, size]; as `layer_norm_reference` says."""
+    """The norm of each row of x [num_rows, size]; see `layer_norm_reference`."""
     assert x.dim() == 2, f"rows {tuple(x.shape)}"
     for parameter in (weight, bias):
         assert parameter is None or parameter.shape == x.shape[1:], f"{tuple(parameter.shape)}"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x − mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension; the variance is
-    the biased one; in float32, rounded once.
+    """(x − mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension, with the biased
+    variance; computed in float32, rounded once.
 
     Args:
         x: [num_rows, size]

@@ -1,6 +1,6 @@
 """A matrix product whose rows do not depend on each other: checks, picks the implementation.
 
-For where results may not depend on the batch; elsewhere torch's product is faster. The meaning is
+Only used where results must not depend on the batch; torch's product is faster. The meaning is
 specified by `linear_reference`.
 """
 

@@ -1,5 +1,5 @@
 """Linear layers in int8, in plain torch: the specification (Dettmers et al., "LLM.int8()", 2022,
-section 2.1: a scale for each row of the input and each row of the weight; no outliers apart).
+section 2.1: a scale for each row of the input and of the weight; no separate outliers).
 """
 
 from __future__ import annotations
@@ -7,21 +7,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# 127² · so many stays below 2²⁴: float32 holds every sum of so many products exactly.
+# 127² · 1024 < 2²⁴: float32 holds every sum of so many products exactly.
 _EXACT_FEATURES = 1024
 
 
 def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row as int8 times a scale: its largest magnitude becomes ±127.
 
-    A row of zeros, or of values so small that 127 ÷ the largest overflows, becomes zeros. One with
-    a NaN or an infinity gets that as its scale, so that nothing computed of it is finite.
+    A row of zeros, or of values so small that 127 ÷ the largest overflows, becomes zeros. A row
+    with a NaN or an infinity gets that as its scale, so that its results are not finite.
 
     Args:
         x: [num_rows, size]
 
     Returns:
-        int8 [num_rows, size], and float32 [num_rows]: x ≈ the one times the other.
+        values int8 [num_rows, size] and scales float32 [num_rows]: x ≈ values · scale.
     """
     x = x.float()
     largest = x.abs().amax(dim=1)
@@ -33,7 +33,7 @@ def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 def linear_int8_reference(
     x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """x · weightᵀ (+ bias), x rounded row by row before: exact sums of int8 products, scaled.
+    """x · weightᵀ (+ bias), x quantized row by row first: exact sums of int8 products, scaled.
 
     Args:
         x: [num_rows, in_features]

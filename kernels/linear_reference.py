@@ -1,7 +1,7 @@
-"""A matrix product whose rows do not depend on each other, in plain torch: what it computes.
+"""A matrix product whose rows do not depend on each other, in plain torch: the specification.
 
-That a row's bits depend on that row alone is the kernel's promise, not this one's: torch chooses
-the order of a sum by the number of rows.
+Only the kernel guarantees that a row's bits depend on that row alone: torch chooses the order of a
+sum by the number of rows.
 """
 
 from __future__ import annotations

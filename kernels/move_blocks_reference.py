@@ -1,7 +1,7 @@
 """Moving blocks between the KV pool and a staging buffer, in plain torch: the specification.
 
-The pool holds a block in pieces, one for each layer's keys and one for its values; in the buffer,
-as in host memory, a block is one piece. Bits are moved, not numbers.
+In the pool a block consists of pieces, one for each layer's keys and one for its values; in the
+buffer, as in host memory, a block is contiguous. Bits are moved unchanged, NaN payloads too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def gather_blocks_reference(pool: Tensor, block_ids: Tensor, staging: Tensor) ->
     Args:
         pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
         block_ids: int64 [n]
-        staging: [n, num_layers, 2, block_size, num_kv_heads, head_dim], changed
+        staging: [n, num_layers, 2, block_size, num_kv_heads, head_dim], modified
     """
     torch.index_select(_by_block(pool), 0, block_ids, out=as_bits(staging))
 
 
 def scatter_blocks_reference(staging: Tensor, block_ids: Tensor, pool: Tensor) -> None:
-    """Block block_ids[i] of the pool = staging[i]; arguments as in `gather_blocks_reference`, ids
-    distinct, the pool changed."""
+    """Block block_ids[i] of the pool = staging[i]; arguments as in `gather_blocks_reference`, but
+    ids must be distinct, and the pool is modified."""
     _by_block(pool).index_copy_(0, block_ids, as_bits(staging))
 
 

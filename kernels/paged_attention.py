@@ -34,11 +34,11 @@ def paged_attention(
     """Attend over the cache; arguments and result as in `paged_attention_reference`, and
 
     Args:
-        split_len: on a GPU, a decode's context is split into parts of so many positions, whatever
-            the batch: then a row's bits depend on its own sequence alone. None: into as many as
+        split_len: on a GPU, splits a decode's context into parts of so many positions, whatever
+            the batch, so that a row's bits depend only on its own sequence. None: as many parts as
             fill the device.
-        is_invariant: on a GPU, a token's bits depend on its position and what is before it alone:
-            not on the batch, nor on the chunk it is computed in. Nothing is split then.
+        is_invariant: on a GPU, a token's bits depend only on its position and the tokens before
+            it, not on the batch or its chunk. Nothing is split then.
     """
     _check(query, key_cache, value_cache, layout)
     assert window is None or window >= 1, f"window {window}"

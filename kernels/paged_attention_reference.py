@@ -5,18 +5,18 @@ Token t of sequence s, at position p, attends the keys at positions p' of its ow
 
     out[t, h] = Σ_p' softmax_p'(scale · query[t, h] · key[p', h // group]) value[p', h // group]
 
-where group = num_heads / num_kv_heads. Positions are found through the block table (Kwon et
+where group = num_heads / num_kv_heads. The block table maps positions to slots (Kwon et
 al., "Efficient Memory Management for LLM Serving with PagedAttention", SOSP 2023, §4.1;
 windows: Jiang et al., "Mistral 7B", 2023, §2; shared key heads: Ainslie et al., "GQA", 2023).
 
-Options: a soft cap makes soft_cap · tanh(score / soft_cap) of each score (Gemma 2, 2024, §2). A
-sink is a logit of a head's own that joins the softmax without a value: it only takes weight from
-the others (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, §2). A cache in FP8 holds keys
-divided by the key_scale of their KV head, and values by its value_scale.
+Options: a soft cap replaces each score by soft_cap · tanh(score / soft_cap) (Gemma 2, 2024, §2). A
+sink is a head's extra logit in the softmax without a value: it only takes weight from the others
+(OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, §2). An FP8 cache holds keys divided by the
+key_scale of their KV head, and values divided by its value_scale.
 
-Only slots that were stored are ever read: a freed block may hold anything, NaN too, and a
-masked NaN would still spoil its neighbours (0 × NaN). Padding therefore points to a position
-the sequence owns.
+Only stored slots are ever read: a freed block may hold anything, NaN too, and a masked NaN would
+still spoil its neighbours (0 × NaN). Padding therefore points to a position of the sequence
+itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from penstock.kernels.paged_layout import PagedLayout
 
-_MAX_PADDED_SLOTS = 1 << 14  # a gather of so many is small, however much of it is padding
+_MAX_PADDED_SLOTS = 1 << 14  # a gather of this size is small, however much of it is padding
 _MAX_SCORES = 1 << 25  # 128 MiB in float32
 
 
@@ -47,7 +47,7 @@ def paged_attention_reference(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attend; this step's keys and values are in the cache already.
+    """Attend; this step's keys and values must be in the cache already.
 
     Args:
         query: [num_tokens, num_heads, head_dim]
@@ -90,9 +90,9 @@ def paged_attention_reference(
 
 
 def _similar_lengths(seqs: list[int], seq_lens: list[int]) -> list[list[int]]:
-    """Sequences in groups whose padded gather wastes little: less than the tokens it is for.
+    """Sequences in groups whose gathers are at most half padding.
 
-    Padding all of a batch to its longest sequence would take memory that nobody has budgeted.
+    Padding a whole batch to its longest sequence could exceed the memory budget.
     """
     groups: list[list[int]] = []
     num_tokens = 0  # of the newest group
@@ -115,9 +115,9 @@ class _Rows:
         self.scale = scale
 
     def gather(self, slots: Tensor) -> Tensor:
-        """Those at slots [n, m], in float32 if the cache is scaled: [n, num_kv_heads, m, head_dim]
+        """The rows at slots [n, m], in float32 if scaled: [n, num_kv_heads, m, head_dim]
 
-        `index_select` rather than indexing: several times faster on a CPU.
+        Uses `index_select`, several times faster than indexing on a CPU.
         """
         if self.scale is None:
             gathered = self.cache.index_select(0, slots.flatten())
@@ -152,8 +152,7 @@ class _Attention:
         positions = (seq_lens - num_visible)[:, None] + columns
         positions = torch.minimum(positions, seq_lens[:, None] - 1)
         slots = self._slots(block_tables, positions)  # [num_seqs, max_visible]
-        # The heads that share a key head stand in the place of query positions, so no key is
-        # ever repeated.
+        # The heads that share a key head take the axis of query positions, so no key is repeated.
         by_kv_head = (num_kv_heads, num_heads // num_kv_heads)
         output = self._attend(
             query.view(num_seqs, *by_kv_head, head_dim),
@@ -182,7 +181,7 @@ class _Attention:
             mixed = self._attend(query.transpose(0, 1)[None], keys, values, None, None)
             return mixed[0].transpose(0, 1)
         output = torch.empty_like(query)
-        # A mask may bring all scores into memory at once, so a long context is taken in slices.
+        # With a mask all scores may be in memory at once, so a long context is sliced.
         step = max(1, _MAX_SCORES // (query.shape[1] * len(positions)))
         for begin in range(0, query_len, step):
             rows = slice(begin, min(begin + step, query_len))
@@ -193,7 +192,7 @@ class _Attention:
 
     @property
     def _is_plain(self) -> bool:
-        """Attention as torch has it."""
+        """Whether torch's own attention computes the same."""
         return self.soft_cap is None and self.sinks is None and self.keys.scale is None
 
     def _attend(
@@ -201,7 +200,7 @@ class _Attention:
     ) -> Tensor:
         """query [n, heads, rows, head_dim] over keys and values [n, num_kv_heads, m, head_dim].
 
-        The mask broadcasts to [n, heads, rows, m], None is causal and plain; sinks broadcast to
+        The mask broadcasts to [n, heads, rows, m]; None means causal and plain. Sinks broadcast to
         [n, heads, rows, 1].
         """
         group = query.shape[1] // keys.shape[1]
@@ -232,7 +231,7 @@ class _Attention:
         return blocks * self.block_size + positions % self.block_size
 
     def _mask(self, key_positions: Tensor, query_len: int) -> Tensor:
-        """What each of the last query_len positions sees: bool [query_len, num_keys]."""
+        """The keys that each of the last query_len positions sees: bool [query_len, num_keys]."""
         query_positions = key_positions[-query_len:, None]
         mask = key_positions <= query_positions
         if self.window is not None:

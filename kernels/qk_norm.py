@@ -1,4 +1,4 @@
-"""The norm that some models give queries and keys before positions turn them (Henry et al.,
+"""The norm that some models apply to queries and keys before rotary positions (Henry et al.,
 "Query-Key Normalization for Transformers", 2020)."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation, alone and of a sum: checks shapes, picks the implementation.
 
-The meaning is specified by `rms_norm_reference`. On a GPU the sum with the residual stream is part
-of the same launch: the stream is read and written once.
+The meaning is specified by `rms_norm_reference`. On a GPU the addition to the residual stream is
+part of the same launch, so the stream is read and written once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.kernels.rms_norm_reference import add_rms_norm_reference, rms_norm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of each row of x [num_rows, size]; as `rms_norm_reference` says."""
+    """The norm of each row of x [num_rows, size]; see `rms_norm_reference`."""
     _check(x, weight)
     run = gpu_operation("rms_norm") if x.is_cuda else rms_norm_reference
     normed: Tensor = run(x, weight, eps)
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of each row of x + residual, and the sum; as `add_rms_norm_reference` says."""
+    """The norm of each row of x + residual, and the sum; see `add_rms_norm_reference`."""
     _check(x, weight)
     assert residual.shape == x.shape, f"{tuple(x.shape)} + {tuple(residual.shape)}"
     assert residual.dtype == x.dtype, f"{x.dtype} + {residual.dtype}"

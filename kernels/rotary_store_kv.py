@@ -1,4 +1,4 @@
-"""From a layer's projections to its queries and a filled cache: checks, picks the implementation.
+"""Rotates queries and keys, stores keys and values: checks shapes, picks the implementation.
 
 The meaning is specified by `rotary_store_kv_reference`. On a GPU it is one launch that reads the
 projections once; the norm of queries and keys is part of it, since a head is in registers anyway.
@@ -25,7 +25,7 @@ def rotary_store_kv(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Turn queries and keys, store keys and values; as `rotary_store_kv_reference` says."""
+    """Rotate queries and keys, store keys and values; see `rotary_store_kv_reference`."""
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, _, num_kv_heads, cache_head_dim = key_cache.shape
     assert head_dim == cache_head_dim, f"head_dim {head_dim}, {cache_head_dim} in the cache"

@@ -1,4 +1,4 @@
-"""From a layer's projections to its queries and a filled cache, in plain torch: the specification.
+"""Rotates queries and keys, stores keys and values, in plain torch: the specification.
 
 Rotary positions: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 """
@@ -24,10 +24,10 @@ def rotary_store_kv_reference(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Norm (if asked) and turn queries and keys, then store keys and values as
-    `store_kv_reference` does.
+    """Normalise (with a `qk_norm`) and rotate queries and keys, then store keys and values as in
+    `store_kv_reference`.
 
-    Each product and sum of the turn is rounded to the model's dtype, as `transformers` does.
+    Each product and sum of the rotation is rounded to the model's dtype, as in `transformers`.
 
     Args:
         qkv: [num_tokens, num_heads + 2 · num_kv_heads, head_dim]: queries, keys, values
@@ -35,7 +35,7 @@ def rotary_store_kv_reference(
         key_cache, value_cache, slot_mapping, key_scale, value_scale: as in `store_kv_reference`
 
     Returns:
-        the queries, [num_tokens, num_heads, head_dim]; those of padding too
+        the queries, [num_tokens, num_heads, head_dim], including those of padding
     """
     num_kv_heads = key_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -56,6 +56,6 @@ def rotary_store_kv_reference(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [num_tokens, num_heads, head_dim]; a pair is dimensions i and i + head_dim / 2."""
+    """Rotate x [num_tokens, num_heads, head_dim]; a pair is dimensions i and i + head_dim / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

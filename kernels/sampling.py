@@ -27,10 +27,10 @@ def sample_tokens(
     """Token ids int64 and whether they are valid, bool; [num_rows] each.
 
     Args:
-        logits: [num_rows, vocab_size], unchanged
-        temperature, top_k, top_p, min_p, uniforms: float64 [num_rows], as
-            `sample_tokens_reference` has them
-        library: the CPU's kernels, where there are some
+        logits: [num_rows, vocab_size], not modified
+        temperature, top_k, top_p, min_p, uniforms: float64 [num_rows], as in
+            `sample_tokens_reference`
+        library: the CPU kernels, if there are any
     """
     parameters = (temperature, top_k, top_p, min_p, uniforms)
     assert logits.dim() == 2, f"logits {tuple(logits.shape)}"

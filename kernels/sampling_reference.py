@@ -1,8 +1,8 @@
 """Drawing a token from each row of logits, in plain torch: the specification.
 
-In order: float32 · temperature · top_k · top_p · min_p · draw. Truncation keeps the tokens from
-some logit upwards, so those tied with the last one kept are kept too: which of them would go is an
-accident of sorting.
+In order: float32 · temperature · top_k · top_p · min_p · draw. Truncation keeps all tokens from
+some logit upwards, including ties with the last one kept, since dropping some of them would depend
+on the sort.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_MIN_TEMPERATURE = 1e-30  # smaller ones would vanish in float32
-_NUM_LIKELIEST = 1024  # a nucleus is nearly always among so many; a full sort is far slower
+_MIN_TEMPERATURE = 1e-30  # smaller ones would underflow in float32
+_NUM_LIKELIEST = 1024  # nearly always contain the nucleus; a full sort is far slower
 
 
 def sample_tokens_reference(
@@ -24,11 +24,11 @@ def sample_tokens_reference(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each row, and whether the row was a distribution at all.
+    """The next token of each row, and whether the row was a valid distribution.
 
-    A token's weight is e^((logit - largest logit) / temperature); a row is drawn by inverting the
-    cumulative sum of the weights that are kept, in vocabulary order and float64. No row's result
-    depends on another's.
+    A token's weight is e^((logit - largest logit) / temperature); a token is drawn by inverting the
+    cumulative sum of the kept weights, in vocabulary order and float64. No row's result depends on
+    another's.
 
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16; -inf never gets drawn.
@@ -42,11 +42,11 @@ def sample_tokens_reference(
         uniforms: in [0, 1), with 53 bits.
 
     Returns:
-        int64 and bool [num_rows]. Not valid is a row with NaN or +inf, or with -inf alone: its
-        token is then arbitrary.
+        int64 and bool [num_rows]. A row with NaN or +inf, or with only -inf, is invalid: its token
+        is arbitrary.
     """
     logits = logits.float()
-    largest, token_ids = logits.max(dim=-1)  # NaN wins, so that it shows
+    largest, token_ids = logits.max(dim=-1)  # NaN if there is one
     is_valid = largest.isfinite()
     rows = ((temperature > 0) & is_valid).nonzero()[:, 0]
     if len(rows):
@@ -66,7 +66,7 @@ def _draw(
     """Token ids [num_rows]; each parameter is [num_rows, 1].
 
     A draw u < 1 has 53 bits, so u · total rounds to less than total, and the first sum above it
-    belongs to a token that was kept.
+    belongs to a kept token.
     """
     largest = logits.amax(dim=-1, keepdim=True).double()
     temperature = temperature.clamp(min=_MIN_TEMPERATURE)
@@ -85,7 +85,7 @@ def _draw(
 
 
 def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
-    """The least logit kept; [num_rows, 1]."""
+    """The smallest logit kept; [num_rows, 1]."""
     is_used = (top_k > 0) & (top_k < logits.shape[1])
     unlimited = torch.full_like(logits[:, :1], -torch.inf)
     if not bool(is_used.any()):
@@ -96,7 +96,7 @@ def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _top_p_threshold(logits: Tensor, top_p: Tensor, weigh: Callable[[Tensor], Tensor]) -> Tensor:
-    """The least logit kept; [num_rows, 1]."""
+    """The smallest logit kept; [num_rows, 1]."""
     target = top_p * weigh(logits).sum(dim=-1, keepdim=True)
 
     def among(num_likeliest: int) -> tuple[Tensor, bool]:

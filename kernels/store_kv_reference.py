@@ -18,15 +18,15 @@ def store_kv_reference(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Store each token's key and value in its slot. A token whose slot is −1 is padding: nothing
-    of it is stored. The other slots are distinct.
+    """Store each token's key and value in its slot. A token with slot −1 is padding and is not
+    stored. The other slots are distinct.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim]
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], changed
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], modified
         slot_mapping: int64 [num_tokens], block × block_size + offset, or −1
-        key_scale, value_scale: float32 [num_kv_heads] or [], for a cache in FP8: what is stored
-            is x / scale, rounded to the nearest and clamped to what FP8 can hold.
+        key_scale, value_scale: float32 [num_kv_heads] or [], for an FP8 cache, which stores
+            x / scale, rounded to nearest and clamped to FP8's range.
     """
     is_stored = slot_mapping >= 0
     slots = slot_mapping[is_stored]
@@ -36,7 +36,7 @@ def store_kv_reference(
 
 
 def _as_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [num_tokens, num_kv_heads, head_dim] as a cache of this dtype holds it."""
+    """x [num_tokens, num_kv_heads, head_dim] as stored in a cache of this dtype."""
     if scale is None:
         return x
     largest = torch.finfo(dtype).max

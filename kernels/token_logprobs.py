@@ -15,7 +15,7 @@ def token_logprobs(
     logits: Tensor, token_ids: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities and ranks of token_ids [num_rows] in logits [num_rows, vocab_size], and
-    values and ids of the likeliest [num_rows, num_top]; as `token_logprobs_reference` says."""
+    values and ids of the likeliest [num_rows, num_top]; see `token_logprobs_reference`."""
     assert logits.dim() == 2, f"logits {tuple(logits.shape)}"
     assert token_ids.shape == logits.shape[:1], f"{tuple(token_ids.shape)}"
     assert 0 <= num_top <= logits.shape[1], f"{num_top} of {logits.shape[1]}"

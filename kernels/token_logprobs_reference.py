@@ -8,7 +8,7 @@ from torch import Tensor
 def token_logprobs_reference(
     logits: Tensor, token_ids: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each row's token within the row's distribution, and the likeliest tokens.
+    """Log-probability and rank of each row's token, and the likeliest tokens.
 
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16
@@ -16,9 +16,9 @@ def token_logprobs_reference(
         num_top: at most vocab_size
 
     Returns:
-        Log-probabilities of the tokens, float32 [num_rows]; their ranks, int64 [num_rows], 1 the
-        likeliest and equal ones sharing the better; the num_top likeliest, float32 and int64
-        [num_rows, num_top], likeliest first.
+        Log-probabilities of the tokens, float32 [num_rows]; their ranks, int64 [num_rows], from 1
+        for the likeliest, with ties sharing the better rank; log-probabilities and ids of the
+        num_top likeliest, float32 and int64 [num_rows, num_top], likeliest first.
     """
     chosen = token_ids[:, None]
     logprobs = logits.float().log_softmax(dim=-1)

@@ -1,6 +1,6 @@
 /**
- * One answer on its way: its text as it grows, where a resumed stream takes up, how it ended.
- * What it does not know: connections.
+ * One answer: its text as it grows, where to resume its stream, how it ended. Connections are
+ * handled elsewhere.
  */
 
 /** @typedef {import("./http.js").Problem} Problem */
@@ -35,16 +35,17 @@ export class AnswerError extends Error {
 
 /**
  * Events: `started`, `delta` (detail: the new text), `queue` (detail: QueuePlace), `pause` (detail:
- * whether the server has parked it for lack of memory, or goes on), `end` (detail: Outcome).
+ * true when the server has paused it for lack of memory, false when it continues), `end` (detail:
+ * Outcome).
  *
  *     for await (const text of answer) process.stdout.write(text);
  *
- * A loop begins at the first word whenever it is started, and ends with the answer.
+ * A loop starts at the first word, whenever it is started, and ends with the answer.
  */
 export class Answer extends EventTarget {
   /** @type {string | null} */ responseId;
   text = "";
-  /** The last event seen; a resumed stream goes on after it. */
+  /** The last event seen; a resumed stream continues after it. */
   lastSequenceNumber = -1;
   numDeltas = 0;
   sentAt = performance.now();
@@ -85,7 +86,7 @@ export class Answer extends EventTarget {
     else this.end({ kind: "cancelled" });
   }
 
-  /** Takes one server event of this answer; one that it has had already is passed over. */
+  /** Processes one server event of this answer; ignores one that it has had already. */
   feed(/** @type {any} */ event) {
     if (this.isEnded) return;
     if (typeof event.sequence_number === "number") {
@@ -101,7 +102,7 @@ export class Answer extends EventTarget {
     } else if (TERMINAL.has(event.type)) this.settle(event.response);
   }
 
-  /** Takes the whole, finished Response: what has not come yet comes now. */
+  /** Takes the rest from the finished Response. */
   settle(/** @type {any} */ response) {
     const text = textOf(response);
     if (text.length > this.text.length) this.#grow(text.slice(this.text.length));

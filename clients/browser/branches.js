@@ -8,7 +8,7 @@ import { placeOf } from "./turns.js";
 /** @typedef {import("./penstock-client.js").PenstockClient["conversations"]} Conversations */
 
 /**
- * To what was before a turn: the next one is asked for beside it.
+ * Moves the head to before a turn, where the next one is requested as its sibling.
  * @returns what was the head, and what is now
  */
 export async function stepBefore(
@@ -20,7 +20,7 @@ export async function stepBefore(
   return { head: tree.head, parent };
 }
 
-/** To the end of the branch that lies `step` beside the one that begins with `view`, if there is one. */
+/** Moves the head to the end of the branch `step` siblings away from `view`'s, if there is one. */
 export async function stepBeside(
   /** @type {Conversations} */ conversations, /** @type {string} */ id,
   /** @type {{ turnIds: string[] }} */ view, /** @type {number} */ step,

@@ -1,5 +1,5 @@
 /**
- * The chat page: its parts, what the reader does, and what follows from it.
+ * The chat page: its parts, and what happens when the user acts.
  */
 
 import { ConversationList } from "./conversation-list.js";
@@ -61,7 +61,7 @@ const pane = new ConversationPane({
     fitComposer();
   },
 });
-/** The other tabs of this browser: told when something has changed, with the conversation's id. */
+/** Notifies the other tabs of this browser when a conversation has changed, with its id. */
 const tabs = new BroadcastChannel("penstock");
 
 // ---- conversations -------------------------------------------------------------------------
@@ -132,11 +132,11 @@ function listenToPane() {
 }
 
 function leaveDeleted() {
-  pane.stop(); // nobody will read the rest
+  pane.stop(); // the rest will not be read
   showNewChat("Deleted.");
 }
 
-/** Shows what others have done meanwhile. What is gone from the server stays on the page. */
+/** Shows changes made elsewhere. Conversations deleted on the server stay on the page. */
 async function catchUp() {
   if (client.state === "open") await quietly(() => pane.refresh());
 }
@@ -145,7 +145,7 @@ async function catchUp() {
 
 /** @type {import("./answer.js").Answer | null} */ let followed = null;
 
-/** Says how it goes, in a place of its own: under the answer it would move with every line. */
+/** Shows progress outside the answer, where it does not move with every line. */
 function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   if (answer === followed) return;
   followed = answer;
@@ -171,7 +171,7 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
 
 function refresh() {
   const label = { connecting: "Connecting…", open: "Connected", waiting: "Reconnecting…", unauthorized: "Needs a key", closed: "Offline" };
-  // Tries follow each other quickly; between them the page stays calm and says one thing.
+  // Tries follow each other quickly; the page shows one steady message between them.
   const shown = client.state === "connecting" && client.numFailures > 0 ? "waiting" : client.state;
   page.connection.dataset.state = shown;
   page.connectionText.textContent = client.transport === "sse" ? "Connected (without WebSocket)" : label[shown];

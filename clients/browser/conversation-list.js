@@ -1,5 +1,5 @@
 /**
- * The list of conversations beside the open one: the server's, newest first.
+ * The list of the server's conversations, newest first.
  */
 
 import { button, byId, make } from "./dom.js";
@@ -30,7 +30,7 @@ export class ConversationList extends EventTarget {
     byId("rename-cancel").addEventListener("click", () => dialog.close());
   }
 
-  /** Fetches as much of it as is shown. A server that cannot be reached leaves it as it is. */
+  /** Reloads as much of the list as is shown; unchanged if the server cannot be reached. */
   async refresh() {
     await quietly(async () => {
       const limit = Math.min(100, Math.max(30, this.#shown.length));

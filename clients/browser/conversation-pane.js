@@ -1,10 +1,10 @@
 /**
- * The conversation on the page: opening one, asking, stopping, going on, and its branches.
+ * The conversation on the page: opening one, asking, stopping, continuing, and its branches.
  *
- * All of it is the server's: the tree of turns, its head, what was said. The page shows it, and
- * tells the other tabs of this browser when it has changed something. To answer an earlier message
- * anew is to move the head to what was before it, and to ask there: head and lock keep two readers
- * of one conversation from crossing each other.
+ * The server keeps everything: the tree of turns, its head, the texts. The page shows it, and notifies
+ * the other tabs of this browser of changes. To answer an earlier message again, it moves the head to
+ * before that message and asks there; head and lock keep two users of one conversation from
+ * interfering.
  */
 
 import { stepBefore, stepBeside } from "./branches.js";
@@ -38,7 +38,7 @@ export class ConversationPane extends EventTarget {
   isBusy = false;
   /** @type {Tree | null} */ #tree = null;
   /** While it is being fetched. @type {Promise<void> | null} */ #loading = null;
-  /** Counts what was opened, so that a late answer finds out that it is late. */
+  /** Counts opened conversations, so that a late answer is recognised as stale. */
   #epoch = 0;
   #around;
   #wishes = {
@@ -69,7 +69,7 @@ export class ConversationPane extends EventTarget {
     if (id) await this.refresh();
   }
 
-  /** Shows what has become of it, as by another tab. Throws PenstockError. */
+  /** Shows changes made elsewhere, for example in another tab. Throws PenstockError. */
   refresh() {
     const loading = this.#load().finally(() => { if (this.#loading === loading) this.#loading = null; });
     this.#loading = loading;
@@ -85,7 +85,7 @@ export class ConversationPane extends EventTarget {
     this.#tree = tree;
     const path = pathShown(tree);
     const refused = this.views.at(-1)?.turnIds.length === 0 ? this.views.at(-1) : undefined;
-    // It stays, with what can be done about it, as long as nothing else has been said there.
+    // The problem stays, with its actions, until the conversation has another turn.
     if (!refused || path.at(-1)?.turn !== this.views.at(-2)?.turnIds.at(-1)) {
       this.#show(path);
       if (refused) this.#around.onLost(messageText(refused.items[refused.items.length - 1]));
@@ -110,7 +110,7 @@ export class ConversationPane extends EventTarget {
     return view;
   }
 
-  /** A turn that another tab, or this page before it was loaded anew, has begun. */
+  /** Follows a turn that another tab, or this page before a reload, has started. */
   #followRunning(/** @type {Turn | undefined} */ last) {
     const running = runningOf(/** @type {Tree} */ (this.#tree));
     if (!running) return;
@@ -124,7 +124,7 @@ export class ConversationPane extends EventTarget {
 
   // ---- asking --------------------------------------------------------------------------------
 
-  /** Sends a message, below all that was said before it. */
+  /** Sends a message at the end of the conversation. */
   async ask(/** @type {string} */ text) {
     const epoch = this.#epoch;
     while (this.#loading) {
@@ -143,7 +143,7 @@ export class ConversationPane extends EventTarget {
     this.#changed();
   }
 
-  /** Answers the last message anew. */
+  /** Answers the last message again. */
   regenerateLast() {
     const view = this.views.at(-1);
     if (view?.isAnswered && view.turnIds.length > 0) this.#wishes.regenerate(view);
@@ -216,7 +216,7 @@ export class ConversationPane extends EventTarget {
     await quietly(() => this.#compare());
   }
 
-  /** Fetches the tree; shows it anew where it is not what the page shows. */
+  /** Fetches the tree, and updates the page where it differs. */
   async #compare() {
     const { id } = this;
     if (!id || this.answer) return;
@@ -251,7 +251,7 @@ export class ConversationPane extends EventTarget {
     void this.open(null).then(() => this.#send(view.items));
   }
 
-  /** A message that the server did not take: it goes back to where it was written. */
+  /** Puts a message that the server refused back where it was written. */
   #giveBack(/** @type {TurnView} */ view, /** @type {unknown} */ problem) {
     this.#drop(view);
     this.#handBack(messageText(view.items[view.items.length - 1]), refusalText(problem));
@@ -298,7 +298,7 @@ export class ConversationPane extends EventTarget {
     });
   }
 
-  /** Answers `items` in place of what `view` shows, beside it. */
+  /** Answers `items` in a new branch beside `view`'s. */
   async #branch(/** @type {TurnView} */ view, /** @type {TurnView["items"]} */ items) {
     const { id } = this;
     if (!id || this.answer || this.isBusy) return;
@@ -312,7 +312,7 @@ export class ConversationPane extends EventTarget {
     });
   }
 
-  /** Shows the branch beside the one that begins with `view`. */
+  /** Shows the branch next to the one that starts with `view`. */
   async #switch(/** @type {TurnView} */ view, /** @type {number} */ step) {
     const { id } = this;
     if (!id || this.answer) return;

@@ -72,7 +72,7 @@ export class Conversations {
   }
 
   /**
-   * Its turns; `items`: with what was said on the path to the head, or to the turn that runs on it.
+   * Its turns; `items`: with the texts on the path to the head, or to the turn that runs on it.
    * @returns {Promise<Tree>}
    */
   tree(/** @type {string} */ id, { items = false } = {}) {

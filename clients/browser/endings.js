@@ -9,7 +9,7 @@ import { PenstockError } from "./penstock-client.js";
 export const TAKEN = "Somebody else is being answered in this conversation.";
 export const NOT_LOADED = "This conversation could not be loaded.";
 const GONE = "The server no longer has this conversation. Nothing above will be remembered.";
-/** Errors after which a conversation cannot go on. @type {Record<string, string>} */
+/** Errors after which a conversation cannot continue. @type {Record<string, string>} */
 const ENDS_OF_CONVERSATIONS = {
   conversation_not_found: GONE,
   previous_response_not_found: GONE,

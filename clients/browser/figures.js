@@ -45,7 +45,7 @@ export function figureElements(/** @type {Figure[]} */ figures) {
   });
 }
 
-/** What is said about an answer while it comes. */
+/** The status of an answer while it streams. */
 export function liveText(/** @type {Answer} */ answer) {
   const rate = answer.numDeltas < 8 ? null : rateOf(answer, answer.numDeltas);
   return rate ? `≈ ${rate} tokens/s` : "Answering…";

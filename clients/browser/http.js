@@ -86,7 +86,7 @@ export class Http {
   }
 }
 
-/** A body as it is sent; half a surrogate pair, which no server takes, as a replacement character. */
+/** A body as JSON; a lone surrogate, which servers refuse, becomes a replacement character. */
 export function jsonOf(/** @type {object} */ body) {
   return JSON.stringify(body, (_, value) =>
     typeof value === "string" ? value.replace(/\p{Surrogate}/gu, "\ufffd") : value);

@@ -18,7 +18,7 @@ export function storedKey() {
   }
 }
 
-/** Null: forgets it. A browser that keeps nothing asks anew when the page is loaded anew. */
+/** Null: forgets it. Without session storage, the page asks again after a reload. */
 function store(/** @type {string | null} */ key) {
   try {
     if (key) sessionStorage.setItem(ITEM, key);

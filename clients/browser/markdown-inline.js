@@ -55,7 +55,7 @@ function span(/** @type {Record<string, string | undefined>} */ found) {
   return withInline(element("em"), found.star ?? found.under ?? "");
 }
 
-/** Opens beside the chat, and tells the other side neither where it stood nor who opened it. */
+/** A link that opens in another tab, without referrer and opener. */
 function link(/** @type {string} */ address, text = "") {
   const node = /** @type {HTMLAnchorElement} */ (element("a", text));
   node.href = address;

@@ -5,9 +5,9 @@
  *     const answer = client.respond({ model: "demo", input: "Hello" });
  *     for await (const text of answer) console.log(text);
  *
- * Answers come over one WebSocket, as many at a time as are asked for; over server-sent events where
- * a WebSocket does not get through. The connection is kept up, and an answer that was under way when
- * it broke goes on where it was: no word is lost, none comes twice.
+ * Answers arrive over one WebSocket, any number at a time; over server-sent events where a WebSocket
+ * is blocked. A lost connection is reopened, and its unfinished answers resume where they left off:
+ * no text is lost or repeated.
  */
 
 import { Answer } from "./answer.js";
@@ -93,7 +93,7 @@ export class PenstockClient extends EventTarget {
     if (this.state !== "open" && this.state !== "connecting") void this.#connect();
   }
 
-  /** Uses another key (null: none) and connects anew. */
+  /** Uses another key (null: none) and reconnects. */
   setApiKey(/** @type {string | null} */ apiKey) {
     this.#http.apiKey = apiKey;
     this.#disconnect("closed");
@@ -230,7 +230,7 @@ export class PenstockClient extends EventTarget {
 
   // ---- answers -----------------------------------------------------------------------------
 
-  /** Begins an answer on this connection, or goes on with it. */
+  /** Starts or resumes an answer on this connection. */
   async #carry(/** @type {Answer} */ answer) {
     const attempt = this.#attempt;
     try {
@@ -249,7 +249,7 @@ export class PenstockClient extends EventTarget {
 
   /**
    * The response of a request whose answer broke off before its first event. A turn of a
-   * conversation must not be asked for twice; any other may, as nobody sees the first.
+   * conversation must not be requested twice; any other may, since the first has no effect.
    */
   async #find(/** @type {Answer} */ answer) {
     const { conversation, metadata } = answer.request ?? {};

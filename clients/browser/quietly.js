@@ -1,6 +1,6 @@
 import { PenstockError } from "./penstock-client.js";
 
-/** Does what may fail without harm, as the next refresh makes up for it: nothing said of errors. */
+/** Ignores errors of work that may fail without harm, since the next refresh repeats it. */
 export async function quietly(/** @type {() => Promise<any>} */ work) {
   try {
     await work();

@@ -1,6 +1,6 @@
 /**
- * What the reader has set: model, system prompt, sampling, theme. Kept in this browser; what is said
- * in conversations is not.
+ * The user's settings: model, system prompt, sampling, theme. Kept in this browser; conversations are
+ * not.
  */
 
 import { byId } from "./dom.js";

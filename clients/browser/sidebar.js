@@ -1,5 +1,5 @@
 /**
- * The place of the list of conversations: beside the open one, or over it on a narrow screen.
+ * The sidebar with the list of conversations; on a narrow screen it covers the open conversation.
  */
 
 import { byId } from "./dom.js";

@@ -121,8 +121,8 @@ export class SocketTransport {
   }
 
   /**
-   * A browser tells nobody that a line is dead. An answer's silence is asked about, and taken for
-   * death when nothing comes of that.
+   * Browsers do not report dead connections. After some silence the connection is checked, and closed
+   * if there is no reply.
    */
   #listen() {
     const quietMs = performance.now() - this.#heardAt;

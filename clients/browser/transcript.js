@@ -141,7 +141,7 @@ export class TurnView {
     this.#branches.replaceChildren(step(-1, "Previous version", "left"), place, step(1, "Next version", "right"));
   }
 
-  /** Lets the question be written anew in its place. */
+  /** Lets the user edit the question in place. */
   startEditing() {
     const bubble = this.#section.querySelector(".message.user:last-of-type .bubble") ?? this.#section.querySelector(".bubble");
     if (!bubble || this.#section.querySelector(".editor")) return;

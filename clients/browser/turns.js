@@ -22,7 +22,7 @@ export function placeOf(/** @type {Tree | null} */ tree, /** @type {{ turnIds: s
   return { siblings, index: siblings.findIndex((turn) => turn === own) };
 }
 
-/** Turns as they are shown: one without input goes on with the answer before it. */
+/** Turns as they are shown: one without input continues the answer before it. */
 export function grouped(/** @type {Turn[]} */ path) {
   /** @type {Turn[][]} */ const groups = [];
   for (const turn of path) {
@@ -50,7 +50,7 @@ export function runningOf(/** @type {Tree} */ { data, head, running }) {
   return running ?? data.find((turn) => turn.parent === head && turn.status === "in_progress")?.turn;
 }
 
-/** An item as it is sent. */
+/** An item as sent to the server. */
 export function inputOf(/** @type {Said} */ { role, content }) {
   return { role, content: content.map((part) => part.text).join("\n") };
 }

@@ -1,4 +1,4 @@
-"""The Python client. What it does not know: the server's code; it speaks its public protocol."""
+"""The Python client; uses only the server's public protocol."""
 
 from .client import AsyncClient, Client
 from .errors import (

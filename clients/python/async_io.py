@@ -1,4 +1,4 @@
-"""Drives the core's steps on asyncio: httpx and websockets."""
+"""Drives the core's steps on asyncio, with httpx and websockets."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from .steps import Action, Answer, Ask, Close, Dial, Locked, Read, Request, Send, Sleep, Steps, T
-from .wire import http_failure, http_request, lost, refused_handshake, socket_options, unreachable
+from .transport import (
+    http_failure,
+    http_request,
+    lost,
+    refused_handshake,
+    socket_options,
+    unreachable,
+)
 
 
 class AsyncIO:
     """An `AsyncRunner`. Tasks of one event loop may share it.
 
     Args:
-        is_loopback: no proxy belongs in between.
+        is_loopback: the server is on this machine; use no proxy.
     """
 
     def __init__(self, *, is_loopback: bool) -> None:
@@ -88,7 +95,7 @@ class AsyncIO:
 
 
 class _Body:
-    """The body of an answer, piece by piece."""
+    """The body of an answer, chunk by chunk."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response

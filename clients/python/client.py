@@ -20,13 +20,13 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class _Client(Generic[R]):
-    """What both clients have.
+    """The common part of both clients.
 
     Attributes:
         chat: `/v1/chat/completions`.
         conversations: `/v1/conversations`.
         models: `/v1/models`.
-        responses: `/v1/responses` over HTTP; `connect` has it over a WebSocket.
+        responses: `/v1/responses` over HTTP; use `connect` for a WebSocket.
     """
 
     def __init__(self, runner: R, server: Server) -> None:
@@ -43,20 +43,20 @@ class _Client(Generic[R]):
         return self._server.base_url
 
     def connect(self) -> ResponsesSocket[R]:
-        """A WebSocket for many responses at once. It connects when it is needed."""
+        """A WebSocket for many responses at once. It connects on first use."""
         return ResponsesSocket(self._runner, self._server)
 
 
 class Client(_Client[SyncRunner]):
-    """A client of a penstock server that waits for what it asks. Threads may share it.
+    """A blocking client of a penstock server. Threads may share it.
 
     Args:
         base_url: with or without `/v1`.
-        api_key: default: the first in the environment's `PENSTOCK_API_KEY`.
-        retries: how patient it is.
+        api_key: None uses the first key in the environment variable `PENSTOCK_API_KEY`.
+        retries: when and how often to retry.
 
     Raises:
-        ValueError: `base_url` is no address.
+        ValueError: `base_url` is not an address.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Client(_Client[SyncRunner]):
 
 
 class AsyncClient(_Client[AsyncRunner]):
-    """The same on asyncio, for the tasks of one event loop; see `Client` for the arguments."""
+    """A client on asyncio, for the tasks of one event loop; arguments as in `Client`."""
 
     def __init__(
         self,

@@ -1,23 +1,23 @@
-"""Everything that a client of this package raises.
+"""The exceptions of the Python client.
 
     PenstockError
     ├── TransportError
-    │   ├── UnreachableError        no connection came about: nothing was sent
-    │   └── ConnectionLostError     it broke, and going on was impossible or in vain
-    ├── RefusedError                the server said no: status, code, param, retry_after_s
+    │   ├── UnreachableError        could not connect: nothing was sent
+    │   └── ConnectionLostError     the connection broke, and could not be resumed
+    ├── RefusedError                the server refused: status, code, param, retry_after_s
     │   ├── InvalidRequestError     400 and every other 4xx without a class of its own
     │   ├── AuthenticationError     401
     │   ├── PermissionDeniedError   403
     │   ├── NotFoundError           404
-    │   │   └── ResponseExpiredError    the events of a response are not kept any more
+    │   │   └── ResponseExpiredError    the server no longer keeps a response's events
     │   ├── ConflictError           409
     │   ├── RateLimitError          429
     │   └── ServerError             5xx
     │       └── OverloadedError     503
     ├── ResponseFailedError         the answer ended with `response.failed`
-    └── ProtocolError               this is not what a penstock server says
+    └── ProtocolError               the answer is not one of a penstock server
 
-`ValueError` is raised for arguments that make no sense, as everywhere.
+Invalid arguments raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from typing import Any
 
 
 class PenstockError(Exception):
-    """Something that a user can be told in one line."""
+    """Base class; the message is one line, written for users."""
 
 
 class TransportError(PenstockError):
-    """The network, or nobody at its other end."""
+    """The network failed, or no server answered."""
 
 
 class UnreachableError(TransportError):
-    """No connection came about: nothing was sent."""
+    """The client could not connect: nothing was sent."""
 
 
 class ConnectionLostError(TransportError):
-    """The connection broke, or nothing came for too long."""
+    """The connection broke, or nothing arrived for too long."""
 
 
 class ResponseFailedError(PenstockError):
     """The answer ended with `response.failed`.
 
     Attributes:
-        code: why, for programs.
-        response_id: of the answer; what came of it can be read back.
+        code: the reason, for programs.
+        response_id: of the answer; its partial output can be retrieved.
     """
 
     def __init__(self, message: str, *, code: str | None, response_id: str) -> None:
@@ -57,17 +57,17 @@ class ResponseFailedError(PenstockError):
 
 
 class ProtocolError(PenstockError):
-    """This is not what a penstock server says."""
+    """The answer is not one of a penstock server."""
 
 
 class RefusedError(PenstockError):
-    """The server said no.
+    """The server refused the request.
 
     Attributes:
-        status: of HTTP; over a WebSocket the one that HTTP would have had.
-        code: why, for programs; None where no JSON came.
-        param: the parameter that was wrong, if one was.
-        details: of penstock's own, as the queue's length.
+        status: the HTTP status; over a WebSocket, the status that HTTP would have had.
+        code: the reason, for programs; None if the body was not JSON.
+        param: the invalid parameter, if there is one.
+        details: penstock's own, such as the queue's length.
         headers: of the answer, with names in lower case; empty over a WebSocket.
     """
 
@@ -89,7 +89,7 @@ class RefusedError(PenstockError):
 
     @property
     def retry_after_s(self) -> float | None:
-        """When to come again, if the server said so in seconds."""
+        """Seconds to wait before a retry, if the server gave them."""
         for scale, value in (
             (1e-3, self.headers.get("retry-after-ms")),
             (1.0, self.headers.get("retry-after")),
@@ -98,7 +98,7 @@ class RefusedError(PenstockError):
             try:
                 wait_s = float(value or "") * scale
             except ValueError:
-                continue  # a date, which clocks that differ make useless
+                continue  # a date, which is useless if the clocks differ
             if 0.0 <= wait_s < float("inf"):
                 return wait_s
         return None
@@ -121,15 +121,15 @@ class NotFoundError(RefusedError):
 
 
 class ResponseExpiredError(NotFoundError):
-    """The events of a response are not kept any more; the response itself may be."""
+    """The server no longer keeps a response's events; it may still have the response."""
 
 
 class ConflictError(RefusedError):
-    """409: another turn runs on the conversation, or has moved its head."""
+    """409: another turn is running in the conversation, or has moved its head."""
 
 
 class RateLimitError(RefusedError):
-    """429: the caller's own limits."""
+    """429: the caller's limits are used up."""
 
 
 class ServerError(RefusedError):
@@ -137,7 +137,7 @@ class ServerError(RefusedError):
 
 
 class OverloadedError(ServerError):
-    """503: too much is queued, or a part of the server is away."""
+    """503: the queue is full, or a part of the server is unavailable."""
 
 
 _BY_STATUS: Mapping[int, type[RefusedError]] = {
@@ -156,8 +156,7 @@ def refused(
     """The exception for a refusal.
 
     Args:
-        error: the object under `error` in what the server said; anything else if it said nothing
-            of that shape.
+        error: the object under `error` in the server's answer; anything else if there is none.
     """
     told = error if isinstance(error, dict) else {}
     kind = _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)

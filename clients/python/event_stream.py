@@ -1,8 +1,8 @@
-"""One response as its events come: an iterator, sync or async, that outlives its connections.
+"""The event stream of one response: an iterator, sync or async, that survives lost connections.
 
-asked ──► open ──► event … event ──► terminal event
-            ▲            │ connection lost, or the server turned it away for now
-            └── wait ◄───┘ then goes on behind the last event, by its id and number
+sent ──► open ──► event … event ──► terminal event
+           ▲            │ connection lost, or temporarily refused
+           └── wait ◄───┘ then continues after the last event, by its id and number
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from .track import TERMINAL
 class EventStream(Resource[R], Generic[R]):
     """The events of one response, each once and in order; the last is the terminal one.
 
-    Iterating raises `PenstockError` where there is no going on. Leaving it (`close`, the end of a
-    `with`) is not stopping: a stored response runs on for the server's `--disconnect-grace-s`.
+    Iterating raises `PenstockError` if the stream cannot be continued. Leaving it (`close`, the end
+    of a `with`) does not stop the answer: a stored response runs on for the server's
+    `--disconnect-grace-s`.
 
     Attributes:
         text: all text that was read.
-        response: as its terminal event has it; None before.
-        on_wait: is told of every failure that is made up for, and the seconds until then.
+        response: from the terminal event; None before.
+        on_wait: called with every failure that will be retried, and the seconds until then.
     """
 
     def __init__(self, runner: R, source: Source, retries: RetryPolicy) -> None:
@@ -40,13 +41,13 @@ class EventStream(Resource[R], Generic[R]):
         self.on_wait = retries.on_wait
         self._source = source
         self._retries = retries
-        self._unread: deque[Event] = deque()  # come while `cancel` waited for the id
+        self._unread: deque[Event] = deque()  # arrived while `cancel` waited for the id
         self._is_closed = False
-        self._reading = runner.new_lock()  # `cancel` may come from another thread or task
+        self._reading = runner.new_lock()  # another thread or task may call `cancel`
 
     @property
     def response_id(self) -> str | None:
-        """None until the first event came."""
+        """None before the first event."""
         return self._source.track.response_id
 
     @property
@@ -56,7 +57,7 @@ class EventStream(Resource[R], Generic[R]):
 
     @operation
     def final(self) -> Steps[Response]:
-        """Read to the end; the response then.
+        """Read to the end and return the response.
 
         Raises:
             ResponseFailedError: it failed.
@@ -76,7 +77,8 @@ class EventStream(Resource[R], Generic[R]):
 
     @operation
     def cancel(self) -> Steps[None]:
-        """Stop the answer; the events up to its terminal one still come. After the end: nothing."""
+        """Stop the answer; the events up to its terminal one still arrive. Does nothing after the
+        end."""
         track = self._source.track
         if track.response_id is None:
             yield Locked(self._reading, self._learn_id())
@@ -84,13 +86,13 @@ class EventStream(Resource[R], Generic[R]):
             self._is_closed = True
 
     def begin(self) -> Steps[Self]:
-        """Ask now, not with the first read."""
+        """Send the request now, not with the first read."""
         yield from self._patiently(self._open)
         return self
 
     @operation
     def close(self) -> Steps[None]:
-        """Leave. There is nothing more to read then."""
+        """Leave the stream, which is then at its end."""
         self._is_closed = True
         yield from self._source.close()
 
@@ -155,7 +157,7 @@ class EventStream(Resource[R], Generic[R]):
         return (yield from self._source.next())
 
     def _patiently(self, attempted: Callable[[], Steps[T]]) -> Steps[T]:
-        """Its result, over as many connections as it takes."""
+        """The result of `attempted`, over as many connections as necessary."""
         source, num_attempts = self._source, 0
         num_received = source.num_received
         while True:
@@ -175,7 +177,7 @@ class EventStream(Resource[R], Generic[R]):
                 yield Sleep(wait_s)
             except GeneratorExit:
                 raise
-            except BaseException:  # a cancelled task, Ctrl-C: what was half read is asked for again
+            except BaseException:  # a cancelled task, Ctrl-C: a later read resumes
                 yield from source.give_up()
                 raise
 

@@ -1,6 +1,6 @@
 """The events of a response, one class each: `event["type"]` tells a type checker which it is.
 
-A newer server may send others; they come through as they are.
+Unknown events of a newer server are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ResponseEnded(TypedDict):
 
 
 class Queued(TypedDict):
-    """Only for those who asked: `penstock={"events": ["queue"]}`."""
+    """Only if requested with `penstock={"events": ["queue"]}`."""
 
     type: Literal["penstock.queue"]
     response_id: str
@@ -70,7 +70,7 @@ class Queued(TypedDict):
 
 
 class Parked(TypedDict):
-    """Only for those who asked: `penstock={"events": ["preempted", "resumed"]}`."""
+    """Only if requested with `penstock={"events": ["preempted", "resumed"]}`."""
 
     type: Literal["penstock.preempted", "penstock.resumed"]
     response_id: str

@@ -1,4 +1,4 @@
-"""The objects of the API, as the server's JSON has them. Fields that a server adds are kept."""
+"""The objects of the API, as in the server's JSON. Unknown fields are kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TextPart(TypedDict):
 
 
 class Item(TypedDict):
-    """A message that was said, or that is the answer."""
+    """A message of the input or of the answer."""
 
     id: str
     type: str
@@ -71,7 +71,7 @@ class ConversationRef(TypedDict):
 
 
 class Response(TypedDict):
-    """The main fields; the request's parameters are echoed beside them."""
+    """The main fields; the request's parameters are echoed as further ones."""
 
     id: str
     object: str
@@ -171,7 +171,7 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatChunk(TypedDict):
-    """`choices` is empty in the one that carries the usage."""
+    """`choices` is empty in the chunk with the usage."""
 
     id: str
     object: str

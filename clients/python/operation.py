@@ -7,8 +7,8 @@
     Client().models.list()              # → ModelList
     await AsyncClient().models.list()   # → ModelList
 
-The operation is a generator of steps (`steps`); whose resource it is says who drives it, and type
-checkers know the result of both.
+The operation is a generator of steps (`steps`); the resource's runner drives it, and type checkers
+know both results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 class Runner(Protocol):
-    """Drives steps to their result, or makes a coroutine that does."""
+    """Drives steps to their result, or returns a coroutine that does."""
 
     def run(self, steps: Steps[Any]) -> Any: ...
 
@@ -49,14 +49,14 @@ R = TypeVar("R", bound=Runner)
 
 
 class Resource(Generic[R]):
-    """What has operations. Its runner decides between sync and async."""
+    """A group of operations. Its runner decides between sync and async."""
 
     def __init__(self, runner: R) -> None:
         self._runner = runner
 
 
 class operation(Generic[P, T]):  # noqa: N801 (a decorator)
-    """Makes a method that returns steps into one that returns what they lead to."""
+    """Turns a method that returns steps into one that returns their result."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], Steps[T]]) -> None:
         self.steps = function

@@ -1,5 +1,5 @@
-"""What may be asked of a model beside the question. The server has the list in full, and refuses
-by name what it does not know; `extra_body` takes what is not here."""
+"""The parameters of requests. The server has the complete list, and refuses unknown ones by name;
+`extra_body` takes those that are missing here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Message(TypedDict):
 
 
 class Message(_Message, total=False):
-    """One message of a question."""
+    """One message of the input."""
 
     type: Literal["message"]
 
@@ -70,7 +70,7 @@ class ChatParams(SamplingParams, total=False):
 
 
 def body_of(params: Mapping[str, Any], **more: object) -> dict[str, Any]:
-    """The body of a request; what is None is left out."""
+    """The body of a request, without parameters that are None."""
     everything = {**params, **(params.get("extra_body") or {}), **more}
     everything.pop("extra_body", None)
     return {name: value for name, value in everything.items() if value is not None}

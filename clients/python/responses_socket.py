@@ -1,15 +1,15 @@
-"""Many responses side by side on one WebSocket, for both clients.
+"""Many responses at once on one WebSocket, for both clients.
 
     with client.connect() as socket:
         first = socket.create(model="demo", input="One.")
         second = socket.create(model="demo", input="Two.")
         print(first.final(), second.final())
 
-`Link` knows whose event one is, and what becomes of all when the connection breaks. Any reader that
-has no event of its own receives one message for everybody, under the socket's lock, and files it
-under its lane. After a break the first reader that notices dials again, and has every response that
-is still under way resumed behind the last event that came of it. Nothing is lost of those that
-nobody reads just now; their events wait here, at most one response's worth each.
+`Link` assigns events to lanes, one per response, and reconnects. A reader without an event receives
+one message under the socket's lock and files it under its lane, whichever that is. After a lost
+connection the first reader that notices reconnects, and resumes every unfinished response after its
+last event. Responses that are not being read lose nothing: their events are kept here, at most one
+response's worth each.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .track import Track
 
 
 class ResponsesSocket(Resource[R], Generic[R]):
-    """A WebSocket that connects when it is needed, and again when it was lost.
+    """A WebSocket that connects on first use, and reconnects after a lost connection.
 
-    The server runs at most 16 responses of one at a time, and 16 more wait there. Further ones wait
-    here: `create` returns when one of those has ended.
-    Its streams may be read by different threads or tasks.
+    The server runs at most 16 responses of a WebSocket at a time and queues 16 more. Further ones
+    wait here: `create` returns when one of those has ended. Different threads or tasks may read
+    its streams.
     """
 
     def __init__(self, runner: R, server: Server) -> None:
@@ -51,23 +51,23 @@ class ResponsesSocket(Resource[R], Generic[R]):
         generate: bool | None = None,
         **params: Unpack[ResponseParams],
     ) -> Steps[EventStream[R]]:
-        """Ask for a response. Its events come as the result is read.
+        """Request a response, and return its stream.
 
         Args:
-            generate: false prepares the prompt and answers nothing.
+            generate: false only computes the prompt, without an answer.
         """
         body = body_of(params, model=model, input=input, generate=generate)
         return (yield from self._stream(body, Track()).begin())
 
     @operation
     def follow(self, response_id: str, *, starting_after: int = -1) -> Steps[EventStream[R]]:
-        """The events of a response that is there already, from behind a number."""
+        """The events of an existing response, after an event's number."""
         track = Track(response_id, starting_after=starting_after)
         return (yield from self._stream(None, track).begin())
 
     @operation
     def close(self) -> Steps[None]:
-        """Its streams end with `ConnectionLostError` then."""
+        """Close the socket; its streams then end with `ConnectionLostError`."""
         yield from self._link.close()
 
     def __enter__(self) -> Self:
@@ -92,15 +92,15 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Link:
-    """The connection, whichever it is just now.
+    """The current connection, with its lanes.
 
     Args:
-        lock: of the runner's; whoever reads the socket or makes another has it.
+        lock: from the runner; held while reading the socket or reconnecting.
     """
 
     def __init__(self, server: Server, lock: object) -> None:
         self.lock = lock
-        self.generation = 0  # how many connections there were
+        self.generation = 0  # number of connections so far
         self.is_closed = False
         self.num_received = 0
         self._server = server
@@ -116,16 +116,15 @@ class Link:
         return LaneSource(self, body, track)
 
     def free(self, lane: LaneSource) -> None:
-        """Its name may be used again: the server is done with it."""
+        """Release the lane's name for reuse: the server has finished with it."""
         if self._lanes.get(lane.name) is lane:
             del self._lanes[lane.name]
 
     def join(self, lane: LaneSource) -> Steps[bool]:
-        """Under the lock: have the lane's response asked for, or resumed, on a connection that
-        is up.
+        """Under the lock: request or resume the lane's response, connecting if necessary.
 
         Returns:
-            Whether it is; else all lanes are taken, and one message more has come of them.
+            Whether that is done; else all lanes are in use, and one more message was received.
         """
         if self.is_closed:
             raise ConnectionLostError("the socket was closed")
@@ -143,8 +142,8 @@ class Link:
         return True
 
     def pump(self, lane: LaneSource) -> Steps[None]:
-        """Under the lock: receive one message, unless another reader has brought the lane's or
-        lost the connection meanwhile."""
+        """Under the lock: receive one message, unless another reader has meanwhile received one
+        for this lane or lost the connection."""
         if lane.has_some or self._socket is None or lane.generation != self.generation:
             return
         yield from self._receive()
@@ -163,7 +162,7 @@ class Link:
             names = (f"r{number}" for number in itertools.count())
             lane.name = next(name for name in names if name not in self._lanes)
         text = json_text(lane.opening())
-        if len(text.encode()) > MAX_MESSAGE_BYTES:  # it would cost all others their connection
+        if len(text.encode()) > MAX_MESSAGE_BYTES:  # the server would close the connection of all
             message = f"the message is larger than {MAX_MESSAGE_BYTES} bytes"
             raise refused(413, {"message": message, "code": "request_too_large"})
         self._lanes[lane.name] = lane
@@ -195,21 +194,21 @@ class Link:
         lane = self._lanes.get(event.get("stream_id", ""))
         if lane is not None:
             lane.take(event)
-        # Anything else is about the connection, which is about to be closed then.
+        # Any other event concerns the connection, which the server is about to close.
 
 
 class LaneSource:
     """Events of one response, on a lane of a link: a `Source`.
 
     Args:
-        body: of the question; None: the response is there already, and `track` says which.
+        body: of the request; None: the response exists already, and `track` has its id.
     """
 
     def __init__(self, link: Link, body: Mapping[str, Any] | None, track: Track) -> None:
         self.track = track
         self.is_repeatable = body is None or not leaves_a_turn(body)
         self.is_kept = body is None or body.get("store", True)
-        self.generation = 0  # of the connection on which it was begun; 0: none
+        self.generation = 0  # of the connection on which it was requested; 0: none
         self.is_abandoned = False
         self._link = link
         self.name = ""  # none yet
@@ -218,12 +217,12 @@ class LaneSource:
 
     @property
     def num_received(self) -> int:
-        """By all that share the connection."""
+        """Events received on all lanes of the connection."""
         return self._link.num_received
 
     @property
     def is_open(self) -> bool:
-        """Also when its connection has gone, but what came over it was not read yet."""
+        """Also true while events of a lost connection are unread."""
         is_current = self.generation == self._link.generation and self._link.is_up
         return self.has_some or (self.generation > 0 and is_current)
 
@@ -233,13 +232,13 @@ class LaneSource:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a new connection should bring the rest, unasked."""
+        """Whether to resume it on a new connection."""
         has_begun = self.track.response_id is not None and self.is_kept
         is_refused = any(isinstance(item, PenstockError) for item in self._ready)
         return has_begun and not (self.track.is_ended or self.is_abandoned or is_refused)
 
     def opening(self) -> dict[str, Any]:
-        """The message that begins it, or goes on."""
+        """The message that requests or resumes the response."""
         if self.track.response_id is None:
             return {"type": "response.create", **(self._body or {}), "stream_id": self.name}
         return {
@@ -250,7 +249,7 @@ class LaneSource:
         }
 
     def take(self, event: Event) -> None:
-        """An event of this lane has come."""
+        """Process an event of this lane."""
         if event["type"] == "error":
             if self.track.response_id is None:
                 self._link.free(self)
@@ -265,7 +264,7 @@ class LaneSource:
     def _take_own(self, event: Event) -> None:
         try:
             is_new = self.track.take(event)
-        except ProtocolError as error:  # its own reader is to know, not the one that received it
+        except ProtocolError as error:  # for its own reader, not for the one that received it
             self._refuse(error)
             return
         if is_new and not self.is_abandoned:
@@ -289,7 +288,7 @@ class LaneSource:
         return item
 
     def give_up(self) -> Steps[None]:
-        """The link sees to its connection; others read from it."""
+        """Does nothing: the link handles its connection, which others share."""
         yield from ()
 
     def close(self) -> Steps[None]:

@@ -1,4 +1,4 @@
-"""When to try again, and how long to wait before: pure policy, with the dice handed in."""
+"""When to retry, and how long to wait before: pure policy; `draw` supplies random numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .errors import ConnectionLostError, PenstockError, RefusedError, UnreachableError
 
-_REFUSED_FOR_NOW = (408, 425, 429, 503)  # nothing was begun
-_UNCLEAR = (500, 502, 504)  # something may have been
+_REFUSED_FOR_NOW = (408, 425, 429, 503)  # nothing was started
+_UNCLEAR = (500, 502, 504)  # something may have been started
 
 
 def _say_nothing(_: PenstockError, __: float) -> None:
@@ -18,14 +18,15 @@ def _say_nothing(_: PenstockError, __: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How patient a client is.
+    """When and how often a client retries.
 
     Attributes:
-        max_retries: of a request that was refused for now, or did not get through.
-        max_resumes: attempts in a row to go on with a stream that brought nothing new; with the
-            default waits the last is some 40 s after the first.
-        max_retry_after_s: a server that wants more patience than this gets none.
-        on_wait: is told of every failure that is made up for, and the seconds until then.
+        max_retries: of a request that was temporarily refused, or did not get through.
+        max_resumes: consecutive attempts to resume a stream without a new event; with the default
+            waits, the last is some 40 s after the first.
+        max_retry_after_s: a longer wait requested by the server is not accepted: the error is
+            raised.
+        on_wait: called with every failure that will be retried, and the seconds until then.
         first_wait_s: doubled with each attempt, up to `max_wait_s`.
     """
 
@@ -40,12 +41,12 @@ class RetryPolicy:
     def wait_s(
         self, error: PenstockError, attempt: int, *, is_repeatable: bool, is_resuming: bool = False
     ) -> float | None:
-        """Seconds to wait before trying again; None: give up.
+        """Seconds to wait before a retry; None: give up.
 
         Args:
-            attempt: how many there were since the last one that brought something, from 1.
-            is_repeatable: whether it may be sent again though it may have arrived.
-            is_resuming: it goes on with a stream that had begun.
+            attempt: number of attempts since the last one that made progress, from 1.
+            is_repeatable: whether it may be sent again even if it may have arrived.
+            is_resuming: it resumes a stream.
         """
         if attempt > (self.max_resumes if is_resuming else self.max_retries):
             return None
@@ -54,7 +55,7 @@ class RetryPolicy:
         if isinstance(error, RefusedError) and (told_s := error.retry_after_s) is not None:
             return told_s if told_s <= self.max_retry_after_s else None
         if is_resuming and attempt == 1:
-            return 0.0  # most connections that break can be made again at once
+            return 0.0  # most lost connections can be reopened at once
         wait_s = min(self.first_wait_s * 2.0 ** (attempt - 1), self.max_wait_s)
         return float(wait_s * (0.5 + 0.5 * self.draw()))
 

@@ -1,4 +1,4 @@
-"""Where the server is, what a request to it looks like, and how one is carried through."""
+"""The server's address, requests to it, and their retries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .steps import Answer, Close, Dial, Request, Sleep, Steps, ask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server: `http://host:port`, perhaps below a path, and the key it wants."""
+    """A server: `http://host:port`, perhaps with a path, and the API key."""
 
     base_url: str
     api_key: str | None = field(default=None, repr=False)
@@ -25,10 +25,10 @@ class Server:
     def parse(
         cls, base_url: str, *, api_key: str | None = None, retries: RetryPolicy | None = None
     ) -> Self:
-        """Accepts the address with or without `/v1`, and without `http://`.
+        """Accepts the address with or without `/v1` and `http://`.
 
         Raises:
-            ValueError: it is none, or the key cannot stand in a header.
+            ValueError: not an address, or the key is not valid in a header.
         """
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("api_key may hold letters, digits and signs of ASCII only")
@@ -46,7 +46,7 @@ class Server:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine, where no proxy belongs in between."""
+        """Whether it is on this machine, where no proxy must be used."""
         host = urlsplit(self.base_url).hostname or ""
         return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -59,10 +59,10 @@ class Server:
         query: Mapping[str, str | int | None] | None = None,
         is_repeatable: bool = True,
     ) -> Request:
-        """A request to a path below `/v1`; what is None in the query is left out.
+        """A request to a path below `/v1`; None values in the query are left out.
 
         Raises:
-            ValueError: an id in the path is empty or `..`, or the body is no JSON.
+            ValueError: an id in the path is empty or `..`, or the body is not JSON.
         """
         if not {"", ".", ".."}.isdisjoint(path.split("/")[1:]):
             raise ValueError(f"an id is missing in {path!r}")
@@ -79,10 +79,10 @@ class Server:
         )
 
     def call(self, request: Request) -> Steps[Any]:
-        """The JSON object that answers, tried again where that may help.
+        """The answer's JSON object, with retries.
 
         Raises:
-            PenstockError: there is none.
+            PenstockError: the request failed.
         """
         answer = yield from self.carry_through(request)
         try:
@@ -91,7 +91,7 @@ class Server:
             raise ProtocolError(f"{self.base_url} does not answer like a penstock server") from None
 
     def carry_through(self, request: Request) -> Steps[Answer]:
-        """A good answer, tried again where that may help."""
+        """A successful answer, with retries."""
         attempt = 0
         while True:
             try:
@@ -105,7 +105,7 @@ class Server:
                 yield Sleep(wait_s)
 
     def once(self, request: Request) -> Steps[Answer]:
-        """A good answer, asked for once. Raises: PenstockError."""
+        """A successful answer, without retries. Raises: PenstockError."""
         try:
             answer = yield from ask(request)
         except UnreachableError as error:
@@ -133,10 +133,10 @@ class Server:
 
 
 def json_text(message: Mapping[str, Any]) -> str:
-    """A message as it is sent.
+    """A message as JSON.
 
     Raises:
-        ValueError: it holds NaN, infinity or half a surrogate pair, which JSON does not have.
+        ValueError: it holds NaN, infinity or a lone surrogate, which JSON cannot represent.
     """
     text = json.dumps(message, allow_nan=False, ensure_ascii=False)
     text.encode()
@@ -144,7 +144,7 @@ def json_text(message: Mapping[str, Any]) -> str:
 
 
 def error_in(body: bytes) -> object:
-    """The object under `error` in the body of a refusal; None where there is none."""
+    """The object under `error` in the body of a refusal; None if there is none."""
     try:
         told = json.loads(body)
     except ValueError:
@@ -153,5 +153,5 @@ def error_in(body: bytes) -> object:
 
 
 def error_of(event: Mapping[str, Any]) -> RefusedError:
-    """The refusal that an `error` event tells, in the form of a WebSocket or of an event stream."""
+    """The exception for an `error` event, in the form of a WebSocket or of an event stream."""
     return refused(event.get("status", 503), event.get("error", event))

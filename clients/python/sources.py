@@ -1,7 +1,7 @@
 """Where the events of one response come from, for the state machine in `event_stream`.
 
-`SseSource` is over HTTP: the first connection is the POST that asks, each later one a GET that goes
-on behind the last number. `socket.LaneSource` is one lane of a WebSocket.
+`SseSource` uses HTTP: the first connection is the POST with the request, each later one a GET that
+continues after the last event's number. `responses_socket.LaneSource` is one lane of a WebSocket.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Source(Protocol):
     """Events of one response.
 
     Attributes:
-        track: of what came from here.
+        track: of the events received.
         is_open: there is a connection to read from.
-        is_repeatable: the question may be asked again if it is unclear whether it arrived.
-        is_kept: the server keeps the events, so that a lost connection can be made up for.
+        is_repeatable: the request may be sent again if it is unclear whether it arrived.
+        is_kept: the server keeps the events, so the stream can be resumed.
     """
 
     track: Track
@@ -37,31 +37,30 @@ class Source(Protocol):
 
     @property
     def num_received(self) -> int:
-        """Grows with whatever comes over its connections: they are of use."""
+        """Grows with everything received, to show that the connection works."""
         ...
 
     @property
     def is_open(self) -> bool: ...
 
     def open(self) -> Steps[None]:
-        """Ask, or go on. Raises: PenstockError."""
+        """Request the response, or resume it. Raises: PenstockError."""
         ...
 
     def next(self) -> Steps[Event]:
-        """The next event that is new. Raises: PenstockError."""
+        """The next new event. Raises: PenstockError."""
         ...
 
     def give_up(self) -> Steps[None]:
-        """Nothing more is to be had from this connection: `is_open` is false then, unless another
-        reader shares it."""
+        """Give up this connection: `is_open` is then false, unless another reader shares it."""
         ...
 
     def close(self) -> Steps[None]:
-        """Nobody reads any more."""
+        """Stop reading for good."""
         ...
 
     def cancel(self) -> Steps[bool]:
-        """Have the response stopped; its id is known. False: no more events of it will come."""
+        """Stop the response, whose id must be known. False: no more events will arrive."""
         ...
 
 
@@ -69,7 +68,7 @@ class SseSource:
     """Over HTTP.
 
     Args:
-        body: of the question; None: the response is there already, and `track` says which.
+        body: of the request; None: the response exists already, and `track` has its id.
     """
 
     def __init__(self, server: Server, body: Mapping[str, Any] | None, track: Track) -> None:
@@ -126,7 +125,7 @@ class SseSource:
         yield from self.give_up()
 
     def cancel(self) -> Steps[bool]:
-        if not self.is_kept:  # it ends when its reader leaves
+        if not self.is_kept:  # it ends when its reader disconnects
             yield from self.close()
             return False
         path = f"/responses/{self.track.response_id}/cancel"
@@ -154,5 +153,5 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def leaves_a_turn(body: Mapping[str, Any]) -> bool:
-    """Whether asking twice would be seen: a conversation would have the turn twice."""
+    """Whether a repeated request would have an effect: a conversation would get the turn twice."""
     return body.get("conversation") is not None

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes, however they were cut (WHATWG HTML, §9.2.6)."""
+"""Parses server-sent events from bytes in chunks of any size (WHATWG HTML, §9.2.6)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _LINE_END = re.compile(r"\r\n|\n|\r")
 
 
 class ServerSentEvent(NamedTuple):
-    """One event. Comments are none."""
+    """One event; comments are not events."""
 
     event: str
     data: str
 
 
 class SseParser:
-    """Takes the bytes of a stream as they come. A block that its end cut short is no event."""
+    """Parses a stream's bytes. An incomplete block at the end is not an event."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8-sig")(errors="replace")
-        self._pending = ""  # the line that is not over yet
-        self._ended_with_cr = False  # a \n that follows is the second half of that line's end
+        self._pending = ""  # an incomplete line
+        self._ended_with_cr = False  # a \n that follows belongs to the same line end
         self._event = ""
         self._data: list[str] = []
 

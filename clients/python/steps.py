@@ -1,5 +1,5 @@
-"""What the core asks of the outside: a computation is a generator that yields these, one at a time,
-and is given what came of each. Whoever drives it (`sync_io`, `async_io`) does the I/O.
+"""The actions of the core: a computation is a generator that yields actions, one at a time, and
+receives the result of each. Its driver (`sync_io`, `async_io`) does the I/O.
 
     def steps() -> Steps[Answer]:
         answer = yield from ask(request)      # raises what went wrong
@@ -23,9 +23,9 @@ class Request:
     """One request over HTTP.
 
     Attributes:
-        is_repeatable: whether sending it twice leaves nothing behind that sending it once would
-            not; else it is not sent again once it may have arrived.
-        is_stream: the body of a good answer is to be read piece by piece.
+        is_repeatable: whether sending it twice has the same effect as sending it once; if not, it
+            is not sent again once it may have arrived.
+        is_stream: the body of a successful answer is read in chunks.
     """
 
     method: str
@@ -38,12 +38,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came back.
+    """The answer to a request.
 
     Attributes:
         headers: names in lower case.
-        body: all of it, or nothing where it is a stream.
-        stream: to be read and closed, where one was asked for and the status is 200.
+        body: the whole body; empty if it is a stream.
+        stream: must be read and closed; only if requested and the status is 200.
     """
 
     status: int
@@ -99,7 +99,7 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """→ what `steps` returns; meanwhile nobody else has the lock."""
+    """→ the result of `steps`, which run under the lock."""
 
     lock: Any
     steps: Steps[Any]

@@ -13,14 +13,21 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from .steps import Action, Answer, Ask, Close, Dial, Locked, Read, Request, Send, Sleep, Steps, T
-from .wire import http_failure, http_request, lost, refused_handshake, socket_options, unreachable
+from .transport import (
+    http_failure,
+    http_request,
+    lost,
+    refused_handshake,
+    socket_options,
+    unreachable,
+)
 
 
 class SyncIO:
     """A `SyncRunner`. Threads may share it.
 
     Args:
-        is_loopback: no proxy belongs in between.
+        is_loopback: the server is on this machine; use no proxy.
     """
 
     def __init__(self, *, is_loopback: bool) -> None:
@@ -79,7 +86,7 @@ class SyncIO:
     def _dial(self, url: str, headers: Mapping[str, str]) -> _Socket:
         try:
             options = socket_options(headers, is_loopback=self._is_loopback)
-            # Entered, though it is closed elsewhere: what `connect` itself returns is to change.
+            # Entered here, closed elsewhere: what `connect` itself returns will change.
             connection = connect(url, **options).__enter__()
         except InvalidStatus as error:
             raise refused_handshake(error.response) from None
@@ -89,7 +96,7 @@ class SyncIO:
 
 
 class _Body:
-    """The body of an answer, piece by piece."""
+    """The body of an answer, chunk by chunk."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response

@@ -1,10 +1,9 @@
-"""`penstock chat`: a conversation with a server, in the terminal.
+"""`penstock chat`: a conversation with a server, in the terminal: turns, commands and Ctrl-C.
 
-What lives here: turns, commands, Ctrl-C. What it does not know: how a server is spoken to
-(`client`), how things look (`terminal_screen`), how lines are read (`terminal_input`).
+`client` talks to the server, `terminal_screen` prints, `terminal_input` reads lines.
 
-Two threads: this one reads lines and waits, so that line editing and Ctrl-C work as everywhere;
-an event loop in the other keeps the connection alive also while nobody types.
+Two threads: this one reads lines and waits, so that line editing and Ctrl-C work as usual; an event
+loop in the other one keeps the connection alive between messages.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from .transcript import Transcript, Turn
 HELP = """\
 /stop          stop the answer under way (also Ctrl-C)
 /retry         answer the last question again
-/resume        go on with an answer whose connection was lost for good
-/branch [N]    go on from turn N (0: from the beginning); without N, list the turns
+/resume        continue an answer after all reconnection attempts failed
+/branch [N]    continue from turn N (0: from the beginning); without N, list the turns
 /save [FILE]   write the conversation to FILE as Markdown
 /new           start a new conversation
 /quit          leave (also Ctrl-D)
@@ -79,7 +78,7 @@ def run(
     except KeyboardInterrupt:
         print()
         return 130
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -103,9 +102,9 @@ class TerminalChat:
         self._loop = loop
         self._model = ""
         self._transcript = Transcript()
-        self._asked: tuple[str, Turn | None] | None = None  # the last question, and after what
+        self._asked: tuple[str, Turn | None] | None = None  # the last question, and its parent
         self._stream: EventStream[AsyncRunner] | None = None
-        self._text = ""  # of the answer under way, also of one that was lost
+        self._text = ""  # of the current answer, even if its connection was lost
         self._num_failed = 0
         self._is_interactive = screen.is_styled and sys.stdin.isatty()
         self._messages = Messages(is_interactive=self._is_interactive)
@@ -207,7 +206,7 @@ class TerminalChat:
                 self._wait(turn)
                 return
             except KeyboardInterrupt:
-                if is_stopping:  # the server does not answer the stop; leave without it
+                if is_stopping:  # a second Ctrl-C: do not wait for the server
                     turn.cancel()
                     raise
                 is_stopping = True
@@ -233,7 +232,7 @@ class TerminalChat:
         answer = self._screen.answer()
         try:
             self._stream = stream = await self._begin()
-            stream.on_wait = lambda error, _: answer.note(f"[{error}; trying to go on]")
+            stream.on_wait = lambda error, _: answer.note(f"[{error}; reconnecting]")
             async for event in stream:
                 self._show(event, answer, timing)
         finally:
@@ -241,7 +240,7 @@ class TerminalChat:
         self._conclude(stream, timing)
 
     async def _begin(self) -> EventStream[AsyncRunner]:
-        """The stream of a new answer, or of the rest of a lost one."""
+        """The stream of a new answer, or of the rest of an interrupted one."""
         lost = self._stream
         if lost is not None and lost.response_id is not None:
             return await self._socket.follow(lost.response_id, starting_after=lost.last_number)
@@ -311,8 +310,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread of its own, so that the main thread can wait for keys; runs while
-    it is open as a context."""
+    """A context with an event loop in another thread, so that the main thread can wait for keys."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -334,5 +332,5 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run_loop(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the main thread's
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the main thread handles Ctrl-C
         self._loop.run_forever()

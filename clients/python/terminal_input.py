@@ -1,9 +1,9 @@
-"""What is typed or piped in: messages of one line or several, and lines while an answer comes.
+"""Reads messages, typed or piped, of one line or several, and lines typed during an answer.
 
-one line \\              a backslash at its end: the next line belongs to it
+one line \\              a backslash at the end continues the message on the next line
 \"\"\"several
 lines\"\"\"                from three quotes to three quotes
-(pasted text)           as it was pasted, where the terminal can tell
+(pasted text)           as pasted, if the terminal supports it
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import select
 import sys
 from collections import deque
 
-with contextlib.suppress(ImportError):  # line editing and history for `input`, where there is any
+with contextlib.suppress(ImportError):  # line editing and history for `input`, if available
     import readline  # noqa: F401
 
 _QUOTES = '"""'
-# \001 and \002 tell readline which characters take no room.
+# \001 and \002 tell readline which characters have no width.
 _PROMPT = "\n\001\033[1m\002› \001\033[0m\002"
 _MORE = "\001\033[2m\002… \001\033[0m\002"
 
@@ -27,7 +27,7 @@ class Messages:
     """Reads messages.
 
     Args:
-        is_interactive: somebody types at a terminal.
+        is_interactive: input comes from a terminal.
     """
 
     def __init__(self, *, is_interactive: bool) -> None:
@@ -47,13 +47,13 @@ class Messages:
             return None
 
     def poll(self, timeout_s: float) -> str | None:
-        """A line that is typed while nobody asks for one; it is kept for `read` unless it is a
-        command to stop. None where none comes in time."""
+        """Check for input during an answer: returns "/stop" if that was typed, else None; other
+        lines are kept for `read`."""
         try:
             if not select.select([sys.stdin], [], [], timeout_s)[0]:
                 return None
             line = os.read(sys.stdin.fileno(), 65_536).decode(errors="replace")
-        except OSError:  # the terminal has gone
+        except OSError:  # the terminal was closed
             return None
         if line.strip() == "/stop":
             return "/stop"

@@ -1,8 +1,8 @@
-"""What is printed: an answer as it comes, remarks, complaints.
+"""Prints streaming answers, notes and errors.
 
-At a terminal an answer is Markdown. Its blocks are printed for good as soon as they are over; only
-the last one is drawn again while it grows, so that a long answer scrolls as any text does. Into a
-file or a pipe goes the bare text.
+On a terminal an answer is rendered as Markdown. Complete blocks are printed once; only the last one
+is redrawn while it grows, so that a long answer scrolls like any text. A file or a pipe gets plain
+text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def clean(text: str) -> str:
 
 @dataclass(slots=True)
 class Timing:
-    """When the pieces of one answer came, in seconds of the monotonic clock."""
+    """When the pieces of one answer arrived, in seconds of the monotonic clock."""
 
     sent_s: float
     first_s: float | None = None
@@ -51,18 +51,18 @@ class Timing:
 
 
 class Screen:
-    """Where everything is printed."""
+    """Prints to the terminal, or to a file or pipe."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
         self.is_styled = self.console.is_terminal and not self.console.is_dumb_terminal
 
     def answer(self) -> Answer:
-        """For the next answer."""
+        """A printer for the next answer."""
         return MarkdownAnswer(self.console) if self.is_styled else Answer()
 
     def say(self, message: str) -> None:
-        """A remark of ours, dim; nothing where the output is a file or a pipe."""
+        """Print a note, dimmed; nothing if the output is a file or a pipe."""
         if self.is_styled:
             self.console.print(clean(message), style="dim")
 
@@ -71,7 +71,7 @@ class Screen:
 
 
 class Answer:
-    """An answer that goes out as it is."""
+    """Prints an answer as plain text."""
 
     def __init__(self) -> None:
         self._has_text = False
@@ -81,7 +81,7 @@ class Answer:
         print(clean(text), end="", flush=True)
 
     def note(self, remark: str) -> None:
-        """Why nothing comes just now; gone with the next text, or an empty remark."""
+        """Show why no text arrives; removed by the next text, or an empty remark."""
 
     def end(self) -> None:
         if self._has_text:
@@ -89,12 +89,12 @@ class Answer:
 
 
 class MarkdownAnswer(Answer):
-    """An answer as Markdown, drawn as it grows."""
+    """Prints an answer as Markdown, redrawn while it grows."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
-        self._tail = ""  # the blocks that are not over
+        self._tail = ""  # the incomplete blocks
         self._remark = ""
         self._has_block = False
         self._live: Live | None = None
@@ -142,7 +142,7 @@ class MarkdownAnswer(Answer):
 
 
 class _LastLines:
-    """As many of the last lines of some Markdown as fit on the screen, and a remark below."""
+    """The last lines of some Markdown that fit on the screen, and a remark below."""
 
     def __init__(self, text: str, remark: str, has_block_above: bool) -> None:
         self._text = text
@@ -166,8 +166,8 @@ def _line(segments: Iterable[Segment]) -> RenderResult:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """What of some Markdown is over, and the rest: they part at the last blank line outside of a
-    fenced block."""
+    """Split Markdown into complete blocks and the rest, at the last blank line outside a fenced
+    block."""
     is_fenced, end, position = False, 0, 0
     for line in text.splitlines(keepends=True):
         position += len(line)

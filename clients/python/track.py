@@ -1,4 +1,4 @@
-"""What is known of a response from its events: who it is, where it is, whether it is over."""
+"""What a response's events tell: its id, the position in its events, and whether it has ended."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TERMINAL = frozenset({"response.completed", "response.incomplete", "response.fai
 
 
 class Track:
-    """The place in one response's events.
+    """The position in one response's events.
 
     Attributes:
-        response_id: None until its first event came.
+        response_id: None before its first event.
         last_number: of the newest event; -1 before the first.
-        is_ended: the terminal event came.
+        is_ended: the terminal event has arrived.
     """
 
     def __init__(self, response_id: str | None = None, *, starting_after: int = -1) -> None:
@@ -25,10 +25,10 @@ class Track:
         self.is_ended = False
 
     def take(self, event: Mapping[str, Any]) -> bool:
-        """Whether the event is new. Those without a number (`penstock.*`) always are.
+        """Record an event; whether it is new. Events without a number (`penstock.*`) always are.
 
         Raises:
-            ProtocolError: some are missing before it, or it comes after the end.
+            ProtocolError: events before it are missing, or it comes after the end.
         """
         number = event.get("sequence_number")
         if number is None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and its answer, as far as it came.
+    """A question and its answer, perhaps incomplete.
 
     Attributes:
-        number: from 1, in the order they were asked.
-        parent: the turn that it goes on from; None: the conversation's beginning.
+        number: from 1, in the order of the questions.
+        parent: the turn that it continues; None: the beginning of the conversation.
     """
 
     number: int
@@ -24,10 +24,10 @@ class Turn:
 
 
 class Transcript:
-    """All turns, and the one to go on from.
+    """All turns, and the one to continue from.
 
     Attributes:
-        head: None at the beginning.
+        head: the turn to continue from; None at the beginning.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Transcript:
         self._turns: list[Turn] = []
 
     def add(self, question: str, answer: str, *, response_id: str, parent: Turn | None) -> None:
-        """A turn, which becomes the head."""
+        """Add a turn, which becomes the head."""
         self.head = Turn(len(self._turns) + 1, parent, question, answer, response_id)
         self._turns.append(self.head)
 
@@ -59,7 +59,7 @@ class Transcript:
         return turns[::-1]
 
     def outline(self) -> Iterator[str]:
-        """A line for each turn, below the one it goes on from where that is not the one above."""
+        """A line for each turn, naming its parent if that is not the line above."""
         for turn in self._turns:
             mark = "*" if turn is self.head else " "
             after = turn.parent.number if turn.parent else 0
@@ -71,7 +71,7 @@ class Transcript:
         """Write the path to the head as Markdown.
 
         Raises:
-            OSError: it cannot be written, or is there already.
+            OSError: the file cannot be written, or exists already.
         """
         parts = [f"# A conversation with {model}\n"]
         for turn in self.path():

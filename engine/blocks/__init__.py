@@ -1,4 +1,4 @@
-"""KV memory as policy sees it: which block belongs to whom. No torch, no bytes."""
+"""KV memory as policy sees it: which sequence holds which blocks. No torch, no bytes."""
 
 from penstock.engine.blocks.block_manager import BlockManager
 

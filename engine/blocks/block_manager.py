@@ -1,15 +1,15 @@
-"""Which blocks each sequence holds, in which tier: the one door between scheduling and KV memory.
+"""Which blocks each sequence holds, in which tier: the interface of scheduling to KV memory.
 
-    admit     a sequence enters the device: what is cached is shared, what is swapped comes back
-    grow      room for its next tokens; a borrowed tail is copied before it is written
-    commit    what is computed becomes findable
-    fork      another sequence goes on from here, sharing every block
-    swap_out  to the host tier, to come back with the same bytes
-    release   to the cache, as far as anybody could look for it
+    admit     a sequence enters the device: cached blocks are shared, swapped ones come back
+    grow      add room for its next tokens; a borrowed tail is copied before it is written
+    commit    put computed blocks into the prefix cache
+    fork      a new sequence continues from here, sharing every block
+    swap_out  move blocks to the host tier, to come back with the same bytes
+    release   give blocks up; those worth finding stay cached
 
-Only plans: what is written to a block, and when, is the device's business. A block given up here
-may be handed out at once, because the device runs batches in order and a batch's moves before its
-compute, so every reader of the old content is ordered before the next writer.
+This only plans; the device writes. A released block may be handed out at once, because the device
+runs batches in order and a batch's moves before its compute, so every reader of the old content
+comes before the next writer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from penstock.engine.request import Retention, Sequence
 
 
 class BlockManager:
-    """Everybody's tables over the two tiers.
+    """The block tables of all sequences, over the two tiers.
 
     Args:
-        num_host_blocks: the second tier; 0 for none.
-        cache_root: what all KV here depends on besides tokens (weights, types, block size).
+        num_host_blocks: size of the host tier; 0 for none.
+        cache_root: everything that KV depends on besides tokens (weights, dtypes, block size).
         is_length_bound: KV depends on the prompt's length too (dynamic NTK rope), so only
-            prompts of equal length share.
+            prompts of equal length share it.
         clock: seconds, for retention.
     """
 
@@ -82,7 +82,7 @@ class BlockManager:
         return () if table is None else tuple(table.block_ids)
 
     def take_moves(self) -> BlockMoves:
-        """The moves planned since the last call; the next step must begin with them."""
+        """Return, and clear, the planned moves; the next step must start with them."""
         return self.tiers.take_moves()
 
     def num_slots(self, sequence: Sequence) -> int:
@@ -92,8 +92,8 @@ class BlockManager:
     # -- entering the device ----------------------------------------------------------------
 
     def admit(self, sequence: Sequence, *, num_spared: int = 0) -> int | None:
-        """Blocks on the device for all of a sequence's known tokens, and how many of the tokens
-        have their KV there already (never all). None, changing nothing, if too few are free.
+        """Give a sequence device blocks for all its known tokens. Returns how many of the tokens
+        already have their KV there (never all), or None, changing nothing, if too few are free.
 
         Args:
             num_spared: blocks that must stay free.
@@ -120,7 +120,7 @@ class BlockManager:
         *,
         tail: CachedBlock | None = None,
     ) -> bool:
-        """Whether what has to be allocated is there beside what is going to be held."""
+        """Whether enough blocks are free once `found` and `tail` are held."""
         device = self.tiers.device
         held = [block.device_id for block in found if block.device_id is not None]
         num_new = -(-len(sequence.token_ids) // self.block_size) - len(held)
@@ -136,8 +136,8 @@ class BlockManager:
         found: Ordered[CachedBlock],
         tail: Tail | None,
     ) -> int:
-        """Hold what is found, allocate the rest; how many tokens need not be computed."""
-        # First hold all that is to be read, then allocate, which may evict the others.
+        """Hold the blocks found and allocate the rest; how many tokens need not be computed."""
+        # Hold everything that will be read before allocating, which may evict cached blocks.
         for block in found:
             self.tiers.hold(block)
         if tail is not None:
@@ -166,15 +166,15 @@ class BlockManager:
     # -- on the device ----------------------------------------------------------------------
 
     def grow(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
-        """Room to compute up to `num_tokens` tokens in all; the blocks appended, or None, changing
-        nothing, if too few are free.
+        """Make room for `num_tokens` tokens in total. Returns the blocks appended, or None,
+        changing nothing, if too few are free.
 
-        A borrowed tail becomes the sequence's own; it can only be borrowed while the device does
-        not know the sequence, which is then told its whole table.
+        A borrowed tail is replaced by the sequence's own block. It can only be borrowed while the
+        device does not know the sequence, and so is sent its whole table.
         """
         table = self._tables[sequence.seq_id]
         if num_tokens <= len(table.block_ids) * self.block_size and not table.is_tail_borrowed:
-            return ()  # as in most steps
+            return ()  # the common case
         device = self.tiers.device
         num_missing = table.num_missing_blocks(num_tokens)
         is_copying = table.is_tail_borrowed and self._is_wanted(table.block_ids[-1])
@@ -194,27 +194,27 @@ class BlockManager:
         return tuple(new)
 
     def _is_wanted(self, device_id: int) -> bool:
-        """Whether somebody else holds a block, or could look for what its owner filled it with."""
+        """Whether another sequence holds a block, or may find its content in the cache."""
         is_shared = self.tiers.plan.num_holders(device_id) > 1
         return is_shared or self.tiers.full_content(device_id) is not None
 
     def commit(self, sequence: Sequence, *, is_fresh: bool = True) -> None:
-        """Make the full blocks findable whose tokens are known and computed.
+        """Put the full blocks whose tokens are known and computed into the prefix cache.
 
         Args:
-            is_fresh: the coming step computes them; else an earlier one has.
+            is_fresh: the next step computes them, not an earlier one.
         """
         self._prefixes.commit(self._tables[sequence.seq_id], sequence, is_fresh=is_fresh)
 
     def prefix_id(self, sequence: Sequence) -> bytes | None:
-        """The hash of the last full block of a sequence's KV, and so of the chain up to there;
-        None if there is none, or the sequence holds no blocks."""
+        """The hash of a sequence's last full block, and so of the chain up to it; None if there
+        is no such block, or the sequence holds no blocks."""
         table = self._tables.get(sequence.seq_id)
         return None if table is None else self._prefixes.last_key(table, sequence)
 
     def fork(self, parent: Sequence, child: Sequence, *, num_tokens: int) -> None:
-        """Let a new sequence go on after the parent's first `num_tokens` tokens, whose KV is
-        there (in whichever tier): every block is shared, none is copied yet."""
+        """Make a new sequence continue after the parent's first `num_tokens` tokens, whose KV is
+        computed (in either tier): every block is shared, none is copied yet."""
         source = self._tables[parent.seq_id]
         num_blocks = -(-num_tokens // self.block_size)
         table = BlockTable(
@@ -236,7 +236,7 @@ class BlockManager:
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Move a sequence's computed blocks to the host tier; False, changing nothing, if it has
-        none or there is no room. Blocks that others share stay with them."""
+        none or there is no room. Other sequences keep the blocks that they share."""
         table = self._tables[sequence.seq_id]
         num_used = -(-sequence.num_computed_tokens // self.block_size)
         host_ids = self.tiers.save(table.block_ids[:num_used]) if num_used else None
@@ -259,11 +259,11 @@ class BlockManager:
     def release(
         self, sequence: Sequence, *, retention: Retention | None = None, is_spoilt: bool = False
     ) -> None:
-        """Give back all blocks of a sequence; one that holds none is no error.
+        """Release all blocks of a sequence, which may have none.
 
         Args:
-            retention: how long they are worth keeping in the cache.
-            is_spoilt: their content is no good (NaN): nobody may find it.
+            retention: how long to prefer them at eviction.
+            is_spoilt: their content is invalid (NaN) and must not be found again.
         """
         table = self._tables.pop(sequence.seq_id, None)
         if table is None:
@@ -282,17 +282,17 @@ class BlockManager:
             self._release_device(table)
 
     def drop_prefix(self, token_ids: Ordered[int], *, cache_salt: str = "") -> int:
-        """Forget what is cached of these tokens, from their end back to where somebody else's
-        tokens branch off or a sequence holds the block; the number of blocks forgotten."""
+        """Forget the cached blocks of these tokens, from their end back to where another cached
+        prefix branches off or a sequence holds the block; the number of blocks forgotten."""
         return self._prefixes.drop(token_ids, cache_salt=cache_salt)
 
     def _swap_in(self, table: BlockTable, sequence: Sequence, num_spared: int) -> int | None:
-        """Bring a swapped sequence back: the bytes that left, or the same content if it is on
-        the device by now."""
+        """Bring a swapped sequence back: its own bytes, or the same content if it is on the
+        device by now."""
         device, host = self.tiers.device, self.tiers.host
         contents = [host.contents[host_id] for host_id in table.block_ids]
         if table.is_tail_borrowed:
-            contents[-1] = None  # to be written: a copy of its own, whoever else has it
+            contents[-1] = None  # it will be written, so it needs a copy of its own
         found = [block for block in contents if block is not None and block.device_id is not None]
         if not self._fits(sequence, found, num_spared):
             return None
@@ -318,14 +318,14 @@ class BlockManager:
         return sequence.num_computed_tokens
 
     def _release_device(self, table: BlockTable) -> None:
-        # The last block first: a chain is evicted from its end.
+        # The last block first, so that a chain is evicted from its end.
         for device_id in reversed(table.block_ids):
             self.tiers.plan.cancel(device_id)
             self.tiers.device.release(device_id)
         table.block_ids = []
 
     def check_integrity(self) -> None:
-        """Prove that every block is held, cached or empty, exactly as the tables say."""
+        """Assert that every block is held, cached or empty, exactly as the tables say."""
         tables = self._tables.values()
         self.tiers.check_integrity(
             [b for table in tables if not table.is_swapped for b in table.block_ids],

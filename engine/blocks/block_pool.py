@@ -1,7 +1,7 @@
 """One tier's fixed set of equal KV blocks: which are held, which are cached, which are empty.
 
-The device's pool and the host's are two of these. A pool knows ids, counts and which content a
-block has. `EvictionOrder` says which cached block gives way first.
+Device and host have one pool each. A pool keeps ids, reference counts and each block's content.
+`EvictionOrder` decides which cached block is evicted first.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class BlockPool:
     """Blocks `0 … num_blocks - 1`, each in one of three states:
 
         held    ref_counts > 0
-        cached  nobody holds it, but its content can still be found; may be evicted
-        empty   nobody holds it and nobody will look for it
+        cached  not held, but its content can still be found; may be evicted
+        empty   not held, without content
 
-    Empty blocks are a stack: the block given back last is handed out first, while its memory is
-    still warm in the caches. Cached ones are given up only when no empty one is left, in
-    `EvictionOrder`. Every operation is O(1) per block, but for tagged ones (O(log n)).
+    Empty blocks are a stack: the block freed last is handed out first, while its memory is still
+    in the CPU's caches. Cached ones are evicted only when no empty one is left, in
+    `EvictionOrder`. Every operation is O(1) per block, except for tagged ones (O(log n)).
 
     Args:
         clock: seconds, for retention.
-        on_evict: told of a cached block before it is handed out anew; the content is then the
-            caller's to keep elsewhere or to forget.
+        on_evict: called with a cached block before it is reused; it must keep the content
+            elsewhere or forget it.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take blocks, each with one reference and no content. The caller has checked
-        `num_available`."""
+        """Allocate blocks, each with one reference and no content. The caller must check
+        `num_available` first."""
         assert 0 <= num_blocks <= self.num_available, "allocating more blocks than there are"
         if num_blocks == 0:
             return []
@@ -75,13 +75,13 @@ class BlockPool:
         return taken
 
     def hold(self, block_id: int) -> None:
-        """One more reference."""
+        """Add a reference to a held or cached block."""
         if self.ref_counts[block_id] == 0:
-            self._cached.remove(block_id)  # KeyError: an empty block has nothing to hold
+            self._cached.remove(block_id)  # KeyError if the block is empty
         self.ref_counts[block_id] += 1
 
     def release(self, block_id: int) -> None:
-        """Drop one reference; without any, the block is cached if it has content, else empty."""
+        """Drop one reference; after the last, the block is cached if it has content, else empty."""
         count = self.ref_counts[block_id] - 1
         assert count >= 0, f"block {block_id} is freed twice"
         self.ref_counts[block_id] = count
@@ -93,7 +93,7 @@ class BlockPool:
                 self._cached.add(block_id, content.tag)
 
     def forget(self, block_id: int) -> None:
-        """The block's content will not be looked for again."""
+        """Remove the block's content; if nothing holds the block, it is empty."""
         self.contents[block_id] = None
         if self.ref_counts[block_id] == 0:
             self._cached.remove(block_id)
@@ -104,14 +104,14 @@ class BlockPool:
         content = self.contents[block_id]
         assert content is not None, f"cached block {block_id} has no content"
         self.num_evictions += 1
-        # Held before anybody is told: what is told may allocate.
+        # Held before the callback, which may allocate.
         self.ref_counts[block_id] = 1
         self.contents[block_id] = None
         self._on_evict(block_id, content)
         return block_id
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Prove that each block is in exactly one state, held as often as `references` says.
+        """Assert that each block is in exactly one state, held as often as `references` says.
 
         Args:
             references: every block id of every table, repeated as often as it is held.
@@ -131,14 +131,14 @@ class BlockPool:
 
 
 class EvictionOrder:
-    """The order in which cached blocks that nobody holds give way: a set of ids with a next victim.
+    """The order in which cached blocks are evicted: a set of ids with a next victim.
 
-    First those whose retention has expired, then those nobody asked to keep, then those still
-    wanted, lowest priority first; each group by least recent use. Nothing is pinned: the last group
-    goes too.
+    First blocks whose retention has expired, then those without retention, then retained ones,
+    lowest priority first; each group by least recent use. Nothing is pinned: the last group is
+    evicted too.
 
     `OrderedDict` is a hash table over a doubly linked list, so adding, removing from the middle
-    and taking the oldest are O(1); blocks that carry a tag cost O(log n) on top.
+    and popping the oldest are O(1); blocks with a tag cost an additional O(log n).
     """
 
     def __init__(self) -> None:
@@ -155,19 +155,19 @@ class EvictionOrder:
         return block_id in self._plain or block_id in self._tags or block_id in self._expired
 
     def add(self, block_id: int, tag: Tag | None = None) -> None:
-        """The block was used just now and is held by nobody any more."""
+        """Add a block that was just released."""
         if tag is None:
             self._plain[block_id] = None
             return
         self._tags[block_id] = tag
         self._wanted.setdefault(tag.priority, OrderedDict())[block_id] = None
         heapq.heappush(self._deadlines, (tag.expires_s, block_id))
-        if len(self._deadlines) > 2 * len(self._tags) + 64:  # mostly of blocks used again since
+        if len(self._deadlines) > 2 * len(self._tags) + 64:  # mostly stale entries
             self._deadlines = [(known.expires_s, each) for each, known in self._tags.items()]
             heapq.heapify(self._deadlines)
 
     def remove(self, block_id: int) -> None:
-        """Somebody holds it again. KeyError if it is not here."""
+        """Remove a block that is held again; KeyError if it is not in the set."""
         if block_id in self._plain:
             del self._plain[block_id]
         elif block_id in self._tags:
@@ -176,7 +176,7 @@ class EvictionOrder:
             del self._expired[block_id]
 
     def pop(self, now_s: float) -> int:
-        """The block to give up. KeyError if there is none."""
+        """Remove and return the next victim; KeyError if there is none."""
         self._expire(now_s)
         for group in (self._expired, self._plain):
             if group:

@@ -1,8 +1,8 @@
-"""What is in the blocks: contents found by the tokens before and in them.
+"""The prefix cache: contents of blocks, found by the tokens before and in them.
 
 A full block has a key: SHA-256 over its parent's key and its token ids, so a key stands for every
-token up to the block's end. The chain begins at a root that stands for everything else the KV
-depends on (`root_key`). The last, partly filled block of a sequence that ended is kept under its
+token up to the block's end. The chain starts at a root that stands for everything else that KV
+depends on (`root_key`). The last, partly filled block of a finished sequence is kept under its
 parent without a key of its own.
 
 Source: automatic prefix caching as in vLLM; RadixAttention (SGLang, Zheng et al., 2024) for
@@ -22,26 +22,26 @@ _MAX_TAILS = 32  # children of one block that are compared, newest first
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """How long a block is wanted, by the clock of `EvictionOrder.pop`, and how much."""
+    """A block's retention: until when (by the clock of `EvictionOrder.pop`), and its priority."""
 
     expires_s: float
     priority: int = 0
 
     def joined(self, other: Tag) -> Tag:
-        """What satisfies both."""
+        """A tag that satisfies both."""
         return Tag(max(self.expires_s, other.expires_s), max(self.priority, other.priority))
 
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """The content of one block: computed once, then never changed, in up to two places at once.
+    """The content of one block: computed once, never changed, in one or both tiers.
 
     Attributes:
         parent: key of the block before it, or the root.
         tokens: its token ids, packed (`pack`).
         key: None if the block is not full.
-        device_id, host_id: where its bytes are; the same bytes if in both.
-        tag: how long it is wanted.
+        device_id, host_id: the blocks that hold its bytes; if both, the same bytes.
+        tag: its retention.
     """
 
     parent: bytes
@@ -53,12 +53,13 @@ class CachedBlock:
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as 32-bit words, to be hashed and compared."""
+    """Token ids as 32-bit words, for hashing and comparing."""
     return array("I", token_ids).tobytes()
 
 
 def root_key(*parts: bytes) -> bytes:
-    """The start of a chain. Each part is hashed with its length, so none can imitate another."""
+    """The start of a chain. Parts are hashed with their lengths, so different parts cannot give
+    the same bytes."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -71,7 +72,7 @@ def block_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 class PrefixCache:
-    """The contents that can be found, by key and by parent."""
+    """The cached contents, by key and by parent."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, CachedBlock] = {}
@@ -86,14 +87,14 @@ class PrefixCache:
         return self._by_key.get(key)
 
     def insert(self, block: CachedBlock) -> None:
-        """Make a content findable. There is none with its key."""
+        """Add a content, whose key must be new."""
         if block.key is not None:
             assert block.key not in self._by_key, "a key stands for one content"
             self._by_key[block.key] = block
         self._children.setdefault(block.parent, {})[block] = None
 
     def remove(self, block: CachedBlock) -> None:
-        """Forget a content; KeyError if it is not here."""
+        """Remove a content; KeyError if it is not cached."""
         siblings = self._children[block.parent]
         del siblings[block]
         if not siblings:
@@ -105,15 +106,14 @@ class PrefixCache:
         return key in self._children
 
     def children(self, key: bytes) -> list[CachedBlock]:
-        """What continues a block directly."""
+        """The contents that directly follow a block."""
         return list(self._children.get(key, ()))
 
     def longest_tail(
         self, parent: bytes, tokens: bytes, *, is_usable: Callable[[CachedBlock], bool]
     ) -> tuple[CachedBlock, int] | None:
-        """The child of `parent` that begins with most of the packed tokens, and how many.
-
-        None if no usable child shares even the first.
+        """The child of `parent` that shares the longest prefix with the packed tokens, and how
+        many tokens that is; None if no usable child shares the first one.
         """
         best: tuple[CachedBlock, int] | None = None
         longest = 0
@@ -127,7 +127,7 @@ class PrefixCache:
 
 
 def _num_shared(left: bytes, right: bytes) -> int:
-    """Token ids that two packed lists begin with in common."""
+    """Length, in tokens, of the common prefix of two packed lists."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length // _TOKEN_BYTES

@@ -1,7 +1,7 @@
-"""A sequence's tokens against what is cached: what can be shared, and what it leaves behind.
+"""Matches a sequence's tokens with the prefix cache: which blocks it can share, which it adds.
 
-Works on the chain of keys in a `BlockTable`, which it extends as far as it needs. Off, it finds and
-leaves nothing.
+Works on the chain of keys in a `BlockTable`, which it extends as needed. With prefix caching off,
+it finds and adds nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class BlockTable:
     Source: PagedAttention (Kwon et al., SOSP 2023), section 4.
 
     Attributes:
-        root: where its chain of keys begins.
-        keys: of its full blocks, as far as they were needed.
+        root: start of its chain of keys.
+        keys: keys of its full blocks, as far as they were needed.
         is_swapped: the ids are the host tier's.
-        is_tail_borrowed: the last block is partly filled and was filled by another sequence, which
-            may go on writing behind what is shared: it is copied before it is written.
+        is_tail_borrowed: the last block is partly filled and belongs to another sequence, which
+            may still write behind the shared part; this sequence must copy it before writing.
     """
 
     block_size: int
@@ -41,17 +41,17 @@ class BlockTable:
         return len(self.block_ids) * self.block_size
 
     def num_missing_blocks(self, num_tokens: int) -> int:
-        """Blocks to append before `num_tokens` positions fit: the 17th token takes a second."""
+        """Blocks to append so that `num_tokens` positions fit."""
         return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))
 
 
-Tail = tuple[CachedBlock, int]  # a content to copy, and how many of its tokens are of use
+Tail = tuple[CachedBlock, int]  # a content to copy, and how many of its tokens match
 
 
 class Prefixes:
-    """Finds, leaves, tags and drops the contents of sequences' blocks.
+    """Finds, adds, tags and drops the contents of sequences' blocks.
 
-    Args: see `BlockManager`.
+    Args: as in `BlockManager`.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Prefixes:
     # -- finding ----------------------------------------------------------------------------
 
     def root_of(self, sequence: Sequence) -> bytes:
-        """Where the sequence's chain begins."""
+        """The root of the sequence's chain."""
         request = sequence.request
         return self._root(
             request.cache_salt, request.adapter, num_prompt_tokens=sequence.num_prompt_tokens
         )
 
     def find(self, table: BlockTable, sequence: Sequence) -> tuple[list[CachedBlock], Tail | None]:
-        """Cached full blocks the sequence begins with, and one that begins as it goes on then.
-        At least one token is left to compute."""
+        """The cached full blocks that match the start of the sequence, and a block that matches
+        some of the tokens that follow. At least one token is left to compute."""
         found: list[CachedBlock] = []
         # Log-probabilities of the prompt need every prompt token computed.
         if not self._is_on or sequence.wants_prompt_logprobs:
@@ -104,7 +104,8 @@ class Prefixes:
         )
 
     def count_hits(self, sequence: Sequence, num_cached: int, num_from_host: int) -> None:
-        """Note what a request found when it first came: later, and by forks, it finds its own."""
+        """Count a request's hits at its first admission only: later, and in forks, a request finds
+        its own blocks."""
         is_first = sequence.index == 0 and sequence.status is SequenceStatus.WAITING
         request = sequence.request
         num_given = len(request.prompt_token_ids) + len(request.output_token_ids)
@@ -116,11 +117,11 @@ class Prefixes:
         counters.prefix_host_hits += num_from_host
         sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
 
-    # -- leaving ----------------------------------------------------------------------------
+    # -- adding and dropping ----------------------------------------------------------------
 
     def commit(self, table: BlockTable, sequence: Sequence, *, is_fresh: bool) -> None:
-        """Make the full blocks findable whose tokens are known and computed, and the partly
-        filled one at a prompt's end."""
+        """Cache the full blocks whose tokens are known and computed, and the partly filled one at
+        a prompt's end."""
         num_full = _num_known(sequence) // self._block_size
         first, sequence.num_committed_blocks = sequence.num_committed_blocks, num_full
         if not self._is_on:
@@ -129,7 +130,7 @@ class Prefixes:
             key = self._key(table, sequence.token_ids, number)
             device_id = table.block_ids[number]
             self._forget_tail(device_id)
-            # Computed twice at once, the first is found; the other stays its owner's.
+            # If two sequences computed the same content, only the first is cached.
             if self._tiers.device.contents[device_id] is None and not self._tiers.cache.get(key):
                 block = CachedBlock(
                     parent=self._parent(table, number),
@@ -141,32 +142,32 @@ class Prefixes:
             self._publish_tail(table, sequence, is_fresh=is_fresh)
 
     def last_key(self, table: BlockTable, sequence: Sequence) -> bytes | None:
-        """The key of the last full block, whether or not its content is still cached. A
-        sequence's newest token has no KV yet."""
+        """The key of the last full block, whether or not its content is still cached. The newest
+        token has no KV yet."""
         num_full = (len(sequence.token_ids) - 1) // self._block_size
         if not self._is_on or num_full == 0:
             return None
         return self._key(table, sequence.token_ids, num_full - 1)
 
     def keep(self, table: BlockTable, sequence: Sequence, retention: Retention | None) -> None:
-        """A sequence leaves the device: all it computed stays findable."""
+        """Cache everything that a sequence computed, as it leaves the device."""
         if self._is_on and table.block_ids:
             self.commit(table, sequence, is_fresh=False)
             self._publish_tail(table, sequence, is_fresh=False)
             self.tag(table, retention)
 
     def tag(self, table: BlockTable, retention: Retention | None) -> None:
-        """Note how long a table's contents are wanted: the longest of all who said so."""
+        """Extend the retention of a table's contents; the longest one given counts."""
         now_s = self._clock()
         for block in self._contents(table):
             if block.tag is not None and block.tag.expires_s <= now_s:
-                block.tag = None  # used again since: as good as any other
+                block.tag = None  # expired, but used again: treat it like an untagged one
             if retention is not None:
                 tag = Tag(now_s + retention.duration_s, retention.priority)
                 block.tag = tag if block.tag is None else tag.joined(block.tag)
 
     def spoil(self, table: BlockTable) -> None:
-        """Let nobody find a table's contents."""
+        """Remove a table's contents from the cache."""
         for block in self._contents(table):
             self._tiers.forget(block)
 
@@ -198,8 +199,8 @@ class Prefixes:
         return num_dropped
 
     def _publish_tail(self, table: BlockTable, sequence: Sequence, *, is_fresh: bool) -> None:
-        """Make the last, partly filled block findable, to be copied by who goes on from it. Its
-        owner may go on writing behind what is published."""
+        """Cache the last, partly filled block; a sequence that continues from it makes a copy. Its
+        owner may keep writing behind the cached tokens."""
         number = sequence.num_committed_blocks
         num_known = _num_known(sequence)
         tokens = pack(sequence.token_ids[number * self._block_size : num_known])
@@ -208,12 +209,12 @@ class Prefixes:
         device_id = table.block_ids[number]
         device = self._tiers.device
         if self._tiers.plan.is_pending(device_id) and not is_fresh:
-            return  # a copy that was planned but will not be made
+            return  # its planned copy will not be made
         if device.ref_counts[device_id] > 1:
-            return  # another's too
+            return  # another sequence holds it too
         self._forget_tail(device_id)
         if device.contents[device_id] is not None:
-            return  # a borrowed block, by now filled by its owner
+            return  # a borrowed block that its owner has filled
         parent = self._parent(table, number)
         known = self._tiers.cache.longest_tail(parent, tokens, is_usable=lambda _: True)
         if known is None or known[1] < num_known - number * self._block_size:
@@ -221,13 +222,13 @@ class Prefixes:
             self._tiers.publish(block, device_id, is_fresh=is_fresh)
 
     def _forget_tail(self, device_id: int) -> None:
-        """There is more in the block by now than was published."""
+        """Remove a cached tail from the cache: the block holds more tokens by now."""
         block = self._tiers.device.contents[device_id]
         if block is not None and block.key is None:
             self._tiers.forget(block)
 
     def _drop_tails(self, table: BlockTable, token_ids: Ordered[int], number: int) -> int:
-        """Forget the partly filled blocks in a place of a chain that hold these tokens."""
+        """Forget the partly filled blocks at one position of a chain that hold these tokens."""
         tokens = self._packed(token_ids, number)
         tails = [
             block
@@ -258,7 +259,7 @@ class Prefixes:
         return keys[number]
 
     def _parent(self, table: BlockTable, number: int) -> bytes:
-        """The key before a block, whose own may not be known yet."""
+        """The key of the block before, or the root."""
         return table.keys[number - 1] if number else table.root
 
     def _packed(self, token_ids: Ordered[int], number: int) -> bytes:

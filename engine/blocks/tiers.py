@@ -1,8 +1,8 @@
-"""Two tiers of blocks and the contents in them: what is found, where it is, how it moves.
+"""Two tiers of blocks, their contents, and the moves between them.
 
-The device tier is computed on; the host tier keeps what the device has no room for: blocks of
+The device computes on the device tier. The host tier keeps what does not fit there: blocks of
 parked sequences (held, so they stay) and evicted contents (cached, so they may be dropped). A
-content may be in both; then its bytes are the same.
+content may be in both, with the same bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from penstock.engine.blocks.prefix_cache import CachedBlock, PrefixCache
 
 
 class MovePlan:
-    """The copies between blocks that the next step begins with.
+    """The copies of blocks that start the next step.
 
         swap-outs (device → host), then swap-ins (host → device), then copies (device → device)
 
-    In that order, so a plan may at once save a block, fill it anew, and copy what was filled. What
-    a swap-in or a copy reads is held until the plan is handed over: nothing planned after it can
-    write there first. Every destination has one source, and a block given up again has none.
+    In that order, one plan can save a block, replace its content, and copy the new content. The
+    source of a swap-in or copy is held until the plan is handed over, so that nothing planned later
+    can write to it first. Every destination has one source; a released block has none.
     """
 
     def __init__(self, device: BlockPool, host: BlockPool) -> None:
@@ -35,8 +35,8 @@ class MovePlan:
         self._held_host: list[int] = []
 
     def swap_out(self, device_id: int, host_id: int) -> None:
-        """Save a device block. A host block evicted within one plan is simply written anew."""
-        # A copy comes after all swap-outs: what it is yet to bring is still at its source.
+        """Save a device block. A host block evicted within one plan is just overwritten."""
+        # Copies run after swap-outs: if a copy fills this block, its content is at the source.
         self._swap_outs[host_id] = self._copies.get(device_id, device_id)
 
     def swap_in(self, host_id: int, device_id: int) -> None:
@@ -50,11 +50,11 @@ class MovePlan:
         self._held_device[source] += 1
 
     def is_pending(self, device_id: int) -> bool:
-        """Whether a copy is yet to fill the block."""
+        """Whether a planned copy will fill the block."""
         return device_id in self._copies
 
     def cancel(self, device_id: int) -> None:
-        """The block is given up: nothing need be copied to it."""
+        """Drop the planned copy to a block that is released."""
         self._copies.pop(device_id, None)
 
     def num_holders(self, device_id: int) -> int:
@@ -62,7 +62,7 @@ class MovePlan:
         return self._device.ref_counts[device_id] - self._held_device[device_id]
 
     def take_moves(self) -> BlockMoves:
-        """The plan, which then begins anew."""
+        """Return the plan and start an empty one."""
         if not (self._swap_outs or self._held_host or self._held_device):
             return _NO_MOVES
         moves = BlockMoves(
@@ -85,7 +85,7 @@ _NO_MOVES = BlockMoves()
 
 @dataclass(slots=True)
 class BlockCounters:
-    """Totals since start; they only grow."""
+    """Totals since start."""
 
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found, in either tier
@@ -106,10 +106,10 @@ class Tiers:
         self.cache = PrefixCache()
         self.plan = MovePlan(self.device, self.host)
         self.counters = BlockCounters()
-        self._fresh: set[int] = set()  # device blocks whose content the coming step computes
+        self._fresh: set[int] = set()  # device blocks whose content the next step computes
 
     def take_moves(self) -> BlockMoves:
-        """The moves planned since the last call; the next step must begin with them."""
+        """Return, and clear, the planned moves; the next step must start with them."""
         self._fresh.clear()
         moves = self.plan.take_moves()
         self.counters.num_copied += len(moves.copies)
@@ -120,10 +120,10 @@ class Tiers:
     # -- contents ---------------------------------------------------------------------------
 
     def publish(self, block: CachedBlock, device_id: int, *, is_fresh: bool) -> None:
-        """A device block's content becomes findable.
+        """Put a device block's content into the prefix cache.
 
         Args:
-            is_fresh: the coming step computes it, so it can be shared but not yet copied.
+            is_fresh: the next step computes it, so it can be shared but not yet copied.
         """
         self.cache.insert(block)
         self._set_device_block(block, device_id)
@@ -134,20 +134,20 @@ class Tiers:
         return block.device_id not in self._fresh
 
     def full_content(self, device_id: int) -> CachedBlock | None:
-        """What a full block holds, if it can be found. A partly filled one may hold more by now
-        than its content says."""
+        """The cached content of a full block. Not of a partly filled one, which may hold more
+        tokens by now."""
         content = self.device.contents[device_id]
         return None if content is None or content.key is None else content
 
     def hold(self, block: CachedBlock) -> None:
-        """Keep a content where it is, on the device if it is there."""
+        """Add a reference to a content's device block, or else to its host block."""
         if block.device_id is not None:
             self.device.hold(block.device_id)
         elif block.host_id is not None:
             self.host.hold(block.host_id)
 
     def bring(self, block: CachedBlock, device_id: int) -> None:
-        """Move a content that `hold` kept on the host to a device block."""
+        """Copy a content, held on the host by `hold`, to a device block."""
         host_id = block.host_id
         assert host_id is not None, "a content that is not on the device is on the host"
         self.plan.swap_in(host_id, device_id)
@@ -155,7 +155,8 @@ class Tiers:
         self._set_device_block(block, device_id)
 
     def copy(self, block: CachedBlock, device_id: int) -> None:
-        """Fill a device block with a copy of a content that `hold` kept, to be written on."""
+        """Fill a device block with a copy of a content held by `hold`, for a sequence that will
+        write to it."""
         if block.device_id is not None:
             self.plan.copy(block.device_id, device_id)
             self.device.release(block.device_id)
@@ -166,7 +167,7 @@ class Tiers:
             self.host.release(host_id)
 
     def forget(self, block: CachedBlock) -> None:
-        """Nobody shall find this content any more; who holds it keeps it."""
+        """Remove a content from the cache; sequences that hold its blocks keep them."""
         self.cache.remove(block)
         if block.device_id is not None:
             self.device.forget(block.device_id)
@@ -175,7 +176,7 @@ class Tiers:
         block.device_id = block.host_id = None
 
     def is_idle(self, block: CachedBlock) -> bool:
-        """Whether nobody holds the content in either tier."""
+        """Whether no sequence holds the content in either tier."""
         on_device = block.device_id is not None and self.device.ref_counts[block.device_id] > 0
         on_host = block.host_id is not None and self.host.ref_counts[block.host_id] > 0
         return not (on_device or on_host)
@@ -187,12 +188,12 @@ class Tiers:
     # -- swapping ---------------------------------------------------------------------------
 
     def save(self, device_ids: Iterable[int]) -> list[int] | None:
-        """Host blocks, held, that get the bytes of device blocks; None if there is no room.
+        """Copy device blocks to host blocks, which are held; None if there is no room.
 
-        A full block's content that is on the host already is held there and not moved again.
+        A full block whose content is already on the host is held there and not copied again.
         """
         device_ids = list(device_ids)
-        known = [self._saved_place(device_id) for device_id in device_ids]
+        known = [self._saved_block(device_id) for device_id in device_ids]
         num_new = known.count(None)
         num_revived = sum(
             host_id is not None and self.host.ref_counts[host_id] == 0 for host_id in known
@@ -208,7 +209,7 @@ class Tiers:
             for device_id, host_id in zip(device_ids, known, strict=True)
         ]
 
-    def _saved_place(self, device_id: int) -> int | None:
+    def _saved_block(self, device_id: int) -> int | None:
         content = self.full_content(device_id)
         return None if content is None else content.host_id
 
@@ -223,7 +224,7 @@ class Tiers:
     # -- eviction ---------------------------------------------------------------------------
 
     def _leave_device(self, device_id: int, block: CachedBlock) -> None:
-        """A cached content loses its device block: it goes to the host if there is room."""
+        """Move an evicted content to the host, if there is room."""
         if block.host_id is None and self.host.num_available:
             (host_id,) = self.host.allocate(1)
             self.plan.swap_out(device_id, host_id)
@@ -239,10 +240,10 @@ class Tiers:
         if block.device_id is None:
             self.cache.remove(block)
 
-    # -- proof ------------------------------------------------------------------------------
+    # -- checking ---------------------------------------------------------------------------
 
     def check_integrity(self, device_ids: Iterable[int], host_ids: Iterable[int]) -> None:
-        """Prove both pools sound, and that index and contents tell the same story.
+        """Assert that both pools are sound, and that index and contents agree.
 
         Args:
             device_ids, host_ids: every block of every table, repeated as often as it is held.
@@ -250,10 +251,10 @@ class Tiers:
         self.device.check_integrity(device_ids)
         self.host.check_integrity(host_ids)
         indexed = set(self.cache)
-        for pool, place in ((self.device, "device_id"), (self.host, "host_id")):
-            placed = {getattr(block, place): block for block in indexed}
-            placed.pop(None, None)
+        for pool, name in ((self.device, "device_id"), (self.host, "host_id")):
+            by_id = {getattr(block, name): block for block in indexed}
+            by_id.pop(None, None)
             contents = {i: block for i, block in enumerate(pool.contents) if block is not None}
-            assert placed == contents, f"index and contents differ on {place}"
+            assert by_id == contents, f"index and contents differ on {name}"
         for block in indexed:
             assert block.device_id is not None or block.host_id is not None, "a content is nowhere"

@@ -1,1 +1,1 @@
-"""The built-in demo model: how it is made, and the checkpoint itself in `model/`."""
+"""The built-in demo model: its training, and the checkpoint in `model/`."""

@@ -27,7 +27,7 @@ def save_checkpoint(
     write_json(folder / "generation_config.json", GENERATION | stops)
     save_tokenizer(tokenizer, folder, max_tokens=config.max_position_embeddings)
     weights = {name: p.detach().bfloat16().contiguous() for name, p in network.named_parameters()}
-    # A reader never sees half a file: the new one is moved over the old.
+    # Renamed over the old file, so that a reader never sees an incomplete one.
     unfinished = folder / "model.safetensors.part"
     save_file(weights, unfinished, metadata={"format": "pt"})
     unfinished.chmod(0o644)

@@ -1,6 +1,6 @@
-"""Questions with one right answer: reads the tables and varies how a question is put.
+"""Questions with one right answer: reads the tables and varies the phrasing of a question.
 
-Knows which phrasings are held out from training.
+Decides which phrasings are held out from training.
 """
 
 import hashlib

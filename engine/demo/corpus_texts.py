@@ -1,4 +1,4 @@
-"""What the corpus is made of: text files, read by name.
+"""The corpus's text files, read by name.
 
 Most have sections: `[section]` on a line, then a phrase a line; an empty line separates groups. In
 the tables of answers (`penstock`, `serving`, `models`) a block is an answer: subjects (`what:`,

@@ -1,4 +1,4 @@
-"""Turns: what the acts of a conversation are made of, and how users phrase them."""
+"""Turns of a conversation, and how users phrase them."""
 
 import random
 from collections.abc import Sequence

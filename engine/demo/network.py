@@ -1,7 +1,6 @@
 """A small Llama for training, with Hugging Face's parameter names.
 
-Its state dict is the checkpoint: `train` writes it as it is, and any Llama
-implementation reads it. Knows nothing of text, batches or optimisers.
+Its state dict is the checkpoint: `train` writes it unchanged; any Llama implementation reads it.
 """
 
 from dataclasses import dataclass

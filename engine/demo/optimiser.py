@@ -70,7 +70,7 @@ class Optimiser:
         self._later_rounds = later_rounds  # each from after its first number to its second
 
     def state(self) -> dict[str, Any]:
-        """Return what is needed to go on later."""
+        """Return the state needed to resume later."""
         return {"adam": self._adam.state_dict(), "muon": self._muon.buffers}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Trains the demo model from a seed: `python -m penstock.engine.demo.train --out FOLDER`.
 
-Takes about an hour on two CPU cores. Everything it learns from, it writes itself.
+Takes about an hour on two CPU cores. It generates all training text itself.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def loss_of(network: Network, rows: Rows) -> Tensor:
 def save_state(
     path: Path, step: int, rng: random.Random, network: Network, optimiser: Optimiser
 ) -> None:
-    """Write all that the steps after `step` depend on."""
+    """Write everything that the steps after `step` depend on."""
     unfinished = path.with_suffix(".part")
     state = {"step": step, "rng": rng.getstate(), "optimiser": optimiser.state()}
     torch.save({**state, "network": network.state_dict()}, unfinished)
@@ -100,7 +100,7 @@ def restore_state(path: Path, rng: random.Random, network: Network, optimiser: O
 
 
 def mixture_at(step: int) -> Mixture:
-    """Return what is talked about at a step."""
+    """Return the mixture of subjects at a step."""
     if step >= SECOND_ROUND_STEPS:
         return THIRD_ROUND
     if step > FIRST_ROUND_STEPS:
@@ -111,7 +111,7 @@ def mixture_at(step: int) -> Mixture:
 def train(out: Path, *, seed: int, num_steps: int, state_path: Path | None = None) -> None:
     """Make tokenizer and network from the seed and save them, also now and then on the way.
 
-    With a state file, an interrupted training goes on where it was and ends with the same weights.
+    With a state file, an interrupted training resumes and ends with the same weights.
     """
     torch.manual_seed(seed)
     torch.set_num_threads(2)  # the order of sums, and so the result, depends on it
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2850)
-    parser.add_argument("--state", type=Path, help="file to go on from when interrupted")
+    parser.add_argument("--state", type=Path, help="file to resume from after an interruption")
     arguments = parser.parse_args()
     train(
         arguments.out,

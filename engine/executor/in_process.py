@@ -1,4 +1,4 @@
-"""The executors of one device in this process: `submit` runs a step, or launches it on a GPU."""
+"""Executors for one device in this process: `submit` runs a step, or launches it on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInF
 
 @dataclass(frozen=True, slots=True)
 class DoneHandle:
-    """The handle of a step that has run."""
+    """The handle of a finished step."""
 
     batch_result: BatchResult
 
@@ -19,7 +19,7 @@ class DoneHandle:
 
 
 class InProcessExecutor:
-    """Runs each batch synchronously: the step is done when `submit` returns."""
+    """Runs each batch synchronously: the step has finished when `submit` returns."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -42,7 +42,7 @@ class InProcessExecutor:
 
 
 class OverlappedExecutor:
-    """Launches each batch behind those before it, on a GPU, and does not wait for it."""
+    """Launches each batch on a GPU after the earlier ones, without waiting for it."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Attention of one layer over the paged cache, and what a forward pass is given beside ids."""
+"""Attention of one layer over the paged cache, and the context of a forward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.kernels.paged_layout import PagedLayout
 
 
 class Attend(Protocol):
-    """As `paged_attention`, which it stands for."""
+    """The signature of `paged_attention`."""
 
     def __call__(
         self,
@@ -34,15 +34,15 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """One step, as the layers see it; always an argument, never a global.
+    """What layers need to know of a step; always an argument, never a global.
 
     Attributes:
-        kv_pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], changed by
-            the forward; keys at index 0 of the second dimension, values at 1.
+        kv_pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], written by
+            the forward pass; keys at index 0 of the second dimension, values at 1.
         positions: int64 [num_tokens]
         prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; only for
-            models that ask for it.
-        attend: runs attention; another than `paged_attention` while a step is captured in pieces.
+            models with `needs_prompt_lens`.
+        attend: runs attention; not `paged_attention` while a step is captured in pieces.
     """
 
     kv_pool: Tensor
@@ -58,17 +58,17 @@ class ForwardContext:
 
 
 class Attention(nn.Module):
-    """Attend over the sequence so far; this step's keys and values are stored already.
+    """Attend over the sequence so far; this step's keys and values must be stored before.
 
     Args:
         layer: index into the KV pool.
-        window: positions a token sees, itself included; None sees all before it.
-        soft_cap: bounds scores; None leaves them as they are.
+        window: how many positions a token sees, itself included; None sees all before it.
+        soft_cap: bounds scores; None leaves them unbounded.
 
     Attributes:
-        key_scale, value_scale: float32 [num_kv_heads], what stored numbers are multiplied with;
-            None unless the cache is in FP8.
-        is_invariant: a token's bits depend on what is before it alone.
+        key_scale, value_scale: float32 [num_kv_heads], factors of the stored numbers; None unless
+            the cache is in FP8.
+        is_invariant: a token's bits depend only on the tokens before it.
     """
 
     key_scale: Tensor | None
@@ -87,8 +87,8 @@ class Attention(nn.Module):
         self.register_buffer("value_scale", None, persistent=False)
 
     def use_fp8_cache(self, num_kv_heads: int, device: torch.device) -> None:
-        """Store keys and values in e4m3 as they are: a scale of 1, as where a checkpoint brings
-        none. Its range (± 448) holds what normed keys and values come to."""
+        """Store keys and values in e4m3 with a scale of 1, the default for checkpoints without
+        scales. The range (± 448) is enough for normed keys and values."""
         self.key_scale = torch.ones(num_kv_heads, device=device)
         self.value_scale = torch.ones(num_kv_heads, device=device)
 
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         """query [num_tokens, num_heads, head_dim] → the same shape
 
         Args:
-            sinks: [num_heads], logits that only take weight from the others.
+            sinks: [num_heads], logits without values, which only take weight from the others.
         """
         key_cache, value_cache = context.cache(self.layer)
         return context.attend(

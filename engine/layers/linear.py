@@ -1,7 +1,7 @@
 """Linear layers, plain, fused and in int8, and the embedding, whose table may be the output head.
 
-A `LinearMethod` decides how a layer's weights are held and multiplied: the seam where other weight
-formats plug in. The plain one is a dense matrix.
+A `LinearMethod` decides how a layer's weights are stored and multiplied: the interface for other
+weight formats. The default is a dense matrix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.kernels.linear_int8_reference import linear_int8_reference, quanti
 
 
 class LinearMethod(Protocol):
-    """How a linear layer keeps its weights and computes."""
+    """How a linear layer stores its weights and computes."""
 
     def create_weights(self, layer: Linear) -> None:
         """Register the layer's parameters, uninitialised."""
@@ -39,17 +39,17 @@ class DenseLinearMethod:
 
 
 class InvariantLinearMethod(DenseLinearMethod):
-    """The same matrix; a row's bits do not depend on the others."""
+    """A dense matrix; a row's bits do not depend on the other rows."""
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         return linear(x, layer.weight, layer.bias)
 
 
 class Linear(nn.Module):
-    """One matrix product that may stand for several: their outputs lie side by side.
+    """One matrix product, or several fused ones whose outputs are concatenated.
 
     Args:
-        part_sizes: the output sizes of the fused parts, in order; one of them if not fused.
+        part_sizes: the output sizes of the fused parts, in order; a single one if not fused.
     """
 
     weight: nn.Parameter
@@ -100,10 +100,10 @@ class Embedding(nn.Module):
 
 
 class Int8LinearMethod:
-    """A matrix of int8 and a scale for each of its rows: for a CPU without the C kernels.
+    """An int8 matrix with a scale per row, for a CPU without the C kernels.
 
-    The numbers are those of the kernels. The matrix becomes float32 again for each product, a part
-    at a time, so this saves memory and no time.
+    Gives the same numbers as the kernels. The matrix is converted to float32 for each product, a
+    part at a time, so this saves memory but no time.
     """
 
     def create_weights(self, layer: Linear) -> None:
@@ -117,7 +117,7 @@ class Int8LinearMethod:
 
 
 def quantize_linears(model: nn.Module) -> None:
-    """Round the matrix of every linear layer in it, and drop the original."""
+    """Quantize the matrix of every linear layer of the model, and drop the original."""
     for layer in model.modules():
         if isinstance(layer, Linear):
             values, scales = quantize_rows_reference(layer.weight)

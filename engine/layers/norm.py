@@ -21,8 +21,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream, which begins with it if there is none: the stream's norm,
-        and the stream; each [num_tokens, size], as x."""
+        """Add x to the residual stream (None: x starts it). Returns the stream's norm and the
+        stream, each [num_tokens, size]."""
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)

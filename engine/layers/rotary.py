@@ -1,8 +1,8 @@
 """Rotary positions: from a `RopeConfig` to the cosines and sines of a step's tokens.
 
 Each kind of frequencies follows the paper named at its function and agrees with Hugging Face
-transformers' `modeling_rope_utils`, so that checkpoints mean here what they mean there. Queries and
-keys are turned in `kernels.rotary_store_kv`.
+transformers' `modeling_rope_utils`, so that checkpoints give the same results. Queries and keys are
+rotated in `kernels.rotary_store_kv`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles for all layers, computed once a step in float32.
+    """Angles for all layers, computed once per step in float32.
 
     Dynamic NTK derives its frequencies from the length of the sequence. Libraries that run
-    one sequence at a time take the longest length so far; here batches, chunks and resumption
-    must not matter, so the token at position p takes max(prompt length, p + 1): the length at
+    one sequence at a time use the longest length so far; here batches, chunks and resumption
+    must not matter, so the token at position p uses max(prompt length, p + 1): the length at
     which a plain prefill followed by single steps would have computed it.
     """
 
@@ -31,7 +31,7 @@ class RotaryEmbedding(nn.Module):
         self.config = config
         self.head_dim = head_dim
         self.scale = attention_factor(config)
-        # On the CPU whatever the default device: under "meta" it would cost a second of imports.
+        # On the CPU, whatever the default device: under "meta" this would import for a second.
         with torch.device("cpu"):
             frequencies = inverse_frequencies(config, head_dim)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
@@ -47,7 +47,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions: int64 [num_tokens]
-            prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; given
+            prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; required
                 if `needs_prompt_lens`.
         """
         frequencies = self.inverse_frequencies  # [head_dim / 2]
@@ -68,7 +68,7 @@ class RopeConfig:
 
     Attributes:
         original_max_position_embeddings: the context before scaling (dynamic, yarn, llama3).
-        factor: by how much the context is stretched (all but default).
+        factor: by which the context is extended (all except default).
         low_freq_factor, high_freq_factor: llama3.
         beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: yarn.
     """
@@ -109,13 +109,13 @@ def dynamic_frequencies(config: RopeConfig, head_dim: int, lengths: Tensor) -> T
     """NTK-aware frequencies of tokens that see `lengths` [n] positions: [n, head_dim / 2].
 
     theta grows with the length once that exceeds the original context (Peng et al., "YaRN",
-    2023, §3.1 and appendix B.1, after the posts of bloc97 and emozilla). Powers are made of
-    exponentials: torch's own depend in their last bit on how many are computed at once.
+    2023, §3.1 and appendix B.1, after the posts of bloc97 and emozilla). Powers are computed by
+    exponentials: the last bit of torch's powers depends on how many are computed at once.
     """
     original = config.original_max_position_embeddings
     stretch = config.factor * lengths.double().clamp(min=original) / original - (config.factor - 1)
     log_theta = math.log(config.theta) + stretch.log() * (head_dim / (head_dim - 2))
-    # Made where they are used: CUDA graphs cannot capture a copy that the host waits for.
+    # Created on their device: CUDA graphs cannot capture a copy that the host waits for.
     exponents = _exponents(head_dim, lengths.device)
     return (-log_theta[:, None] * exponents).exp().float()
 
@@ -125,7 +125,7 @@ def _exponents(head_dim: int, device: torch.device | None = None) -> Tensor:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What cosines and sines are multiplied by; 1 but for yarn (Peng et al., §3.4)."""
+    """Factor of cosines and sines; 1 except for yarn (Peng et al., §3.4)."""
     if config.rope_type != "yarn":
         return 1.0
     if config.attention_factor is not None:
@@ -149,7 +149,7 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # no division by zero
+        high += 0.001  # avoids a division by zero
     dimensions = torch.arange(head_dim // 2, dtype=torch.float32)
     kept = 1 - ((dimensions - low) / (high - low)).clamp(0, 1)
     frequencies = theta_frequencies(config.theta, head_dim)
@@ -157,7 +157,7 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_dimension(config: RopeConfig, head_dim: int, num_rotations: float) -> float:
-    """The dimension that turns num_rotations times over the original context."""
+    """The dimension that makes num_rotations turns over the original context."""
     context = config.original_max_position_embeddings
     return (head_dim * math.log(context / (num_rotations * 2 * math.pi))) / (
         2 * math.log(config.theta)

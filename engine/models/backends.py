@@ -1,4 +1,4 @@
-"""Which implementation of the decoder runs: torch everywhere, C where a CPU computes."""
+"""Picks the implementation of the decoder: C on a CPU where it can run, otherwise torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.kernels.cpu.library import CpuLibrary, load_library
 
 
 class LanguageModel(Protocol):
-    """What a runner needs of a decoder."""
+    """The interface of a decoder to the runner."""
 
     config: DecoderConfig
 
@@ -35,12 +35,12 @@ class LanguageModel(Protocol):
         ...
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], good until the
+        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
         next call"""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
         ...
 
 
@@ -51,27 +51,28 @@ def cpu_kernels(
 
     Args:
         block_size: of the KV cache.
-        num_threads: None takes one a core.
+        num_threads: None uses one per core.
     """
     library = load_library(decoder.dtype) if decoder.device.type == "cpu" else None
     if library is not None and can_run(decoder.config, block_size):
         library.start_threads(num_threads or num_usable_cores())
-        torch.set_num_threads(1)  # one pool: what little torch does now must not wake another
+        torch.set_num_threads(1)  # torch computes little now, and must not wake a second pool
     return library
 
 
 def check_deterministic(decoder: Decoder, block_size: int, library: CpuLibrary | None) -> None:
-    """Refuse a decoder that torch has to compute: the order of its sums depends on the batch.
+    """Refuse a decoder that the C kernels cannot run: the order of torch's sums depends on the
+    batch.
 
     Raises:
-        ConfigError: saying why the kernels, where it does not, cannot run.
+        ConfigError: with the reason why the kernels cannot run.
     """
     config = decoder.config
     if library is None:
-        reason = "they could not be compiled, as the log says"
+        reason = "they could not be compiled (see the log)"
     elif not can_run(config, block_size):
         reason = (
-            f"they do not take head size {config.head_dim}, hidden size {config.hidden_size}, "
+            f"they do not support head size {config.head_dim}, hidden size {config.hidden_size}, "
             f"intermediate size {config.intermediate_size} and block size {block_size} together"
         )
     else:
@@ -85,7 +86,7 @@ def fastest(
     library: CpuLibrary | None,
     quantization: Quantization = "none",
 ) -> LanguageModel:
-    """The decoder in the form that runs fastest where its weights are; they move into it."""
+    """The fastest implementation of the decoder on its device; takes over the weights."""
     if library is not None and can_run(decoder.config, block_size):
         return CpuDecoder(decoder, library, quantization)
     if quantization == "int8":
@@ -101,7 +102,7 @@ def run_step(
     parameters: Tensor | None,
     draws: Tensor | None,
 ) -> StepOutput:
-    """One step, with the tokens it draws where the model does that too; args as in
+    """One step, including drawn tokens if the model draws them; arguments as in
     `CpuDecoder.step`."""
     if isinstance(model, CpuDecoder):
         return model.step(input_ids, context, sampled_tokens, parameters, draws)

@@ -1,4 +1,4 @@
-"""Typed reading of a model's `config.json`: every mistake becomes one clear line."""
+"""Typed access to a model's `config.json`: every mistake becomes a one-line error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigFields:
     """A JSON object of the file `path`, read field by field. A null counts as absent.
 
     Args:
-        within: the name of the object inside the file, empty at its top.
+        within: the name of the object inside the file; empty at the top level.
     """
 
     def __init__(self, values: Mapping[str, Any], *, path: Path, within: str = "") -> None:
@@ -33,7 +33,7 @@ class ConfigFields:
         return int(value)
 
     def nullable_integer(self, name: str, default: int) -> int | None:
-        """A positive integer, or a null that differs from saying nothing."""
+        """A positive integer, or None if the field is null; the default only if it is absent."""
         if name in self._values and self._values[name] is None:
             return None
         return self.integer(name, default)

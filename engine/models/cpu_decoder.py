@@ -1,10 +1,10 @@
-"""The decoder as a list of C calls: the fast path of a CPU.
+"""The decoder as a list of C calls: the fast path on a CPU.
 
 It computes what `models.decoder.Decoder` specifies, with weights packed for the kernels, and draws
-the tokens that follow (`CpuHead`). The list is recorded once; a step fills in one structure and
-runs it, so no Python stands between the operations, and a step like the last one has nothing to
-fill in. Every sum runs in an order that depends on its own row alone, so neither batch nor chunking
-nor a warm cache changes a bit of a result.
+the next tokens (`CpuHead`). The list is recorded once; a step fills in one structure and runs the
+list without Python between the operations, and a step like the last one fills in nothing. The order
+of a sum depends only on its own row, so neither batch nor chunking nor a warm cache changes a bit
+of a result.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from penstock.kernels.cpu.structures import (
     Step,
 )
 
-# What a thread reads and multiplies in a second, for the decision whether to wake the others. T of
-# load/peers (0.1 million weights in layers) is slower on two threads with 128 rows, S (27) faster.
+# Rates of one thread, for deciding whether to wake the others. With 128 rows, T of load/peers
+# (0.1 million weights in layers) is slower on two threads, S (27 million) is faster.
 _READ_BYTES_PER_S, _PRODUCTS_PER_S = 20e9, 100e9
 _MIN_SHARED_S = 0.3e-3
 
 
 def can_run(config: DecoderConfig, block_size: int) -> bool:
-    """Whether the kernels take these shapes: values come in pairs, of positions too."""
+    """Whether the kernels support these shapes: they process values, and positions, in pairs."""
     sizes = (config.hidden_size, config.intermediate_size, block_size)
     is_even = all(size % 2 == 0 for size in sizes)
     if config.attention_soft_cap is not None or config.has_sinks:
@@ -53,14 +53,14 @@ def can_run(config: DecoderConfig, block_size: int) -> bool:
 
 
 class Buffers:
-    """What one layer hands to the next; [max_tokens, …], reused by all layers."""
+    """Activations, [max_tokens, …] each, reused by all layers."""
 
     def __init__(self, config: DecoderConfig, max_tokens: int, dtype: torch.dtype) -> None:
         def rows(size: int) -> Tensor:
             return torch.empty(max_tokens, size, dtype=dtype)
 
         query_size = config.num_heads * config.head_dim
-        # The residual stream, before and after attention: no operation changes what it reads.
+        # The residual stream, before and after attention: no operation writes to what it reads.
         self.stream, self.attended = rows(config.hidden_size), rows(config.hidden_size)
         self.normed = rows(config.hidden_size)
         self.qkv = rows(query_size + 2 * config.num_kv_heads * config.head_dim)
@@ -68,15 +68,15 @@ class Buffers:
         self.gate_up = rows(2 * config.intermediate_size)
         self.gated = rows(config.intermediate_size)
         largest = max(config.hidden_size, query_size, config.intermediate_size)
-        self.int8 = Int8Rows(max_tokens, largest)  # what goes into a product of int8
+        self.int8 = Int8Rows(max_tokens, largest)  # inputs of int8 products
 
 
 class CpuDecoder:
     """A decoder whose weights the kernels own.
 
     Args:
-        decoder: gives its weights away: each matrix is packed, then dropped there.
-        quantization: of the matrices of its layers; the head keeps its dtype.
+        decoder: loses its weights: each matrix is packed here and dropped there.
+        quantization: of the layers' matrices; the head keeps its dtype.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CpuDecoder:
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
         self._step = Step()
         self._head = CpuHead(library, _move_out(head.weight), self._step)
-        # A tied embedding is looked up in the packed head: it is held once.
+        # A tied embedding is looked up in the packed head, so it is stored once.
         self._embedding = None if self.config.is_tied else decoder.embed_tokens.weight
         self._num_weights = sum(layer.num_weights for layer in self._layers)
         self._num_bytes = sum(layer.num_bytes for layer in self._layers)
@@ -102,14 +102,14 @@ class CpuDecoder:
         self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
         self._recorded = library.record([])
         self._recorded_for = (0, 0)
-        # Of the last step: what it was given, and what one with the same leaves behind.
+        # The last step's context, the tensors it points to, and its output.
         self._context: ForwardContext | None = None
         self._given: tuple[Tensor, ...] = ()
         self._output: StepOutput | None = None
         self._is_shared = False
 
     def __del__(self) -> None:
-        self._library.settle()  # a thread may still read weights, to no effect
+        self._library.settle()  # a late thread may still read weights, to no effect
 
     @property
     def num_threads(self) -> int:
@@ -123,7 +123,7 @@ class CpuDecoder:
         return self.forward(input_ids, context)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], good until the
+        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
         next call"""
         self._context = None
         self._fill(input_ids, context, self._keep(context.layout.block_tables))
@@ -139,17 +139,17 @@ class CpuDecoder:
         parameters: Tensor | None,
         draws: Tensor | None,
     ) -> StepOutput:
-        """A forward pass, logits, and the tokens that follow; good until the next call.
+        """A forward pass, logits and the next tokens; valid until the next call.
 
-        A context that was the last step's too stands for the same tensors, perhaps with other
-        values in them: nothing is looked up again.
+        If the context is the last step's, its tensors are the same (their values may differ), so
+        the recorded pointers are reused.
 
         Args:
             input_ids: int64 [num_tokens]
-            context: its block tables stay where they are for as long as this decoder lives: a
-                thread that was taken off its core may read them late.
-            sampled_tokens: int64 [num_sampled], the tokens that another one follows; None: all.
-            parameters, draws: as `sample_tokens` and `draw_uniforms` have them. Without parameters
+            context: its block tables must stay in place as long as this decoder lives, since a
+                descheduled thread may read them late.
+            sampled_tokens: int64 [num_sampled], indices of the tokens to sample after; None: all.
+            parameters, draws: as in `sample_tokens` and `draw_uniforms`. Without parameters
                 nothing is drawn; without draws every temperature is 0.
         """
         if context is not self._context or self._output is None or self.needs_prompt_lens:
@@ -161,11 +161,11 @@ class CpuDecoder:
         return self._output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
         return self._head.logits(hidden, is_shared=self._is_worth_sharing(len(hidden)))
 
     def _fill(self, input_ids: Tensor, context: ForwardContext, block_tables: Tensor) -> None:
-        """Point the calls of a forward pass to its inputs."""
+        """Point the calls of a forward pass at its inputs."""
         step, layout = self._step, context.layout
         self._record(len(input_ids), context.kv_pool)
         cosines, sines, rows = self._rotary.rows(context)
@@ -178,16 +178,16 @@ class CpuDecoder:
         step.block_tables = block_tables.data_ptr()
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
         step.rotary_rows = rows.data_ptr()
-        self._given = (input_ids, cosines, sines, rows)  # their memory is pointed to
+        self._given = (input_ids, cosines, sines, rows)  # keeps the memory alive
 
     def _is_worth_sharing(self, num_tokens: int) -> bool:
-        """Whether a pass over so many tokens takes one thread long enough to wake the others:
-        weights have to be read, and multiplied."""
+        """Whether reading and multiplying the weights takes one thread long enough to wake the
+        others."""
         read_s = self._num_bytes / _READ_BYTES_PER_S
         return max(read_s, self._num_weights * num_tokens / _PRODUCTS_PER_S) > _MIN_SHARED_S
 
     def _keep(self, block_tables: Tensor) -> Tensor:
-        """A copy that stays where it is: a thread that was taken off its core may read it late."""
+        """A copy that stays in place, since a descheduled thread may read it late."""
         num_rows, num_columns = block_tables.shape
         held_rows, held_columns = self._block_tables.shape
         if num_rows > held_rows or num_columns > held_columns:
@@ -198,7 +198,7 @@ class CpuDecoder:
         return self._block_tables
 
     def _record(self, num_tokens: int, kv_pool: Tensor) -> None:
-        """Have the calls of a step over this pool with room for so many tokens."""
+        """Record the calls for this pool with room for `num_tokens`, unless already recorded."""
         capacity, pool = self._recorded_for
         if num_tokens > capacity or kv_pool.data_ptr() != pool:
             self._library.settle()
@@ -227,7 +227,7 @@ class CpuDecoder:
 
 
 class PackedLayer:
-    """The weights of one layer, and its share of the list."""
+    """The weights of one layer, and its calls."""
 
     def __init__(
         self, library: CpuLibrary, layer: DecoderLayer, quantization: Quantization
@@ -247,12 +247,12 @@ class PackedLayer:
 
     @property
     def num_weights(self) -> int:
-        """Values of its matrices."""
+        """Number of values in its matrices."""
         return sum(each.in_features * each.out_features for each in self._linears)
 
     @property
     def num_bytes(self) -> int:
-        """That its matrices take."""
+        """Size of its matrices."""
         return sum(each.num_bytes for each in self._linears)
 
     @property
@@ -309,7 +309,7 @@ class PackedLayer:
 
 
 def _move_out(weight: Tensor) -> Tensor:
-    """The values of a parameter, which lets go of them."""
+    """Take the values out of a parameter, which is empty afterwards."""
     values = weight.data
     weight.data = torch.empty(0, dtype=weight.dtype)
     return values
@@ -329,8 +329,7 @@ def _norm_args(
 
 
 class RotaryTable:
-    """Cosines and sines as the kernels look them up: of all positions so far, grown as longer
-    sequences come."""
+    """Tables of cosines and sines for the kernels, extended as longer sequences come."""
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
         self._rotary = rotary
@@ -339,7 +338,7 @@ class RotaryTable:
 
     def rows(self, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Two tables float32 [n, head_dim / 2], and each token's row in them, int64."""
-        if self.needs_prompt_lens:  # a token's angles are its own
+        if self.needs_prompt_lens:  # angles depend on the sequence too, so each token has a row
             cosines, sines = self._rotary(context.positions, context.prompt_lens, torch.float32)
             return cosines, sines, torch.arange(len(context.positions))
         if context.layout.max_seq_len > len(self._cosines):
@@ -349,10 +348,10 @@ class RotaryTable:
 
 
 class DrawnTokens:
-    """The next token of each row, in the host's memory.
+    """The next token of each row, in host memory.
 
     Attributes:
-        token_ids, is_valid: int64 and bool, [num_rows] each, as `sample_tokens` has them.
+        token_ids, is_valid: int64 and bool, [num_rows] each, as in `sample_tokens`.
     """
 
     __slots__ = ("_token_ids", "_validity", "is_valid", "token_ids")
@@ -360,7 +359,7 @@ class DrawnTokens:
     def __init__(self, num_rows: int) -> None:
         self.token_ids = torch.empty(num_rows, dtype=torch.int64)
         self.is_valid = torch.empty(num_rows, dtype=torch.bool)
-        # For reading: in a step of a small model torch's own calls would be seen.
+        # NumPy views for reading: in a small model's step, torch's calls would be noticeable.
         self._token_ids, self._validity = self.token_ids.numpy(), self.is_valid.numpy()
 
     def read(self) -> tuple[list[int], list[bool]]:
@@ -369,12 +368,12 @@ class DrawnTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """One step, as the model computed it.
+    """The output of one step.
 
     Attributes:
         hidden: [num_tokens, hidden_size]
-        logits: [num_sampled, vocab_size], of the tokens that another one follows.
-        drawn: None, or what `sample_tokens` makes of these logits as they are.
+        logits: [num_sampled, vocab_size], of the sampled rows.
+        drawn: None, or the tokens drawn from the unmodified logits.
     """
 
     hidden: Tensor
@@ -387,7 +386,7 @@ class CpuHead:
 
     Args:
         weight: [vocab_size, hidden_size]
-        step: says how many rows are sampled, and which.
+        step: holds how many rows are sampled, and which.
     """
 
     def __init__(self, library: CpuLibrary, weight: Tensor, step: Step) -> None:
@@ -404,7 +403,7 @@ class CpuHead:
         self._given: tuple[Tensor | None, ...] = ()
 
     def calls(self, hidden: Tensor) -> Calls:
-        """What follows once all rows of a step are in `hidden` [max_tokens, hidden_size]."""
+        """The calls after all rows of a step are in `hidden` [max_tokens, hidden_size]."""
         self._hidden, self._gathered = hidden, torch.empty_like(hidden)
         gather = GatherRowsArgs(
             y=self._gathered.data_ptr(),
@@ -420,7 +419,7 @@ class CpuHead:
         ]
 
     def skip(self) -> None:
-        """Let the calls do nothing."""
+        """Make the calls do nothing."""
         self._step.num_sampled = self._step.num_gathered = 0
         self._draw.num_rows = self._sample.num_rows = addressof(_NO_ROWS)
 
@@ -431,10 +430,10 @@ class CpuHead:
         parameters: Tensor | None,
         draws: Tensor | None,
     ) -> StepOutput:
-        """Point the calls to what they read; where they will write.
+        """Point the calls at their inputs; the tensors that they will write.
 
         Args:
-            sampled_tokens, parameters, draws: as `CpuDecoder.step` has them.
+            sampled_tokens, parameters, draws: as in `CpuDecoder.step`.
         """
         step = self._step
         num_rows = num_tokens if sampled_tokens is None else len(sampled_tokens)
@@ -445,7 +444,7 @@ class CpuHead:
             step.sampled_tokens = sampled_tokens.data_ptr()
         rows = self._hidden if sampled_tokens is None else self._gathered
         self._product.x, self._product.y = rows.data_ptr(), logits.data_ptr()
-        self._given = (sampled_tokens, parameters, draws)  # their memory is pointed to
+        self._given = (sampled_tokens, parameters, draws)  # keeps the memory alive
         return StepOutput(
             hidden=self._hidden[:num_tokens],
             logits=logits,
@@ -453,7 +452,7 @@ class CpuHead:
         )
 
     def logits(self, hidden: Tensor, *, is_shared: bool) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], good until the next call"""
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
         hidden, logits = hidden.contiguous(), self._room(len(hidden))
         num_rows = ctypes.c_int64(len(hidden))
         args = self.matrix.args(logits, hidden, addressof(num_rows))
@@ -480,7 +479,7 @@ class CpuHead:
         return drawn
 
     def _room(self, num_rows: int) -> Tensor:
-        """Kept: fresh pages cost more than small products."""
+        """Rows for logits; the memory is kept, since fresh pages cost more than small products."""
         if num_rows > len(self._logits):
             self._logits = self._logits.new_empty(num_rows, self.matrix.out_features)
         return self._logits[:num_rows]

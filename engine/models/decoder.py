@@ -1,7 +1,7 @@
 """The one decoder: a configurable transformer that every supported architecture maps to.
 
 Pre-norm blocks of rotary, grouped-query attention and a gated MLP (Touvron et al., "LLaMA",
-2023). What varies is data in `DecoderConfig`.
+2023). `DecoderConfig` holds what varies.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each adding to the residual stream.
 
-    What one computes is added where the next norm reads the stream, in one operation with it; so a
-    layer hands on the stream and, beside it, what is yet to be added.
+    The next norm adds a block's output to the stream, in one operation with the norm; so a layer
+    passes on the stream and, separately, what must still be added.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -102,7 +102,8 @@ class DecoderLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """What is yet to be added, and the stream (None: it begins with x); returns the same."""
+        """x must still be added to the stream `residual` (None: x starts it); returns the same
+        pair."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, rotary, context)
         x, residual = self.post_attention_layernorm.add(x, residual)
@@ -140,15 +141,15 @@ class Decoder(nn.Module):
         return head.logits(hidden)
 
     def use_fp8_cache(self) -> None:
-        """Keys and values are stored in FP8 from now on."""
+        """Store keys and values in FP8."""
         for module in self.modules():
             if isinstance(module, Attention):
                 module.use_fp8_cache(self.config.num_kv_heads, self.device)
 
     def use_invariant_kernels(self) -> None:
-        """What is computed for a token depends on the tokens before it alone, to the bit; on a GPU.
+        """Make a token's results, to the bit, depend only on the tokens before it; on a GPU.
 
-        Norms, activations and positions are so by themselves: a row is one program's.
+        Norms, activations and positions already do: one program computes a row.
         """
         for module in self.modules():
             if isinstance(module, Linear):

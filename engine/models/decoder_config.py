@@ -1,8 +1,8 @@
-"""What the one decoder can be configured to: the fields all architectures are mapped to.
+"""The configuration of the one decoder, to which all architectures are mapped.
 
-Rotary positions are read in the spellings of transformers 4 and 5. Version 4 wrote `rope_theta`
-beside a `rope_scaling` object (whose kind was once called `type`, later `rope_type`); version 5
-writes one `rope_parameters` object.
+Rotary positions are read as written by transformers 4 and 5. Version 4 wrote `rope_theta` next to a
+`rope_scaling` object (its kind was first called `type`, later `rope_type`); version 5 writes one
+`rope_parameters` object.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from penstock.engine.models.config_fields import ConfigFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The shape and the choices of a decoder-only transformer.
+    """The shape and the options of a decoder-only transformer.
 
     Attributes:
-        context_len: the most tokens of a sequence, rotary scaling included.
-        windows: for each layer, the positions a token sees (None: all before it).
-        dtype: the checkpoint's own, as its config names it.
+        context_len: maximum tokens of a sequence, rotary scaling included.
+        windows: for each layer, how many positions a token sees (None: all before it).
+        dtype: the checkpoint's own, as named in its config.
         is_tied: the output head is the embedding.
-        attention_soft_cap: bounds attention's scores; None: nothing does.
-        has_sinks: each head has a logit without a value that joins its softmax.
+        attention_soft_cap: bounds attention's scores; None leaves them unbounded.
+        has_sinks: each head has a logit without a value in its softmax.
     """
 
     vocab_size: int
@@ -49,11 +49,11 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderChoices:
-    """Where architectures differ; everything else they spell alike.
+    """The options in which architectures differ; all other fields have the same names.
 
     Attributes:
-        num_kv_heads, head_dim, context_len: used where `config.json` does not say; None
-            stands for num_heads, for hidden_size / num_heads and for "must be given".
+        num_kv_heads, head_dim: defaults if `config.json` has no value; None means num_heads, and
+            hidden_size / num_heads.
     """
 
     windows: tuple[int | None, ...] = ()
@@ -69,7 +69,7 @@ def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> Decode
     """Map the fields that Llama and its descendants share.
 
     Raises:
-        ModelLoadError: a field is missing, malformed, or asks for what we do not have.
+        ModelLoadError: a field is missing, malformed, or has an unsupported value.
     """
     _check_supported(fields)
     num_heads = fields.integer("num_attention_heads")
@@ -108,7 +108,7 @@ def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> Decode
 def _check_supported(fields: ConfigFields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"{activation!r} is not supported; we have 'silu'")
+        raise fields.error("hidden_act", f"{activation!r} is not supported; only 'silu' is")
     if "quantization_config" in fields:
         raise fields.error("quantization_config", "quantised checkpoints are not supported")
 
@@ -120,13 +120,13 @@ def read_rope_config(fields: ConfigFields) -> RopeConfig:
     """The rotary positions of a model.
 
     Raises:
-        ModelLoadError: a kind of scaling we do not have, or one of its parameters is wrong.
+        ModelLoadError: an unsupported kind of scaling, or an invalid parameter of it.
     """
     scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
     theta = scaling.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA))
-    for place in (fields, scaling):
-        if place.number("partial_rotary_factor", 1.0) != 1.0:
-            raise place.error("partial_rotary_factor", "partly rotated heads are not supported")
+    for section in (fields, scaling):
+        if section.number("partial_rotary_factor", 1.0) != 1.0:
+            raise section.error("partial_rotary_factor", "partly rotated heads are not supported")
     rope_type = _rope_type(scaling)
     context = fields.integer("max_position_embeddings")
     if rope_type == "default":
@@ -152,9 +152,9 @@ def read_rope_config(fields: ConfigFields) -> RopeConfig:
 
 
 def scaled_context(fields: ConfigFields, rope: RopeConfig) -> int:
-    """Tokens the model can see once its scaling is applied.
+    """Context in tokens, rotary scaling included.
 
-    Llama 3 checkpoints state the stretched context themselves; the others are stretched here.
+    Llama 3 checkpoints state the scaled context; for the others it is computed here.
     """
     context = fields.integer("max_position_embeddings")
     if rope.rope_type in ("linear", "dynamic"):
@@ -168,7 +168,8 @@ def _rope_type(scaling: ConfigFields) -> RopeType:
     name = "rope_type" if "rope_type" in scaling else "type"
     value = scaling.text(name, "default")
     if value not in ROPE_TYPES:
-        raise scaling.error(name, f"{value!r} is not supported; we have {', '.join(ROPE_TYPES)}")
+        supported = ", ".join(ROPE_TYPES)
+        raise scaling.error(name, f"{value!r} is not supported; supported: {supported}")
     return value
 
 
@@ -191,5 +192,5 @@ def _yarn(fields: ConfigFields, scaling: ConfigFields, theta: float) -> RopeConf
 
 def _original_context(fields: ConfigFields, scaling: ConfigFields) -> int:
     name = "original_max_position_embeddings"
-    place = fields if name in fields else scaling
-    return place.integer(name, fields.integer("max_position_embeddings"))
+    section = fields if name in fields else scaling
+    return section.integer(name, fields.integer("max_position_embeddings"))

@@ -1,7 +1,7 @@
 """The model families: how each one's `config.json` and weight names map to the one decoder.
 
 Only switches and names. All families name their weights as Llama's checkpoints do; a fused
-parameter of ours is several of theirs, stacked in order.
+parameter of the decoder is several checkpoint tensors, stacked in order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
 
 
 def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
-    """Layers from `max_window_layers` up, or those that `layer_types` names, have a window."""
+    """Layers from `max_window_layers` on, or those listed in `layer_types`, have a window."""
     num_layers = fields.integer("num_hidden_layers")
     window = None
     if fields.boolean("use_sliding_window", False):
@@ -100,5 +100,5 @@ def llama_weight_names(parameter: str) -> tuple[str, ...]:
 
 
 def is_ignorable(tensor: str) -> bool:
-    """A tensor that some checkpoints carry and no decoder needs: it follows from the config."""
+    """Whether a checkpoint's tensor is redundant, since it follows from the config."""
     return tensor.endswith(("rotary_emb.inv_freq", ".attn.bias", ".masked_bias"))

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a decoder with weights, in its dtype and on its device."""
+"""Loads a checkpoint's files into a decoder, in its dtype and on its device."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _DUMMY_STD = 0.02
-_NUM_DUMMY = 1_048_583  # a prime, so that rows of a matrix that repeats them differ
+_NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the numbers differ
 
 
 def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder:
-    """The model in directory `path`, its weights from the checkpoint or, for `dummy`, random.
+    """The model in directory `path`, with the checkpoint's weights or, for `dummy`, random ones.
 
     Raises:
-        ModelLoadError: naming the file, field or tensor at fault.
-        ConfigError: int8 is asked for on a GPU.
+        ModelLoadError: names the invalid file, field or tensor.
+        ConfigError: int8 is requested on a GPU.
     """
     if config.quantization == "int8" and device.type != "cpu":
-        raise ConfigError("--quantization int8 is for a CPU: leave it out, or use --device cpu")
+        raise ConfigError("--quantization int8 needs a CPU: leave it out, or use --device cpu")
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
     with torch.device("meta"):
@@ -65,7 +65,7 @@ def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> t
 def _fill_random(model: Decoder, seed: int) -> None:
     """Small normal numbers; norms are ones and biases zeros, as in a fresh model.
 
-    The same on every device. A large matrix repeats its numbers: drawing billions takes minutes.
+    Every device gets the same. A large matrix repeats its numbers: drawing billions takes minutes.
     """
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.dim() < 2:
@@ -91,8 +91,8 @@ def _fill_from(checkpoint: Checkpoint, model: Decoder, architecture: Architectur
     ]
     if surplus:
         raise ModelLoadError(
-            f"{checkpoint.path}: {len(surplus)} tensors do not belong to the architecture that "
-            f"config.json names, such as {min(surplus)}"
+            f"{checkpoint.path}: {len(surplus)} tensors do not belong to the architecture named in "
+            f"config.json, such as {min(surplus)}"
         )
 
 
@@ -110,13 +110,13 @@ _STORED_DTYPES = ("BF16", "F16", "F32")
 
 
 class Checkpoint:
-    """The tensors of a directory, found by name: one safetensors file, or several with an index.
+    """The tensors of a directory, by name: one safetensors file, or several with an index.
 
-    Files are memory-mapped, so a tensor is read when it is copied and not before.
+    Files are memory-mapped, so a tensor is read only when it is copied.
 
     Raises:
         ModelLoadError: on construction if files are missing or corrupt; on reading if a
-            tensor is missing or of another shape or kind than expected.
+            tensor is missing or has an unexpected shape or dtype.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,14 +130,14 @@ class Checkpoint:
             self._files = {name: _open(path / name) for name in sorted(set(self._where.values()))}
             self._check_index(index)
         else:
-            raise ModelLoadError(f"{path} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise ModelLoadError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     @property
     def names(self) -> Iterable[str]:
         return self._where.keys()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, which must have `shape`; mapped from the file, not to be changed."""
+        """The tensor `name`, which must have `shape`; mapped from the file, read-only."""
         if name not in self._where:
             raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
         file = self._files[self._where[name]]
@@ -147,7 +147,7 @@ class Checkpoint:
             raise ModelLoadError(f"{place} has shape {view.get_shape()}, expected {list(shape)}")
         if view.get_dtype() not in _STORED_DTYPES:
             raise ModelLoadError(
-                f"{place} is {view.get_dtype()}; we read {', '.join(_STORED_DTYPES)}"
+                f"{place} is {view.get_dtype()}; supported: {', '.join(_STORED_DTYPES)}"
             )
         try:
             tensor: Tensor = file.get_tensor(name)
@@ -176,5 +176,5 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise ModelLoadError(f"{path}: weight_map: expected an object of file names")
     if any(Path(file).name != file for file in where.values()):
-        raise ModelLoadError(f"{path}: weight_map: files must lie beside the index")
+        raise ModelLoadError(f"{path}: weight_map: files must be in the index's directory")
     return where

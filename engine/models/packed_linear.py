@@ -24,7 +24,7 @@ class CpuLinear(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """That a product reads of it."""
+        """Bytes that a product reads."""
         ...
 
     def calls(
@@ -34,7 +34,7 @@ class CpuLinear(Protocol):
 
         Args:
             num_rows: the address of the number of rows.
-            room: for x in int8; free again when the calls have run.
+            room: buffer for x in int8; free again when the calls have run.
         """
         ...
 
@@ -69,7 +69,7 @@ class PackedLinear:
     def calls(
         self, y: Tensor, x: Tensor, num_rows: int, room: Int8Rows, *, residual: Tensor | None = None
     ) -> Calls:
-        del room  # x is multiplied as it is
+        del room  # x is not quantized
         return [("linear", self.args(y, x, num_rows, residual=residual))]
 
 

@@ -1,4 +1,4 @@
-"""Which architectures we run, and how each is configured and named."""
+"""The supported architectures, with their configuration and weight names."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
-    """What the model in directory `path` is.
+    """The architecture and configuration of the model in directory `path`.
 
     Raises:
-        ModelLoadError: no readable `config.json`, an architecture we do not run, or a field
-            that is missing, malformed or unsupported.
+        ModelLoadError: no readable `config.json`, an unsupported architecture, or a field that is
+            missing, malformed or unsupported.
     """
     config_path = path / "config.json"
     fields = ConfigFields(read_json(config_path), path=config_path)
@@ -55,5 +55,5 @@ def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
             return architecture, architecture.read_config(fields)
     raise fields.error(
         "architectures",
-        f"{', '.join(names) or 'none'} is not supported; we have {', '.join(ARCHITECTURES)}",
+        f"{', '.join(names) or 'none'} is not supported; supported: {', '.join(ARCHITECTURES)}",
     )

@@ -1,9 +1,10 @@
-"""A decoder whose small steps are replayed from CUDA graphs: a launch costs more than they compute.
+"""A decoder that replays small steps from CUDA graphs, since launching them takes longer than
+computing them.
 
-Batches of decodes are replayed whole (`DecodeGraphs`), other steps between their attentions
-(`PieceGraphs`), as far as they are not larger than what is captured. Larger ones keep the device
-busy longer than they take to launch. `Graph` and `GraphMaker` are a small protocol over CUDA's
-graphs, so that all but these can be tested where there is no GPU.
+Decode batches are replayed whole (`DecodeGraphs`), other steps between their attention calls
+(`PieceGraphs`), up to the captured sizes. Larger steps compute longer than their launch takes.
+`Graph` and `GraphMaker` are a small protocol over CUDA's graphs, so that everything else can be
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MAX_SIZE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSizes:
-    """What is captured, ascending: sequences of a batch of decodes, tokens of another step."""
+    """Sizes to capture, ascending: sequences of a decode batch, tokens of any other step."""
 
     decodes: tuple[int, ...] = ()
     pieces: tuple[int, ...] = ()
@@ -47,26 +48,26 @@ class GraphSizes:
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Close enough that a batch is padded by less than 8 sequences, later 16."""
+    """Sizes so close that a batch is padded by fewer than 8 sequences (16 above 256)."""
     largest = min(max_num_seqs, _MAX_SIZE)
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, largest, 16))
     return (*(size for size in sizes if size < largest), largest)
 
 
 def piece_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Up to twice as many tokens as there are sequences: decodes, and a little of a prompt. Until
-    64 tokens a step takes as long as one of 1, since it waits for the weights."""
+    """Sizes up to twice the number of sequences: decodes and a small part of a prompt. Up to 64
+    tokens a step takes as long as one of 1, since reading the weights dominates."""
     largest = min(max(2 * max_num_seqs, 64), max_num_batched_tokens, _MAX_SIZE)
     sizes = (16, 32, *range(64, largest, 64))
     return (*(size for size in sizes if size < largest), largest)
 
 
 class GraphedDecoder:
-    """A decoder, and the graphs of its small steps; a `LanguageModel` as the decoder is.
+    """A `LanguageModel`: a decoder with graphs of its small steps.
 
     Args:
-        kv_pool: what steps are going to be run with.
-        max_blocks: of a sequence.
+        kv_pool: the pool that steps will use.
+        max_blocks: maximum number of blocks of a sequence.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class GraphedDecoder:
                 self._graphs.append(PieceGraphs(decoder, kv_pool, sizes.pieces, maker))
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], good until the
+        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
         next call"""
         for graphs in self._graphs:
             hidden = graphs.replay(input_ids, context)
@@ -107,10 +108,10 @@ class GraphedDecoder:
 def with_graphs(
     model: LanguageModel, config: EngineConfig, kv_pool: Tensor, *, max_blocks: int
 ) -> LanguageModel:
-    """The model, with the graphs that its device and the config suggest; they are captured here.
+    """The model with graphs, which are captured here, if its device and the config call for them.
 
     Raises:
-        ConfigError: graphs are asked for where there are none.
+        ConfigError: graphs are requested on a device without them.
     """
     mode = resolve_cudagraph_mode(config.device, kv_pool.device)
     sizes = GraphSizes.of(mode, config.scheduler)
@@ -122,12 +123,12 @@ def with_graphs(
 def graphs_num_bytes(
     sizes: GraphSizes, capture: Callable[[GraphSizes], object], used_bytes: Callable[[], int]
 ) -> int:
-    """Memory that graphs of these sizes take, from capturing the two largest of each kind: the
-    largest settles how much all share, and the next what each has for itself.
+    """Memory that graphs of these sizes need, from capturing the two largest of each kind: the
+    largest determines the shared memory, the next one what each graph needs on its own.
 
     Args:
-        capture: makes graphs; they are gone when what it returns is.
-        used_bytes: of the device's memory.
+        capture: makes graphs, which live as long as the object it returns.
+        used_bytes: measures the device's memory in use.
     """
     total = 0
     for of_kind, make in ((sizes.decodes, _decodes_only), (sizes.pieces, _pieces_only)):
@@ -157,12 +158,12 @@ def _bytes_of(
 
 
 class DecodeGraphs:
-    """Batches of decodes, one token for each sequence: a graph for each of some sizes. A padded
-    sequence has a length of 0: it attends to nothing.
+    """Graphs of decode batches, one token per sequence, for some sizes. A padded sequence has
+    length 0, so it attends to nothing.
 
     Args:
         sizes: ascending.
-        max_blocks: of a sequence.
+        max_blocks: maximum number of blocks of a sequence.
     """
 
     def __init__(
@@ -183,15 +184,15 @@ class DecodeGraphs:
         self._hidden = torch.empty(
             most, decoder.config.hidden_size, dtype=decoder.dtype, device=device
         )
-        # The largest first: the others find room in the memory it leaves.
+        # The largest first: the others reuse its temporary memory.
         self._graphs = {
             size: self._capture(decoder, self._context(kv_pool, size), maker)
             for size in reversed(sizes)
         }
 
     def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """Hidden states as the decoder gives them, good until the next call; None for a batch that
-        is no batch of decodes, or too large."""
+        """The decoder's hidden states, valid until the next call; None for a batch that is not a
+        decode batch, or too large."""
         layout, num_seqs = context.layout, len(input_ids)
         size = padded_size(self._sizes, num_seqs) if layout.max_query_len == 1 else None
         if size is None:
@@ -207,7 +208,7 @@ class DecodeGraphs:
     def _capture(self, decoder: Decoder, context: ForwardContext, maker: GraphMaker) -> Graph:
         size = len(context.positions)
         input_ids = self._inputs.input_ids[:size]
-        decoder(input_ids, context)  # kernels are compiled and loaded here, not while it records
+        decoder(input_ids, context)  # compiles and loads kernels before the capture
         graph = maker.graph()
         graph.begin()
         self._hidden[:size].copy_(decoder(input_ids, context))
@@ -215,7 +216,7 @@ class DecodeGraphs:
         return graph
 
     def _context(self, kv_pool: Tensor, size: int) -> ForwardContext:
-        """A step of `size` sequences, each as long as any may be."""
+        """The context of a step of `size` sequences of maximum length."""
         inputs = self._inputs
         layout = PagedLayout(
             query_start_loc=self._starts[: size + 1],
@@ -233,17 +234,17 @@ class DecodeGraphs:
         )
 
 
-# An attention of a step, of which only queries and layout are another every time.
+# One attention call, with everything bound except queries and context.
 Call = Callable[[Tensor, ForwardContext], Tensor]
 
 
 class PieceGraphs:
-    """Batches of any kind: graphs of what lies between their attentions, for some sizes.
+    """Graphs of the parts between the attention calls of any batch, for some sizes.
 
-    All but attention depends on the number of tokens alone. So while a forward pass is recorded,
-    every attention ends a graph and begins another:
+    Everything except attention depends only on the number of tokens. So while a forward pass is
+    captured, every attention call ends one graph and starts another:
 
-        embed, qkv₀ │ attend₀ │ o₀, mlp₀, qkv₁ │ attend₁ │ …      │ graphs │ launched anew │
+        embed, qkv₀ │ attend₀ │ o₀, mlp₀, qkv₁ │ attend₁ │ …      │ replayed │ launched │
 
     Args:
         sizes: ascending.
@@ -259,7 +260,7 @@ class PieceGraphs:
         def rows(*shape: int) -> Tensor:
             return torch.zeros(most, *shape, dtype=decoder.dtype, device=device)
 
-        # Where pieces and attentions meet: what one wrote, the next reads at once.
+        # The tensors that pass between pieces and attention calls.
         self._query = rows(config.num_heads, config.head_dim)
         self._mixed = rows(config.num_heads, config.head_dim)
         self._hidden = rows(config.hidden_size)
@@ -268,8 +269,8 @@ class PieceGraphs:
         }
 
     def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """Hidden states as the decoder gives them, good until the next call; None for a step that
-        is too large."""
+        """The decoder's hidden states, valid until the next call; None for a step that is too
+        large."""
         num_tokens = len(input_ids)
         size = padded_size(self._sizes, num_tokens)
         if size is None:
@@ -286,7 +287,7 @@ class PieceGraphs:
     def _capture(self, decoder: Decoder, kv_pool: Tensor, size: int, maker: GraphMaker) -> _Pieces:
         inputs, pieces = self._inputs, _Pieces(maker, self._query[:size], self._mixed[:size])
         nothing = torch.zeros(0, dtype=torch.int32, device=decoder.device)
-        layout = PagedLayout(  # of attention's, nothing is read
+        layout = PagedLayout(  # attention is not captured, so only the slots are read
             query_start_loc=nothing,
             seq_lens=nothing,
             block_tables=nothing[None],
@@ -306,7 +307,7 @@ class PieceGraphs:
             hidden: Tensor = decoder(inputs.input_ids[:size], context)
             return hidden
 
-        forward(lambda *_, **__: self._mixed[:size])  # compiles
+        forward(lambda *_, **__: self._mixed[:size])  # compiles kernels before the capture
         pieces.begin()
         self._hidden[:size].copy_(forward(pieces.attend))
         pieces.graphs[-1].end()
@@ -314,7 +315,7 @@ class PieceGraphs:
 
 
 class _Pieces:
-    """One forward pass: a graph, an attention, a graph, … and a graph.
+    """One captured forward pass: a graph, an attention call, a graph, …, a graph.
 
     Args:
         query, mixed: [num_tokens, num_heads, head_dim], before and after attention.
@@ -338,7 +339,7 @@ class _Pieces:
         _layout: PagedLayout,
         **options: Any,
     ) -> Tensor:
-        """In the place of attention while a forward pass is recorded."""
+        """Stands in for attention while a forward pass is captured."""
         self._query.copy_(query)
         self.graphs[-1].end()
 
@@ -351,26 +352,25 @@ class _Pieces:
 
 
 class GraphInputs:
-    """The tensors that captured steps read: they stay where they are, and are filled before a
-    replay.
+    """The input tensors of captured steps: fixed in memory, filled before each replay.
 
-    A step of fewer tokens than a graph was captured for is padded at its end: a padded token has
-    the slot −1, so nothing of it is stored, and what comes out for it is cut off.
+    A step of fewer tokens than its graph is padded at the end: a padded token has slot −1, so
+    nothing is stored for it, and its output is cut off.
 
     Args:
         num_tokens: of the largest step.
-        needs_prompt_lens: as a model says.
+        needs_prompt_lens: as in the model.
     """
 
     def __init__(self, num_tokens: int, device: torch.device, *, needs_prompt_lens: bool) -> None:
-        # int64 [num_tokens] each. Ids and positions of padding are those of earlier steps.
+        # int64 [num_tokens] each. Padding keeps ids and positions of earlier steps.
         self.input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.input_ids)
         self.slots = torch.full_like(self.input_ids, -1)
         self.prompt_lens = torch.ones_like(self.input_ids) if needs_prompt_lens else None
 
     def fill(self, input_ids: Tensor, context: ForwardContext, size: int) -> None:
-        """A step's tokens, padded to `size`."""
+        """Write a step's tokens, padded to `size`."""
         num_tokens = len(input_ids)
         self.input_ids[:num_tokens].copy_(input_ids)
         self.positions[:num_tokens].copy_(context.positions)
@@ -391,14 +391,14 @@ def padded_size(sizes: Sequence[int], num_tokens: int) -> int | None:
     Args:
         sizes: ascending.
     """
-    place = bisect_left(sizes, num_tokens)
-    return sizes[place] if place < len(sizes) else None
+    index = bisect_left(sizes, num_tokens)
+    return sizes[index] if index < len(sizes) else None
 
 
 class Graph(Protocol):
-    """Launches between `begin` and `end`, which are not run then; `replay` runs them.
+    """Records the launches between `begin` and `end` without running them; `replay` runs them.
 
-    They read and write the memory they were recorded with, and host values stay what they were.
+    A replay reads and writes the memory used at capture, and host values keep what they were then.
     """
 
     def begin(self) -> None: ...
@@ -406,15 +406,15 @@ class Graph(Protocol):
     def end(self) -> None: ...
 
     def replay(self) -> None:
-        """Launch it all on the current stream."""
+        """Run the graph on the current stream."""
         ...
 
 
 class GraphMaker(Protocol):
-    """Makes graphs that share their temporary memory: replay them one at a time."""
+    """Makes graphs that share their temporary memory, so only one may be replayed at a time."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Within it, graphs can be recorded."""
+        """The context in which graphs can be captured."""
         ...
 
     def graph(self) -> Graph: ...
@@ -428,7 +428,7 @@ class CudaGraph:
         self._memory = memory
 
     def begin(self) -> None:
-        # Other threads (the heartbeats') are none of this graph's business.
+        # Launches of other threads must not end the capture.
         self._graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
     def end(self) -> None:
@@ -439,7 +439,7 @@ class CudaGraph:
 
 
 class CudaGraphMaker:
-    """CUDA graphs with one pool of memory."""
+    """Makes CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         handle: Any = torch.cuda.graph_pool_handle
@@ -447,7 +447,7 @@ class CudaGraphMaker:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """On a stream of its own: the default one cannot be captured."""
+        """Use a side stream, since the default stream cannot be captured."""
         side: Any = torch.cuda.Stream
         torch.cuda.synchronize()
         with torch.cuda.stream(side()):

@@ -1,4 +1,4 @@
-"""Start-up choices: the device, and the context a model is run with."""
+"""Start-up choices: device, graphs, KV dtype and context length."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ def select_device(config: DeviceConfig) -> torch.device:
     """The device to run on; sets the number of CPU threads of this process.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is requested but not available.
     """
     if config.num_threads is not None and config.num_threads < 1:
-        raise ConfigError(f"the number of CPU threads must be positive: {config.num_threads}")
+        raise ConfigError(f"--num-threads must be at least 1, not {config.num_threads}")
     torch.set_num_threads(config.num_threads or _default_num_threads())
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        raise ConfigError("--device cuda: torch found no CUDA device; use --device cpu")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def resolve_cudagraph_mode(config: DeviceConfig, device: torch.device) -> CudagraphMode:
-    """What is captured on this device: `none`, `piecewise` or `full`.
+    """The graph mode for this device: `none`, `piecewise` or `full`.
 
     Raises:
-        ConfigError: graphs are asked for on a CPU, or both asked for and forbidden.
+        ConfigError: graphs are requested on a CPU, or together with `--enforce-eager`.
     """
     mode = config.cudagraph_mode
     if config.enforce_eager:
         if mode in ("piecewise", "full"):
-            raise ConfigError(f"--enforce-eager forbids what --cudagraph-mode {mode} asks for")
+            raise ConfigError(f"--enforce-eager cannot be used with --cudagraph-mode {mode}")
         return "none"
     if device.type == "cuda":
         return "full" if mode == "auto" else mode
@@ -46,10 +46,10 @@ def resolve_cudagraph_mode(config: DeviceConfig, device: torch.device) -> Cudagr
 
 
 def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys and values are kept in, for a model in `dtype`.
+    """The dtype of the KV cache, for a model in `dtype`.
 
     Raises:
-        ConfigError: FP8 is asked for on a CPU.
+        ConfigError: FP8 is requested on a CPU.
     """
     if config.kv_cache_dtype == "auto":
         return dtype
@@ -59,10 +59,10 @@ def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.devi
 
 
 def resolve_max_model_len(config: ModelConfig, decoder: DecoderConfig) -> int:
-    """Tokens of a sequence at most: as configured, or all the model can see.
+    """Maximum number of tokens of a sequence: as configured, or the model's context.
 
     Raises:
-        ConfigError: more is asked for than the model was made for.
+        ConfigError: more than the model's context.
     """
     if config.max_model_len is None:
         return decoder.context_len
@@ -75,9 +75,9 @@ def resolve_max_model_len(config: ModelConfig, decoder: DecoderConfig) -> int:
 
 
 def _default_num_threads() -> int:
-    """All cores but one, which is the gateway's and its clients'.
+    """All cores but one, which is left to the gateway and its clients.
 
-    torch's threads spin at every barrier of a step: where one of them shares its core with another
-    process, all wait for it. The CPU kernels' pool does not, and takes all cores (`backends`).
+    torch's threads spin at every barrier of a step: if one of them shares its core with another
+    process, all wait for it. The CPU kernels' pool does not wait, and uses all cores (`backends`).
     """
     return max(1, num_usable_cores() - 1)

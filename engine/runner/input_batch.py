@@ -1,17 +1,17 @@
 """From a `Batch` to the tensors of one forward pass.
 
-A sequence is sent whole once; what later batches leave out is remembered here: its tokens, its
-block table and how much of it is computed. A sampled token is appended to this copy at once,
-since the next batch may need it before policy has seen it.
+A sequence is sent whole once; what later batches leave out is kept here: its tokens, its block
+table and how many tokens are computed. A sampled token is appended to this copy at once, since the
+next batch may need it before policy has seen it.
 
                  row a (decode)   row b (a chunk of prompt)      row c (decode)
     input_ids    [a17,            b4, b5, b6, b7,                c30]     flat, no padding
     positions    [17,             4,  5,  6,  7,                 30]
     seq_lens     [18,             8,                             31]
 
-In most steps the same sequences take one token each. `DecodeRun` makes the inputs of one such step
-those of the next by counting up in place: the tensors stay where they are, so a CPU's list of calls
-need not look again where that is.
+In most steps the same sequences take one token each. `DecodeRun` turns the inputs of one such step
+into those of the next by incrementing them in place: the tensors do not move, so a CPU's list of
+calls can be run again unchanged.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from penstock.kernels.paged_layout import PagedLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
-    """Where tokens come from and go to on a device that keeps the last one of each row.
+    """Where tokens come from and go to on a device that keeps the last token of each row.
 
     Attributes:
-        awaited_places: int64 [num_awaited], of the tokens that the host does not know yet, among
-            num_tokens.
-        awaited_rows: int64 [num_awaited], the rows that have them.
-        sampled_rows: int64 [num_sampled], the rows that get one.
+        awaited_indices: int64 [num_awaited], indices into input_ids of the tokens that the host
+            does not know yet.
+        awaited_rows: int64 [num_awaited], the rows that have these tokens.
+        sampled_rows: int64 [num_sampled], the rows that get a new token.
     """
 
-    awaited_places: Tensor
+    awaited_indices: Tensor
     awaited_rows: Tensor
     sampled_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step, ready to run: what a model and a sampler are given.
+    """The inputs of one step for model and sampler.
 
     Attributes:
         input_ids: int64 [num_tokens]
         sampled_seq_ids: sequences whose last known token is computed in this step, in order.
-        sampled_tokens: int64 [num_sampled], the place of those tokens among num_tokens; None if
-            they are all of them.
-        sampling: what those sequences ask for.
-        prompt_spans: the prompt tokens whose log-probabilities somebody wants.
+        sampled_tokens: int64 [num_sampled], indices into input_ids of those tokens; None if all
+            tokens are sampled from.
+        sampling: the sampling parameters of those sequences.
+        prompt_spans: the prompt tokens whose log-probabilities are requested.
         token_rows: only where tokens stay on the device.
     """
 
@@ -73,11 +73,11 @@ class StepInputs:
 
 
 Integers = npt.NDArray[np.int64]
-ON_DEVICE = -1  # in the place of a token that only the device knows yet
+ON_DEVICE = -1  # placeholder for a token that only the device knows yet
 
 
 class DeviceSequence:
-    """What the device remembers of one sequence; what every step needs is in columns instead."""
+    """The device's copy of one sequence, except for what every step needs: that is in columns."""
 
     __slots__ = ("num_blocks", "num_prompt", "num_prompt_logprobs", "row", "token_ids")
 
@@ -89,8 +89,8 @@ class DeviceSequence:
         self.num_prompt_logprobs = entry.num_prompt_logprobs
 
     def prompt_span(self, seq_id: int, start: int, stop: int, first_row: int) -> PromptSpan | None:
-        """The prompt tokens that follow those at positions `start` to `stop`, which are in row
-        `first_row` of the step and the next ones; None if there are none or nobody asks."""
+        """The prompt tokens that follow those at positions `start` to `stop`, which are in the
+        step's rows from `first_row` on; None if there are none, or none are requested."""
         token_ids = self.token_ids[start + 1 : min(stop + 1, self.num_prompt)]
         if self.num_prompt_logprobs is None or not token_ids:
             return None
@@ -107,9 +107,9 @@ class InputBatch:
     """The sequences on this device.
 
     Args:
-        max_num_seqs: sequences at once.
-        max_blocks: blocks of one sequence at most.
-        staging: brings a step's arrays to the device, where its tokens stay; None on a CPU.
+        max_num_seqs: maximum number of sequences.
+        max_blocks: maximum number of blocks of a sequence.
+        staging: copies a step's arrays to a device that keeps its tokens; None on a CPU.
     """
 
     def __init__(
@@ -123,27 +123,27 @@ class InputBatch:
     ) -> None:
         self._sequences: dict[int, DeviceSequence] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
-        # By row: how many tokens are known and computed, and the last one.
+        # By row: the number of known tokens, the number of computed ones, and the last token.
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_token = np.zeros(max_num_seqs, dtype=np.int64)
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        # Those of the step's sequences, in the order of the step. On a CPU they are used where they
-        # are, also by a thread that comes late, and so never move.
+        # The tables of the step's sequences, in the step's order. On a CPU they never move, since a
+        # descheduled thread may read them late.
         self._step_tables = np.zeros_like(self._block_tables)
-        # What of the rows above is held, and counted, by the steps under way instead.
+        # While a run lasts, it counts the values above for its rows instead.
         self._run: DecodeRun | None = None
         self._sampling = SamplingTable(max_num_seqs, device)
         self._block_size = block_size
         self._staging = staging
 
     def update(self, batch: Batch) -> None:
-        """Forget who left, take in who entered, extend block tables."""
+        """Remove sequences that left, add those that entered, extend block tables."""
         run = self._run
         if run is not None and (batch.left_seq_ids or not run.goes_on(batch.scheduled)):
             self._end_run(run)
         for seq_id in batch.left_seq_ids:
-            # A sequence that left before it was ever scheduled was never here.
+            # A sequence that left before it was scheduled was never added.
             sequence = self._sequences.pop(seq_id, None)
             if sequence is not None:
                 self._free_rows.append(sequence.row)
@@ -156,7 +156,7 @@ class InputBatch:
                     self._run.extend_table(number, first, item.new_block_ids)
 
     def prepare(self, batch: Batch, kv_pool: Tensor, *, needs_prompt_lens: bool) -> StepInputs:
-        """The tensors of a step, whose tokens are counted as computed; good until the next step."""
+        """The tensors of a step, valid until the next; counts the step's tokens as computed."""
         if self._run is not None:
             return self._run.advance()
         scheduled = batch.scheduled
@@ -195,7 +195,7 @@ class InputBatch:
         return inputs
 
     def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """A token for each, as this device sampled it; input of the sequence's next step."""
+        """Append a sampled token to each sequence: the input of its next step."""
         if self._run is not None:
             self._run.append(token_ids)
             return
@@ -207,19 +207,20 @@ class InputBatch:
         self._num_tokens[rows] += 1
 
     def expect(self, seq_ids: Sequence[int]) -> list[tuple[list[int], int]]:
-        """A token for each, which the device samples and the host does not know yet: input of the
-        sequence's next step. Its place in the host's copy: the tokens, and an index among them."""
+        """Append a placeholder to each sequence for a token that the device samples: the input of
+        its next step. Returns where the host will store each token: a list, and an index into
+        it."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         rows = [sequence.row for sequence in sequences]
         self._last_token[rows] = ON_DEVICE
         self._num_tokens[rows] += 1
-        places = [(sequence.token_ids, len(sequence.token_ids)) for sequence in sequences]
-        for token_ids, _ in places:
+        destinations = [(each.token_ids, len(each.token_ids)) for each in sequences]
+        for token_ids, _ in destinations:
             token_ids.append(ON_DEVICE)
-        return places
+        return destinations
 
     def _end_run(self, run: DecodeRun) -> None:
-        """Take over what it has counted."""
+        """Copy a run's counts back to the columns."""
         self._run = None
         self._num_computed[run.rows] = run.seq_lens
         self._num_tokens[run.rows] = run.seq_lens + run.is_due
@@ -234,10 +235,10 @@ class InputBatch:
         *,
         is_decode: bool,
     ) -> dict[str, npt.NDArray[Any]]:
-        """What a forward pass reads, by name."""
+        """The arrays that a forward pass reads, by name."""
         starts = seq_lens - query_lens
         ends = query_lens.cumsum()
-        if is_decode:  # one token each, the last: by far the most frequent step
+        if is_decode:  # one token each, the last: by far the most common step
             rows_of_tokens, positions, input_ids = rows, starts, self._last_token[rows]
         else:
             rows_of_tokens = rows.repeat(query_lens)
@@ -260,7 +261,7 @@ class InputBatch:
             "slots": slots,
             "query_start_loc": _from_zero(ends),
             "seq_lens": seq_lens.astype(np.int32),
-            # On a CPU all columns: a run will fill some more.
+            # On a CPU all columns, since a run fills more of them.
             "block_tables": block_tables[:, : None if self._staging is None else num_columns],
         }
 
@@ -288,7 +289,7 @@ class InputBatch:
         )
 
     def _extend_table(self, item: ScheduledSequence) -> int:
-        """Where in its table the new blocks begin."""
+        """Append a sequence's new blocks to its table; the index of the first."""
         sequence = self._sequences[item.seq_id]
         first, end = sequence.num_blocks, sequence.num_blocks + len(item.new_block_ids)
         assert end <= self._block_tables.shape[1], f"{end} blocks for sequence {item.seq_id}"
@@ -303,7 +304,7 @@ class InputBatch:
         starts: Integers,
         seq_lens: Integers,
     ) -> Iterator[PromptSpan]:
-        """The prompt tokens that follow those of a step, where somebody asks for them."""
+        """The prompt tokens that follow a step's tokens, where requested."""
         first_row = 0
         for item, sequence, start, stop in zip(scheduled, sequences, starts, seq_lens, strict=True):
             if sequence.num_prompt_logprobs is not None:
@@ -314,7 +315,7 @@ class InputBatch:
 
 
 def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -> int:
-    """Of a step's arrays at most."""
+    """Maximum size of a step's arrays."""
     per_token = [
         8 * max_num_tokens
     ] * 6  # ids, positions, slots, prompt lengths; awaited ones twice
@@ -326,10 +327,10 @@ def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -
 def _awaited(
     input_ids: Integers, rows_of_tokens: Integers, sampled_rows: Integers
 ) -> dict[str, npt.NDArray[Any]]:
-    (places,) = (input_ids == ON_DEVICE).nonzero()
+    (indices,) = (input_ids == ON_DEVICE).nonzero()
     return {
-        "awaited_places": places,
-        "awaited_rows": rows_of_tokens[places],
+        "awaited_indices": indices,
+        "awaited_rows": rows_of_tokens[indices],
         "sampled_rows": sampled_rows,
     }
 
@@ -355,29 +356,29 @@ def _context(
 
 def _token_rows(tensors: dict[str, Tensor]) -> TokenRows:
     return TokenRows(
-        awaited_places=tensors["awaited_places"],
+        awaited_indices=tensors["awaited_indices"],
         awaited_rows=tensors["awaited_rows"],
         sampled_rows=tensors["sampled_rows"],
     )
 
 
 def _from_zero(ends: Integers) -> npt.NDArray[np.int32]:
-    """Running sums with the 0 they begin at."""
+    """Running sums, preceded by a 0."""
     starts = np.zeros(len(ends) + 1, dtype=np.int32)
     starts[1:] = ends
     return starts
 
 
-_MARGIN_TOKENS = 256  # by which lengths may grow before the inputs are made anew
+_MARGIN_TOKENS = 256  # growth of the lengths before the inputs are rebuilt
 
 
 class DecodeRun:
-    """The sequences of a step in which each computes its last known token.
+    """Successive steps in which the same sequences compute their last known token.
 
     Args:
-        inputs: of that step, in the host's memory.
-        rows: [num_seqs], the sequences' places.
-        histories: the tokens of each sequence, extended as they come.
+        inputs: of the first step, in host memory.
+        rows: [num_seqs], the sequences' rows.
+        histories: the tokens of each sequence; extended by every step.
     """
 
     def __init__(
@@ -392,7 +393,7 @@ class DecodeRun:
         self.seq_ids = inputs.sampled_seq_ids
         self.input_ids = inputs.input_ids.numpy()
         self.seq_lens = layout.seq_lens.numpy()
-        self.is_due = False  # whether the tokens of the next step are here
+        self.is_due = False  # whether the tokens of the next step are known
         self._positions = inputs.context.positions.numpy()
         self._slots = layout.slot_mapping.numpy()
         self._block_tables = layout.block_tables.numpy()
@@ -404,7 +405,7 @@ class DecodeRun:
         self._inputs = self._with_margin(inputs)
 
     def goes_on(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        """Whether that is the run's next step."""
+        """Whether a step continues the run."""
         return (
             self.is_due
             and len(scheduled) == len(self.seq_ids)
@@ -415,20 +416,19 @@ class DecodeRun:
         )
 
     def extend_table(self, number: int, first: int, block_ids: tuple[int, ...]) -> None:
-        """More blocks for the sequence of that number in the run, from its `first` on."""
+        """Store new blocks, from index `first` on, of the run's sequence `number`."""
         self._block_tables[number, first : first + len(block_ids)] = block_ids
 
     def first(self) -> StepInputs:
         return self._inputs
 
     def advance(self) -> StepInputs:
-        """The inputs of the next step; the same ones as before, unless lengths have outgrown
-        them."""
+        """The inputs of the next step; the same object, unless the lengths have outgrown it."""
         self.is_due = False
         self._positions += 1
         self.seq_lens += 1
         self._num_tokens += 1
-        if self._num_steps_in_blocks > 0:  # nobody comes to another block
+        if self._num_steps_in_blocks > 0:  # no sequence enters a new block
             self._slots += 1
             self._num_steps_in_blocks -= 1
         else:
@@ -439,7 +439,7 @@ class DecodeRun:
         return self._inputs
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """The tokens that the last step brought."""
+        """Store the last step's tokens."""
         self.input_ids[:] = token_ids
         for history, token_id in zip(self._histories, token_ids, strict=True):
             history.append(token_id)
@@ -453,7 +453,7 @@ class DecodeRun:
         self._num_steps_in_blocks = self._block_size - 1 - int(offsets.max())
 
     def _with_margin(self, inputs: StepInputs) -> StepInputs:
-        """The same tensors, said to hold longer sequences than they do today."""
+        """The same tensors with a larger declared maximum length."""
         self._num_steps_left = _MARGIN_TOKENS
         max_seq_len = int(self.seq_lens.max()) + _MARGIN_TOKENS
         layout = replace(inputs.context.layout, max_seq_len=max_seq_len)

@@ -1,4 +1,4 @@
-"""The sizes of the device's KV pool and of the host tier beside it, and the pool's allocation."""
+"""The sizes of the device's KV pool and of the host tier, and the pool's allocation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.engine.models.decoder_config import DecoderConfig
 
 _GIB = 1 << 30
 _HOST_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB}
-_HOST_SHARE = 4  # a quarter of what is free
-_MAX_HOST_POOLS = 4  # device pools' worth: a small pool has little to bring out
+_HOST_SHARE = 4  # a quarter of the free memory
+_MAX_HOST_POOLS = 4  # times the device's pool: a small pool has little to swap out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class KVShape:
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
         """[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], uninitialised.
 
-        Nothing is read before it was written; on a CPU the system lends pages as they are.
+        Nothing is read before it is written; on a CPU pages are allocated at their first write.
         """
         try:
             return torch.empty(
@@ -73,10 +73,10 @@ def choose_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
 ) -> int:
-    """Blocks in the pool: as many as are asked for, or as fit and could ever be used.
+    """Blocks in the pool: as configured, or as many as fit and could ever be used.
 
     Args:
-        available_bytes: measures what the pool may take; asked if the config does not say.
+        available_bytes: measures the memory for the pool; called if the config has no size.
 
     Raises:
         ConfigError: a sequence of max_model_len tokens would not fit.
@@ -105,7 +105,7 @@ def _too_small(shape: KVShape, needed: int, num_blocks: int, max_model_len: int)
 
 
 def uses_host_tier(config: EngineConfig) -> bool:
-    """Whether host blocks are wanted, and anything would be put into them."""
+    """Whether there should be host blocks, and something would use them."""
     cache = config.cache
     size = cache.swap_space if cache.num_host_blocks is None else cache.num_host_blocks
     return size != 0 and (cache.enable_prefix_caching or config.scheduler.preemption != "recompute")
@@ -119,14 +119,14 @@ def choose_num_host_blocks(
     free_bytes: int,
     device: torch.device,
 ) -> int:
-    """Blocks of the host tier: as many as are asked for, or a moderate number; 0 for none.
+    """Blocks of the host tier: as configured, or a moderate number; 0 for none.
 
     Args:
         num_blocks: of the device's pool.
-        free_bytes: host memory that can be had.
+        free_bytes: free host memory.
 
     Raises:
-        ConfigError: more is asked for than is free.
+        ConfigError: the configured size exceeds the free memory.
     """
     if not uses_host_tier(config):
         return 0
@@ -141,6 +141,6 @@ def choose_num_host_blocks(
     if num_bytes > free_bytes:
         raise ConfigError(
             f"the host tier of the KV cache would take {num_bytes:,} bytes, but this machine has "
-            f"{free_bytes:,} bytes free beside the device's pool: lower {flag}"
+            f"{free_bytes:,} bytes free besides the device's pool: lower {flag}"
         )
     return num_bytes // shape.bytes_per_block

@@ -1,19 +1,19 @@
 """The host tier of KV memory: its pool, and the moves of whole blocks between it and the device.
 
-A host block holds all layers of one block side by side, so neighbouring blocks are one copy. On
-CUDA, copies over the link run on two side streams, by way of staging slots on the device:
+A host block holds all layers of one block contiguously, so neighbouring blocks need one copy. On
+CUDA, copies over the link run on two side streams, through staging slots on the device:
 
     compute   gather D5 D9 → slot 0 ┐  the step …            ┌ scatter slot 1 → D2, the step …
     out                             └ slot 0 → H0 H1 …       │
     in                                       H7 → slot 1 ────┘
 
-A swap-out never makes a step wait: what it saves is gathered before the step may overwrite it, and
-leaves beside the compute. A step that swaps in waits for its own blocks; they are under way as soon
-as it is launched, beside the step before it, if that still runs, unless a swap-out has yet to fill
-their source. (A swap-out is behind the swap-ins that read its destination anyhow: compute waited
-for them, and it waits for compute.) A slot is used again when its last copy is done, so staging is
-bounded, and a move list beyond that bound waits for the link. On a CPU the same code runs with
-streams that do nothing.
+A swap-out never makes a step wait: its blocks are gathered before the step may overwrite them, and
+transferred during the compute. A step that swaps in waits for its own blocks; their transfer starts
+when the step is launched, during the previous step if that still runs, unless a swap-out has yet to
+fill their source. (A swap-out always follows the swap-ins that read its destination: compute waits
+for those, and the swap-out waits for compute.) A slot is reused when its last copy is done, so
+staging is bounded, and a list of moves beyond that bound waits for the link. On a CPU the same code
+runs with streams that do nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """How much of a device's memory blocks pass through."""
+    """The staging memory on a device."""
 
     num_slots: int
     slot_bytes: int
@@ -58,7 +58,7 @@ _cudart: Any = torch.cuda.cudart  # loads the CUDA runtime when called
 
 
 class NoHostTier:
-    """The device's pool is all there is."""
+    """Stands in for `HostTier` where there is none."""
 
     num_blocks = 0
     block_move_s = 0.0
@@ -77,7 +77,7 @@ class NoHostTier:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Staging on the device: [blocks_per_slot, *block], free for use once `is_free` has passed."""
+    """Staging on the device: [blocks_per_slot, *block], free once `is_free` has passed."""
 
     blocks: Tensor
     is_free: Any
@@ -89,13 +89,13 @@ class HostTier:
     Args:
         pool: the device's, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
         num_host_blocks: at least 1.
-        staging: None takes what suits the device.
+        staging: None uses the device's default.
 
     Attributes:
         block_move_s: seconds to move one block, measured at construction.
 
     Raises:
-        ConfigError: the machine does not lend the memory.
+        ConfigError: the memory cannot be allocated or pinned.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HostTier:
         self._host = _allocate(num_host_blocks, pool)
         if pool.is_cuda:
             _pin(self._host)
-            # Memory must be unpinned before it is given back; at exit the system does both.
+            # Memory must be unpinned before it is freed; at exit the system does both.
             weakref.finalize(self, _unpin, self._host, self._out, self._in).atexit = False
         staging = staging or (CUDA_STAGING if pool.is_cuda else _CPU_STAGING)
         slots = self._make_slots(staging)
@@ -120,7 +120,7 @@ class HostTier:
         self.block_move_s = self._measure(slots[0])
 
     def execute(self, moves: BlockMoves) -> None:
-        """Run the moves in their order, ahead of anything launched later on the current stream."""
+        """Run the moves in their order, before anything launched later on the current stream."""
         if moves.swap_outs:
             self._swap_out(moves.swap_outs)
         if moves.swap_ins:
@@ -185,7 +185,7 @@ class HostTier:
         return block_ids_on(self._pool.device, device_ids), list(host_ids)
 
     def _parts(self, num_blocks: int) -> Iterator[tuple[_Slot, slice]]:
-        """Slots in turn, and the part of a list of blocks that each takes."""
+        """The slots in turn, each with its part of a list of blocks."""
         start = 0
         while start < num_blocks:
             slot = next(self._slots)
@@ -207,7 +207,7 @@ class HostTier:
         ]
 
     def _measure(self, slot: _Slot) -> float:
-        """Seconds to move one block, from round trips of what a slot holds; the first warms up."""
+        """Seconds to move one block: the fastest of several round trips of up to a slot's size."""
         num_blocks = min(
             max(1, _MAX_PROBE_BYTES // slot.blocks[0].nbytes),
             len(slot.blocks),
@@ -223,7 +223,7 @@ class HostTier:
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Ascending ids as runs of neighbours: (their places in the list, the ids)."""
+    """Ascending ids as runs of consecutive ones: (their indices in the list, the ids)."""
     start = 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or ids[end] != ids[end - 1] + 1:
@@ -232,8 +232,8 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def _allocate(num_blocks: int, pool: Tensor) -> Tensor:
-    """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], uninitialised; the system
-    lends pages as they are written."""
+    """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], uninitialised; pages are
+    allocated at their first write."""
     num_layers, _, _, *plane = pool.shape
     try:
         return torch.empty((num_blocks, num_layers, 2, *plane), dtype=pool.dtype)
@@ -242,9 +242,10 @@ def _allocate(num_blocks: int, pool: Tensor) -> Tensor:
 
 
 def _pin(host: Tensor) -> None:
-    """Make copies from and to `host` run beside everything else.
+    """Pin `host`, so that copies from and to it run asynchronously.
 
-    Registered rather than allocated so: torch's own pinned memory comes in powers of two.
+    Registered rather than allocated as pinned, since torch rounds pinned memory up to powers of
+    two.
     """
     status = int(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
     if status != 0:
@@ -259,6 +260,6 @@ def _unpin(host: Tensor, *streams: torch.cuda.Stream) -> None:
 
 def _too_large(num_blocks: int) -> str:
     return (
-        f"this machine does not lend the memory of {num_blocks} host blocks: lower --swap-space "
-        "or --num-host-blocks"
+        f"the memory for {num_blocks} host blocks of KV cache cannot be allocated: lower "
+        "--swap-space or --num-host-blocks"
     )

@@ -1,8 +1,8 @@
-"""Memory for KV: how much may be taken where nobody said, and the taking of it.
+"""Memory for KV: how much to use where the config does not say, and its allocation.
 
-On a CPU a modest share, since other programs live there too. On a GPU everything within
-`gpu_memory_utilization` that weights, the largest forward pass and the graphs leave, which is
-measured.
+On a CPU a modest share of the free memory, since other programs need some too. On a GPU everything
+within `gpu_memory_utilization` except what weights, the largest forward pass and the graphs need,
+which is measured.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from penstock.kernels.paged_layout import PagedLayout
 
 _MAX_CPU_BYTES = 2 << 30
 _CPU_SHARE = 4  # a quarter of what is available
-# What the reference attention may take for scores and gathers beyond the profiled forward, which
-# has no context before it (see its own limits).
+# What the reference attention may need for scores and gathers beyond the profiled forward pass,
+# which has no context before it (see its own limits).
 _ATTENTION_BYTES = 1 << 30
 
 
 def allocate_pool(
     config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
 ) -> Tensor:
-    """The device's pool, as `KVShape.allocate` gives it.
+    """The device's pool, as in `KVShape.allocate`.
 
     Raises:
-        ConfigError: it would not hold max_model_len tokens, or the machine does not hold it.
+        ConfigError: the pool is too small for max_model_len tokens, or too large for the memory.
     """
     device = model.device
     num_blocks = choose_num_blocks(
@@ -61,14 +61,14 @@ def allocate_pool(
 
 
 def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> HostTier | NoHostTier:
-    """The tier beside the device's pool.
+    """The host tier.
 
     Raises:
-        ConfigError: more is asked for than the machine has.
+        ConfigError: its configured size exceeds the free memory.
     """
     free = free_cpu_bytes()
     if pool.device.type == "cpu":
-        free = max(0, free - pool.nbytes)  # lent already, though not used yet
+        free = max(0, free - pool.nbytes)  # allocated, but its pages are not in use yet
     num_blocks = choose_num_host_blocks(
         config, shape, num_blocks=pool.shape[2], free_bytes=free, device=pool.device
     )
@@ -78,7 +78,7 @@ def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> Ho
 def available_bytes(
     config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
 ) -> int:
-    """Bytes for the KV pool on the device the model is on."""
+    """Bytes for the KV pool on the model's device."""
     device = model.device
     if device.type != "cuda":
         return min(_MAX_CPU_BYTES, free_cpu_bytes() // _CPU_SHARE)
@@ -86,7 +86,7 @@ def available_bytes(
     peak += _profile_graphs_bytes(config, model, shape, max_model_len)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # Other programs' memory counts against the share: it is not there to be had.
+    # `free` excludes other programs' memory, so it counts against our share.
     reserve = int(total * (1 - config.cache.gpu_memory_utilization)) + _ATTENTION_BYTES
     staging = CUDA_STAGING.num_bytes if uses_host_tier(config) else 0
     return max(0, free - reserve - staging - peak)
@@ -94,7 +94,7 @@ def available_bytes(
 
 @torch.inference_mode()
 def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int:
-    """Memory a forward takes at most beside weights and KV pool: one of a full step's tokens."""
+    """Peak memory of a full step's forward pass, besides weights and KV pool."""
     device = model.device
     num_tokens = min(config.scheduler.max_num_batched_tokens, model.config.context_len)
     num_blocks = shape.num_blocks_for(num_tokens)
@@ -117,7 +117,7 @@ def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) ->
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = model(torch.zeros_like(positions), context)
-    # Sampling holds a few float64 copies of the logits beside the model's own.
+    # Sampling holds a few float64 copies of the logits.
     rows = min(config.scheduler.max_num_seqs, num_tokens)
     logits = model.logits(hidden[:rows]).double()
     logits.softmax(-1).cumsum(-1)
@@ -127,7 +127,7 @@ def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) ->
 def _profile_graphs_bytes(
     config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
 ) -> int:
-    """Memory of the graphs that are going to be captured, by capturing some of them."""
+    """Memory of the graphs that will be captured, from capturing some of them."""
     device = model.device
     pool = shape.allocate(1, device)
 
@@ -146,7 +146,7 @@ def _profile_graphs_bytes(
 
 
 def _check_fits(num_bytes: int, device: torch.device) -> None:
-    """Refuse a pool beyond what the machine has free: a CPU would lend it, and kill us later.
+    """Refuse a pool larger than the free memory: Linux would grant it, and kill the process later.
 
     Raises:
         ConfigError: with the numbers.
@@ -160,7 +160,7 @@ def _check_fits(num_bytes: int, device: torch.device) -> None:
 
 
 def free_cpu_bytes() -> int:
-    """Free memory of the machine, or of the control group we run in if that has less."""
+    """Free memory of the machine, or of this process's control group if that is less."""
     free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     free.extend(
         int(line.split()[1]) * 1024

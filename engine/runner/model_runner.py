@@ -1,7 +1,7 @@
-"""One device's half of a step: `Batch` in, forward, sample, `BatchResult` out.
+"""The device's part of a step: `Batch` in, forward pass, sampling, `BatchResult` out.
 
-Charter of this file: only what every model and every request needs. The rarer a feature, the
-further from here it lives; one that needs a line in `execute` has to earn it.
+Charter of this file: only what every model and every request needs. Rare features belong elsewhere,
+without a line in `launch`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from penstock.kernels.cpu.library import CpuLibrary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
-    """What was settled at start: policy plans within it.
+    """Values determined at start, within which policy plans.
 
     Attributes:
-        max_model_len: tokens of a sequence at most, prompt and output.
+        max_model_len: maximum number of prompt and output tokens of a sequence.
         num_blocks, block_size: the KV pool.
         num_host_blocks: the host tier; 0 if there is none.
         block_move_s: seconds to move one block between the tiers, measured at start.
-        needs_prompt_lens: KV depends on the prompt's length (dynamic NTK), not on tokens alone.
+        needs_prompt_lens: KV depends on the prompt's length too (dynamic NTK), not only on tokens.
         overlaps_steps: a step can be launched while another runs.
     """
 
@@ -71,14 +71,14 @@ class RunnerInfo:
 
 
 class ModelRunner:
-    """A model with its KV pool and the sequences it is working on.
+    """A model with its KV pool and the sequences on its device.
 
     Args:
         model_path: the directory of the model's files.
         eos_token_ids: masked while a sequence has fewer than `min_tokens`.
 
     Raises:
-        ModelLoadError: the model's files are at fault.
+        ModelLoadError: the model's files are invalid.
         ConfigError: the settings do not fit the model, the device or its memory.
     """
 
@@ -104,7 +104,7 @@ class ModelRunner:
         self._sampler = Sampler(eos_token_ids, library=library)
         num_blocks = self._kv_pool.shape[2]
         max_blocks = min(num_blocks, shape.num_blocks_for(max_model_len))
-        # Last: it takes the weights.
+        # Last, since it takes the weights out of `model`.
         self._model: LanguageModel = with_graphs(
             fastest(model, shape.block_size, library, config.model.quantization),
             config,
@@ -135,12 +135,12 @@ class ModelRunner:
         )
 
     def execute(self, batch: Batch) -> BatchResult:
-        """Run one step. Sequences whose last known token it computes get one more token."""
+        """Run one step. Sequences whose last known token it computes get a new token."""
         return self.launch(batch).result()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepInFlight:
-        """The same, without waiting for a GPU to do it: the next one may be launched at once."""
+        """The same without waiting for a GPU, so the next step may be launched at once."""
         self._batch.update(batch)
         self._host_tier.execute(batch.moves)
         stopwatch = Stopwatch(self._device)
@@ -167,13 +167,13 @@ class ModelRunner:
         )
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
-        """The token of each sampled row, perhaps still on its way."""
+        """The token of each sampled row, which a GPU may not have computed yet."""
         drawn = output.drawn
         if drawn is not None and sampling.is_plain:
             token_ids, is_valid = drawn.read()
             return Sampled(token_ids=token_ids, is_valid=is_valid, logprobs={})
         if sampling.changed:
-            # Changes depend on the tokens so far; the forward pass runs on.
+            # Penalties need the tokens so far; the forward pass runs meanwhile.
             self._tokens.wait_for_tokens()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
@@ -183,18 +183,18 @@ PromptLogprobs = Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]]
 
 
 class Swaps(Protocol):
-    """What moves blocks between the tiers."""
+    """The part of a host tier that measures swaps."""
 
     def take_seconds(self) -> tuple[float, float]: ...
 
 
 class StepInFlight:
-    """A step that was launched, and its result when the device has come that far.
+    """A launched step; `result` waits for it.
 
     Args:
-        stopwatch: started when the step was.
+        stopwatch: started with the step.
         seq_ids: the sequences that get a token, in the order of `tokens`.
-        tokens: None where nothing was computed.
+        tokens: None if nothing was computed.
     """
 
     __slots__ = ("_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps", "_tokens")
@@ -213,7 +213,7 @@ class StepInFlight:
         self._seq_ids, self._tokens, self._prompt_logprobs = seq_ids, tokens, prompt_logprobs
 
     def result(self) -> BatchResult:
-        """Wait for the step's own end, not for what was launched after it."""
+        """Wait for the end of this step, not for steps launched after it."""
         if self._tokens is None:
             swap_out_s, swap_in_s = self._swaps.take_seconds()
             return BatchResult(
@@ -240,30 +240,30 @@ class StepInFlight:
 
 
 class Progress:
-    """How far steps have come while they compute, for the watchdog.
+    """Counts the finished parts of running steps, for the watchdog.
 
-    A step says nothing before its end, and on a CPU that may be minutes away; what it is made of
-    shows that it gets on: the calls of the kernels' pool or, where torch computes, the layers.
+    A step on a CPU may take minutes. Its parts show that it makes progress: the calls of the
+    kernels' pool or, where torch computes, the layers.
 
     Args:
         model: as it runs.
-        library: the CPU's kernels; None where there are none.
+        library: the CPU kernels; None if there are none.
     """
 
     def __init__(self, model: LanguageModel, library: CpuLibrary | None) -> None:
         self._library = library
         self._num_layers = 0
-        # On a GPU layers are only launched, and a step is no minutes.
+        # On a GPU layers are only launched, and a step never takes minutes.
         if isinstance(model, Decoder) and model.device.type == "cpu":
             for layer in model.layers:
                 layer.register_forward_hook(self._count_layer)
 
     def num_parts_done(self) -> int:
-        """Of all steps so far; more than before where a step gets on."""
+        """Parts of all steps so far; grows while a step makes progress."""
         return self._num_layers + (0 if self._library is None else self._library.num_calls)
 
     def describe(self) -> str:
-        """What the threads of the CPU's pool do now, in words."""
+        """What the threads of the CPU's pool are doing, in words."""
         return "none" if self._library is None else self._library.describe_pool()
 
     def _count_layer(self, *_: object) -> None:

@@ -1,8 +1,8 @@
-"""From the sampler to the sequences: sampled tokens as the next step's inputs, and for the host.
+"""Sampled tokens: as inputs of the next step, and copied to the host.
 
-On a CPU they are there when the step is (`TokensAtOnce`). On a GPU the next step is launched before
-(`TokensOnDevice`): there the last token of every row stays, and where one is an input, the device
-puts it in; the host holds a place for it until its copy has arrived.
+On a CPU tokens are known when the step ends (`TokensAtOnce`). On a GPU the next step is launched
+before that (`TokensOnDevice`): the device keeps the last token of every row and writes it into the
+next step's inputs; the host has a placeholder until its copy arrives.
 
     compute   step N … sample → last ┐  step N + 1: last → inputs …
     side                             └ token ids → pinned memory ◆    the host waits for ◆ alone
@@ -23,36 +23,36 @@ from penstock.engine.sampling.sampler import ChosenTokens, Sampled
 
 
 class Tokens(Protocol):
-    """Those of one step."""
+    """The tokens of one step."""
 
     def read(self) -> Sampled:
-        """Wait for them."""
+        """Wait for the tokens and return them."""
         ...
 
 
 class TokenPath(Protocol):
-    """What happens to a step's tokens."""
+    """How sampled tokens reach the next step and the host."""
 
     @property
     def overlaps_steps(self) -> bool:
-        """Whether a step can be launched before the tokens of the one before are read."""
+        """Whether a step can be launched before the previous step's tokens are read."""
         ...
 
     def input_ids(self, inputs: StepInputs) -> Tensor:
-        """int64 [num_tokens], those sampled by earlier steps among them."""
+        """int64 [num_tokens], including tokens sampled by earlier steps."""
         ...
 
     def wait_for_tokens(self) -> None:
-        """Return when the host knows every token of the steps before."""
+        """Wait until the host knows every token of earlier steps."""
         ...
 
     def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Tokens:
-        """What a step chose, into its sequences."""
+        """Append a step's tokens to their sequences."""
         ...
 
 
 class TokensAtOnce:
-    """Tokens are read as soon as they are chosen."""
+    """Tokens are read as soon as they are sampled."""
 
     overlaps_steps = False
 
@@ -63,22 +63,22 @@ class TokensAtOnce:
         return inputs.input_ids
 
     def wait_for_tokens(self) -> None:
-        """They are known."""
+        """Nothing to wait for."""
 
     def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Sampled:
         sampled = chosen.read()
-        # Of a failed one too: a step already planned may count on a token.
+        # For failed rows too: a step already planned may expect a token.
         self._batch.append(inputs.sampled_seq_ids, sampled.token_ids)
         return sampled
 
 
 class TokensInFlight:
-    """A step's tokens on their way to the host.
+    """A step's tokens while they are copied to the host.
 
     Args:
-        chosen: on the device, kept until it is copied.
-        copied: the same in host memory, once `is_copied` has passed.
-        places: of each token: its sequence's tokens, and its index among them.
+        chosen: on the device, kept until they are copied.
+        copied: the same in host memory, once the event `is_copied` has passed.
+        destinations: where to store each token: its sequence's token list, and an index into it.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class TokensInFlight:
         chosen: ChosenTokens,
         copied: ChosenTokens,
         is_copied: Any,
-        places: list[tuple[list[int], int]],
+        destinations: list[tuple[list[int], int]],
     ) -> None:
         self._on_device: ChosenTokens | None = chosen
-        self._copied, self._is_copied, self._places = copied, is_copied, places
+        self._copied, self._is_copied, self._destinations = copied, is_copied, destinations
         self._sampled: Sampled | None = None
 
     @property
@@ -101,17 +101,17 @@ class TokensInFlight:
             self._is_copied.synchronize()
             self._sampled, self._on_device = self._copied.read(), None
             for (token_ids, index), token_id in zip(
-                self._places, self._sampled.token_ids, strict=True
+                self._destinations, self._sampled.token_ids, strict=True
             ):
                 token_ids[index] = token_id
         return self._sampled
 
 
 class TokensOnDevice:
-    """Tokens are the next step's inputs before the host has seen them.
+    """Tokens are inputs of the next step before the host knows them.
 
     Args:
-        num_rows: of the batch.
+        num_rows: rows of the batch.
     """
 
     overlaps_steps = True
@@ -127,9 +127,9 @@ class TokensOnDevice:
 
     def input_ids(self, inputs: StepInputs) -> Tensor:
         assert inputs.token_rows is not None
-        places, rows = inputs.token_rows.awaited_places, inputs.token_rows.awaited_rows
-        if len(places):
-            inputs.input_ids.index_copy_(0, places, self._last.index_select(0, rows))
+        indices, rows = inputs.token_rows.awaited_indices, inputs.token_rows.awaited_rows
+        if len(indices):
+            inputs.input_ids.index_copy_(0, indices, self._last.index_select(0, rows))
         return inputs.input_ids
 
     def wait_for_tokens(self) -> None:
@@ -145,15 +145,15 @@ class TokensOnDevice:
             copied = chosen.map(self._copy)
         is_copied = self._runtime.Event()
         is_copied.record(self._side)
-        places = self._batch.expect(inputs.sampled_seq_ids)
-        tokens = TokensInFlight(chosen, copied, is_copied, places)
+        destinations = self._batch.expect(inputs.sampled_seq_ids)
+        tokens = TokensInFlight(chosen, copied, is_copied, destinations)
         while self._in_flight and self._in_flight[0].is_read:
             self._in_flight.popleft()
         self._in_flight.append(tokens)
         return tokens
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Into host memory, on the current stream."""
+        """Copy to host memory, on the current stream."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_pinned)
         return host.copy_(tensor, non_blocking=True)
 
@@ -161,7 +161,7 @@ class TokensOnDevice:
 def make_token_path(
     config: SchedulerConfig, *, max_blocks: int, block_size: int, device: torch.device
 ) -> tuple[InputBatch, TokenPath]:
-    """A device's sequences, and what becomes of their tokens."""
+    """The sequences of a device, and how their tokens travel."""
     is_overlapped = runs_beside_the_host(device)
     num_seqs, staging = config.max_num_seqs, None
     if is_overlapped:
@@ -180,5 +180,5 @@ def make_token_path(
 
 
 def runs_beside_the_host(device: torch.device) -> bool:
-    """Whether what is launched there returns before it is done."""
+    """Whether launches on the device return before they are done."""
     return device.type == "cuda"

@@ -1,8 +1,8 @@
-"""A step's arrays on their way to the device: one copy from pinned memory that is used again.
+"""Copies a step's arrays to the device: one copy from reused pinned memory.
 
-The host may fill a buffer while the device still runs earlier steps; a buffer whose copy has not
-run yet is waited for, so two of them let one step be prepared beside another. On a CPU the same
-code runs with streams that do nothing.
+The host may fill a buffer while the device runs earlier steps; it waits for a buffer whose copy has
+not run yet, so with two of them one step can be prepared while another runs. On a CPU the same code
+runs with streams that do nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes: as torch's own tensors at least
+_ALIGNMENT = 64  # bytes, at least that of torch's own tensors
 _NUM_BUFFERS = 2
 _DTYPES = {"int64": torch.int64, "int32": torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Memory of the host, free to be written once `is_copied` has passed."""
+    """Host memory, free to be written once the event `is_copied` has passed."""
 
     memory: Tensor  # uint8
     is_copied: Any
@@ -34,13 +34,13 @@ class InputStaging:
     """Arrays in, tensors out.
 
     Args:
-        num_bytes: of a step's arrays at most, with `padded_num_bytes` for each.
+        num_bytes: maximum size of a step's arrays, each padded by `padded_num_bytes`.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._runtime: Any = torch.cuda if is_cuda else torch.cpu
-        # One is enough here: a step's copy runs behind all that read the one before.
+        # One is enough here: a step's copy runs after everything that reads the previous one's.
         self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._buffers = itertools.cycle(
             _Buffer(
@@ -51,7 +51,7 @@ class InputStaging:
         )
 
     def upload(self, arrays: Iterable[npt.NDArray[Any]]) -> list[Tensor]:
-        """The arrays (int32 or int64) as tensors on the device, good until the next call."""
+        """The arrays (int32 or int64) as tensors on the device, valid until the next call."""
         buffer = next(self._buffers)
         buffer.is_copied.synchronize()
         memory = buffer.memory.numpy()
@@ -69,5 +69,5 @@ class InputStaging:
 
 
 def padded_num_bytes(num_bytes: int) -> int:
-    """With what aligns the array behind it."""
+    """Rounded up, so that the next array is aligned."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

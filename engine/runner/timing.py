@@ -1,6 +1,6 @@
-"""Measuring what a device does without making it wait: moments on its streams.
+"""Timing a device without synchronising it: events on its streams.
 
-On a CPU work is done when a call returns, so a moment is simply the time it is recorded.
+On a CPU work is done when a call returns, so an event is the time at which it is recorded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 
 
 class WallMoment:
-    """The point of a stream that work before it has reached, on a CPU; made as
-    `torch.cuda.Event` is."""
+    """A CPU's counterpart of `torch.cuda.Event`."""
 
     __slots__ = ("_at",)
 
@@ -25,15 +24,15 @@ class WallMoment:
         return True
 
     def synchronize(self) -> None:
-        """Wait until it has passed."""
+        """Wait until it has passed, which it has."""
 
     def elapsed_time(self, end: WallMoment) -> float:
-        """Milliseconds from here to `end`; both have passed."""
+        """Milliseconds from this event to `end`; both must have passed."""
         return (end._at - self._at) * 1e3
 
 
 def record_moment(device: torch.device, stream: Any = None) -> Any:
-    """A moment recorded now on `stream`, by default the device's current one.
+    """An event recorded now on `stream`, by default the device's current one.
 
     Returns:
         a `torch.cuda.Event` or a `WallMoment`.
@@ -45,7 +44,7 @@ def record_moment(device: torch.device, stream: Any = None) -> Any:
 
 
 class Stopwatch:
-    """Runs from its construction, on a device's current stream."""
+    """Measures from its construction on, on a device's current stream."""
 
     __slots__ = ("_device", "_end", "_start")
 
@@ -54,7 +53,7 @@ class Stopwatch:
         self._start = record_moment(device)
 
     def mark_end(self) -> None:
-        """It has stopped when all that was launched until now is done."""
+        """Set the end to when everything launched so far is done."""
         self._end = record_moment(self._device)
 
     def seconds(self) -> float:
@@ -64,6 +63,6 @@ class Stopwatch:
         return seconds
 
     def stop(self) -> float:
-        """Seconds from the start until all that was launched is done; waits for it."""
+        """Seconds from the start until everything launched so far is done; waits for it."""
         self.mark_end()
         return self.seconds()

@@ -1,8 +1,8 @@
-"""Log-probabilities of sampled tokens and of a prompt's own, from the model's unmodified logits.
+"""Log-probabilities of sampled tokens and of prompt tokens, from the model's unmodified logits.
 
 The hidden state of the token at position p predicts the one at p + 1, so the first prompt token has
-no log-probability and what follows the last one is sampled. Logits of a prompt are computed a
-bounded number of rows at a time: a long prompt's would not fit beside a large vocabulary.
+no log-probability, and the token after the last one is sampled. A prompt's logits are computed a
+limited number of rows at a time: a long prompt's would not fit into memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock.kernels.token_logprobs import token_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """Tokens within the distributions they were chosen from, on the device: a row each.
+    """Tokens with their log-probabilities and ranks, on the device, one per row.
 
     Attributes:
-        rows: their places among the rows of a step.
+        rows: their indices among the rows of a step.
         logprobs, ranks: [num_rows]
         top_ids, top_logprobs: [num_rows, num_top], likeliest first
     """
@@ -47,7 +47,7 @@ class Described:
         )
 
     def entries(self) -> list[TokenLogprobs]:
-        """One for each row; waits for the device."""
+        """One entry per row; waits for the device."""
         return [
             TokenLogprobs(
                 token_id=token_id,
@@ -69,7 +69,7 @@ class Described:
 def describe(
     logits: Tensor, token_ids: Tensor, num_top: int, *, rows: list[int] | None = None
 ) -> Described:
-    """Each row's token within its distribution, and the num_top likeliest.
+    """Each row's token with its log-probability and rank, and the num_top likeliest tokens.
 
     Args:
         logits: [num_rows, vocab_size]
@@ -90,13 +90,13 @@ def describe(
 def describe_some(
     logits: Tensor, token_ids: Tensor, num_tops: Mapping[int, int]
 ) -> tuple[Described, ...]:
-    """The rows that ask, by how many of the likeliest they want: no row's result depends on
-    another's number.
+    """The rows in `num_tops`, grouped by num_top, so that no row's result depends on another's
+    num_top.
 
     Args:
         logits: [num_rows, vocab_size]
         token_ids: int64 [num_rows]
-        num_tops: row → its number.
+        num_tops: row → num_top.
     """
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for row, num_top in num_tops.items():
@@ -108,7 +108,7 @@ def describe_some(
     return tuple(described)
 
 
-_MAX_ROWS = 64  # at once: with a vocabulary of 150,000 each takes 600 kB, in a few copies
+_MAX_ROWS = 64  # at once: with a vocabulary of 150,000 a row takes 600 kB, in a few copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +117,9 @@ class PromptSpan:
 
     Attributes:
         position: of `token_ids[0]` in its sequence.
-        first_row: of the step's hidden states, the one that predicts `token_ids[0]`; the others
-            follow in order.
-        num_top: likeliest tokens to report beside each.
+        first_row: row of the step's hidden states that predicts `token_ids[0]`; the others follow
+            in order.
+        num_top: how many of the likeliest tokens to report with each.
     """
 
     seq_id: int
@@ -132,7 +132,7 @@ class PromptSpan:
 def prompt_logprobs(
     spans: Sequence[PromptSpan], hidden: Tensor, head: Callable[[Tensor], Tensor]
 ) -> dict[int, tuple[int, tuple[TokenLogprobs, ...]]]:
-    """Sequence id → (position, entries), as `BatchResult.prompt_logprobs` has it.
+    """Sequence id → (position, entries), as in `BatchResult.prompt_logprobs`.
 
     Args:
         hidden: [num_tokens, hidden_size], of the whole step.

@@ -1,11 +1,11 @@
-"""The sampling recipe: logits in, one token per row out.
+"""The sampler: logits in, one token per row out.
 
 In order: float32 · logit_bias · repetition penalty · frequency and presence penalties ·
-min_tokens · temperature · top_k · top_p · min_p · draw. Log-probabilities are of the logits as they
-came. What no row asks for costs nothing, and no row's result depends on another's.
+min_tokens · temperature · top_k · top_p · min_p · draw. Log-probabilities are of the unmodified
+logits. Features that no row uses cost nothing, and no row's result depends on another's.
 
-Each step of `change_logits` collects the (row, token id) pairs that rows ask for and changes them
-all at once. Ids beyond the vocabulary cannot be sampled and are passed over.
+Each step of `change_logits` collects the (row, token id) pairs of all rows and changes them at
+once. Ids outside the vocabulary cannot be sampled and are ignored.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Sampled:
     """A step's tokens, row by row.
 
     Attributes:
-        is_valid: False where the logits held no distribution (NaN, or everything masked): the
+        is_valid: False where the logits are not a distribution (NaN, or everything masked): the
             token is then arbitrary and its sequence should end in an error.
-        logprobs: row → entry, of those that asked.
+        logprobs: row → entry, for rows that asked for them.
     """
 
     token_ids: list[int]
@@ -41,13 +41,13 @@ class Sampled:
     logprobs: Mapping[int, TokenLogprobs]
 
     def read(self) -> Sampled:
-        """They are here: nothing to wait for."""
+        """Nothing to wait for."""
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTokens:
-    """The same on the device, perhaps not computed yet; [num_rows] each, int64 and bool."""
+    """The same on the device, where it may not be computed yet; [num_rows] each, int64 and bool."""
 
     token_ids: Tensor
     is_valid: Tensor
@@ -78,8 +78,8 @@ class Sampler:
     """Chooses tokens.
 
     Args:
-        eos_token_ids: forbidden together with a row's stop tokens until its `min_tokens`.
-        library: the CPU's kernels, where there are some.
+        eos_token_ids: masked together with a row's stop tokens until its `min_tokens`.
+        library: the CPU kernels, if there are any.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Sampler:
     ) -> None:
         self._eos_token_ids = eos_token_ids
         self._library = library
-        self._changed = torch.empty(0, 0)  # kept: fresh pages cost more than what is done to them
+        self._changed = torch.empty(0, 0)  # kept, since fresh pages cost more than the changes
 
     def choose(
         self, logits: Tensor, batch: SamplingBatch, *, drawn: tuple[Tensor, Tensor] | None = None
@@ -95,8 +95,8 @@ class Sampler:
         """The next token of each row.
 
         Args:
-            logits: [num_rows, vocab_size] as the model gave them, left as they are.
-            drawn: what `sample_tokens` makes of them, if somebody knows already.
+            logits: [num_rows, vocab_size], the model's own; not modified.
+            drawn: the result of `sample_tokens` for them, if the model drew already.
         """
         if drawn is None or batch.changed:
             drawn = self._choose(logits, batch, drawn)
@@ -110,7 +110,7 @@ class Sampler:
         self, logits: Tensor, batch: SamplingBatch, drawn: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         """Token ids and whether each row had a distribution."""
-        uniforms = batch.parameters[0]  # nobody reads them where all rows are greedy
+        uniforms = batch.parameters[0]  # not read if all rows are greedy
         if batch.draws is not None:
             uniforms = draw_uniforms(batch.draws, library=self._library)
         if not batch.changed:
@@ -125,7 +125,7 @@ class Sampler:
         return token_ids.index_copy(0, rows, chosen[0]), is_valid.index_copy(0, rows, chosen[1])
 
     def _change(self, logits: Tensor, sequences: Collection[SamplingRow]) -> Tensor:
-        """The logits these sequences ask for, float32, good until the next call."""
+        """The logits with these sequences' changes, float32, valid until the next call."""
         num_rows, vocab_size = logits.shape
         if num_rows > len(self._changed):
             self._changed = torch.empty(num_rows, vocab_size, device=logits.device)
@@ -143,18 +143,18 @@ class Sampler:
 
 
 _MAX_BIAS = 1e30  # float32 must still hold a logit plus its bias
-# A row's place, token ids, and a value for each of them.
+# A row, token ids, and a value for each of them.
 _Entry = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 
 def change_logits(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int] = ()
 ) -> None:
-    """Bias, penalties, and no end before `min_tokens`, in this order.
+    """Apply bias, penalties and `min_tokens`, in this order.
 
     Args:
-        logits: [num_rows, vocab_size] float32, changed
-        eos_token_ids: forbidden together with a row's stop tokens until its `min_tokens`.
+        logits: [num_rows, vocab_size] float32, modified in place
+        eos_token_ids: masked together with a row's stop tokens until its `min_tokens`.
     """
     _add_logit_bias(logits, rows)
     _apply_repetition_penalty(logits, rows)
@@ -163,75 +163,75 @@ def change_logits(
 
 
 def _add_logit_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Add each row's own constants to the logits of the tokens it names."""
+    """Add each row's `logit_bias`."""
     entries = [
-        _known(place, list(row.params.logit_bias), list(row.params.logit_bias.values()), logits)
-        for place, row in enumerate(rows)
+        _known(number, list(row.params.logit_bias), list(row.params.logit_bias.values()), logits)
+        for number, row in enumerate(rows)
         if row.params.logit_bias
     ]
     if entries:
-        places, bias = _columns(entries, logits.device)
-        logits[places] += bias
+        index, bias = _columns(entries, logits.device)
+        logits[index] += bias
 
 
 def _apply_repetition_penalty(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Divide positive and multiply negative logits of tokens seen in prompt or output
-    (Keskar et al., "CTRL", 2019, §4.1, with the sign as later implementations have it)."""
+    (Keskar et al., "CTRL", 2019, §4.1, with the sign of later implementations)."""
     entries = []
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         if row.params.repetition_penalty != 1.0:
             token_ids, counts = row.seen.read()
             penalties = np.full_like(counts, row.params.repetition_penalty)
-            entries.append((place, token_ids, penalties))
+            entries.append((number, token_ids, penalties))
     if entries:
-        places, penalty = _columns(entries, logits.device)
-        seen = logits[places]
-        logits[places] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        index, penalty = _columns(entries, logits.device)
+        seen = logits[index]
+        logits[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
 
 def _apply_output_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Subtract count · frequency_penalty + presence_penalty of tokens in the output
     (OpenAI's API reference, "Frequency and presence penalties")."""
     entries = []
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         params = row.params
         if params.frequency_penalty or params.presence_penalty:
             token_ids, counts = row.output.read()
             penalties = counts * params.frequency_penalty + params.presence_penalty
-            entries.append((place, token_ids, penalties))
+            entries.append((number, token_ids, penalties))
     if entries:
-        places, penalty = _columns(entries, logits.device)
-        logits[places] -= penalty
+        index, penalty = _columns(entries, logits.device)
+        logits[index] -= penalty
 
 
 def _mask_early_stops(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]
 ) -> None:
-    """Forbid EOS and stop tokens to rows with fewer than `min_tokens` of output."""
+    """Mask EOS and stop tokens in rows with fewer than `min_tokens` of output."""
     entries = []
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         if row.is_too_short:
             token_ids = [*eos_token_ids, *row.params.stop_token_ids]
-            entries.append(_known(place, token_ids, [0.0] * len(token_ids), logits))
+            entries.append(_known(number, token_ids, [0.0] * len(token_ids), logits))
     if entries:
-        places, _ = _columns(entries, logits.device)
-        logits[places] = -torch.inf
+        index, _ = _columns(entries, logits.device)
+        logits[index] = -torch.inf
 
 
-def _known(place: int, token_ids: Sequence[int], values: Sequence[float], logits: Tensor) -> _Entry:
-    """An entry without the ids that are beyond the vocabulary."""
+def _known(row: int, token_ids: Sequence[int], values: Sequence[float], logits: Tensor) -> _Entry:
+    """An entry without the ids outside the vocabulary."""
     ids = np.array(token_ids, dtype=np.int64)
     is_known = (ids >= 0) & (ids < logits.shape[1])
     bounded = np.array(values).clip(-_MAX_BIAS, _MAX_BIAS).astype(np.float32)
-    return place, ids[is_known], bounded[is_known]
+    return row, ids[is_known], bounded[is_known]
 
 
 def _columns(
     entries: Sequence[_Entry], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """All entries as an index into the logits and a float32 tensor."""
-    places = np.repeat([place for place, _, _ in entries], [len(ids) for _, ids, _ in entries])
+    """All entries as an index into the logits and a float32 tensor of values."""
+    rows = np.repeat([row for row, _, _ in entries], [len(ids) for _, ids, _ in entries])
     token_ids = np.concatenate([ids for _, ids, _ in entries])
     values = np.concatenate([values for _, _, values in entries])
-    index = torch.from_numpy(np.stack((places, token_ids))).to(device)
+    index = torch.from_numpy(np.stack((rows, token_ids))).to(device)
     return (index[0], index[1]), torch.from_numpy(values).to(device)

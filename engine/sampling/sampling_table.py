@@ -1,7 +1,7 @@
-"""What sequences ask of the sampler: a row for each, and their parameters in columns.
+"""The sampling parameters of all sequences on a device, as columns of a table.
 
-Columns are filled when a sequence enters and read in one go each step: a step over rows that ask
-for nothing but a draw costs no Python for each of them. `TokenCounts` serve the penalties.
+A sequence's column is filled when it enters, and each step reads the columns of its sequences at
+once: rows that only need a draw cost no Python each. `TokenCounts` are for the penalties.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _TEMPERATURE, _SEED, _INDEX, _POSITION = 0, 4, 5, 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """The rows of a step, and what each asks for.
+    """The sampling parameters of a step's rows.
 
     Attributes:
-        parameters: float64 [4, num_rows]: temperature, top_k, top_p and min_p, as `sample_tokens`
-            has them.
-        draws: int64 [3, num_rows]: as `draw_uniforms` has them; None if every row is greedy.
-        changed: row → its sequence, where logits are changed before the draw.
-        num_tops: row → how many of the likeliest tokens to report, where log-probabilities are
-            wanted.
+        parameters: float64 [4, num_rows]: temperature, top_k, top_p and min_p, as in
+            `sample_tokens`.
+        draws: int64 [3, num_rows]: as in `draw_uniforms`; None if every row is greedy.
+        changed: row → its sequence, for rows whose logits are changed before the draw.
+        num_tops: row → how many of the likeliest tokens to report, for rows that want
+            log-probabilities.
         num_tokens: [num_rows], of each sequence; on a CPU the same memory as in `draws`.
     """
 
@@ -44,55 +44,55 @@ class SamplingBatch:
 
     @property
     def has_plain_rows(self) -> bool:
-        """Whether some row's logits stay as they are."""
+        """Whether some row's logits are not changed."""
         return len(self.changed) < len(self.num_tokens)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every row asks for a draw alone."""
+        """Whether every row only needs a draw."""
         return not self.changed and not self.num_tops
 
 
 class SamplingTable:
-    """The sequences on a device, at the places it gave them.
+    """The sequences on a device, each in the column with the number of its device row.
 
     Args:
-        num_places: sequences at once.
+        max_num_seqs: number of columns.
     """
 
-    def __init__(self, num_places: int, device: torch.device) -> None:
-        self._columns = np.zeros((7, num_places), dtype=np.int64)
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._columns = np.zeros((7, max_num_seqs), dtype=np.int64)
         self._floats = self._columns.view(np.float64)
-        self._sequences: list[SamplingRow | None] = [None] * num_places
-        self._is_special = np.zeros(num_places, dtype=np.bool_)  # asks for more than a draw
+        self._sequences: list[SamplingRow | None] = [None] * max_num_seqs
+        self._is_special = np.zeros(max_num_seqs, dtype=np.bool_)  # needs more than a draw
         self._device = device
 
-    def enter(self, place: int, sequence: SamplingRow) -> None:
-        """Fill a place, whoever had it before."""
+    def enter(self, column: int, sequence: SamplingRow) -> None:
+        """Fill a column, replacing its previous sequence."""
         params = sequence.params
         top_k = max(params.top_k, 0)
-        self._floats[_PARAMETERS, place] = params.temperature, top_k, params.top_p, params.min_p
-        self._columns.view(np.uint64)[_SEED, place] = params.seed
-        self._columns[_INDEX, place] = sequence.index
-        self._is_special[place] = sequence.changes_logits or sequence.num_logprobs is not None
-        self._sequences[place] = sequence
+        self._floats[_PARAMETERS, column] = params.temperature, top_k, params.top_p, params.min_p
+        self._columns.view(np.uint64)[_SEED, column] = params.seed
+        self._columns[_INDEX, column] = sequence.index
+        self._is_special[column] = sequence.changes_logits or sequence.num_logprobs is not None
+        self._sequences[column] = sequence
 
     def select(
-        self, places: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+        self, column_ids: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
     ) -> SamplingBatch:
-        """The sequences at some places, in their order.
+        """The sequences in these columns, in their order.
 
         Args:
-            places: [num_rows]
+            column_ids: [num_rows]
             num_tokens: [num_rows], of each sequence, prompt and output.
         """
-        columns = self._columns.take(places, axis=1)
+        columns = self._columns.take(column_ids, axis=1)
         columns[_POSITION] = num_tokens
-        is_random = bool(columns[_TEMPERATURE].any())  # as bits: only 0.0 has none
+        is_random = bool(columns[_TEMPERATURE].any())  # as bits: only 0.0 has none set
         on_device = torch.from_numpy(columns).to(self._device, non_blocking=True)
         changed, num_tops = {}, {}
-        for row in np.flatnonzero(self._is_special[places]).tolist():
-            sequence = self._sequences[places[row]]
+        for row in np.flatnonzero(self._is_special[column_ids]).tolist():
+            sequence = self._sequences[column_ids[row]]
             assert sequence is not None
             if sequence.changes_logits:
                 changed[row] = sequence
@@ -109,14 +109,14 @@ class SamplingTable:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """One sequence about to get its next token, for as long as it is on the device.
+    """What the sampler needs of one sequence, as long as it is on the device.
 
     Attributes:
         token_ids: prompt and output so far; grows from step to step.
         index: the branch of its request; part of the draw.
-        num_logprobs: None, or the likeliest tokens to report beside the sampled one.
-        seen: how often each token is in prompt and output.
-        output: how often it is in the output.
+        num_logprobs: None, or how many of the likeliest tokens to report with the sampled one.
+        seen: counts of each token in prompt and output.
+        output: counts of each token in the output.
     """
 
     params: SamplingParams
@@ -138,7 +138,7 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but the draw is asked for."""
+        """Whether its logits are changed before the draw."""
         params = self.params
         has_penalty = params.presence_penalty or params.frequency_penalty
         is_plain = params.repetition_penalty == 1.0 and not has_penalty and not params.logit_bias
@@ -146,34 +146,33 @@ class SamplingRow:
 
 
 class TokenCounts:
-    """How often each token occurs in a sequence that grows. A long prompt is counted once;
-    then only what is new is.
+    """Counts of each token in a growing sequence. Each call only counts the new tokens.
 
     Args:
         token_ids: grows at its end.
-        start: tokens before this position, all there, do not count.
+        start: tokens before this position, which must exist, do not count.
     """
 
     def __init__(self, token_ids: Sequence[int], start: int) -> None:
         self._sequence = token_ids
         self._num_seen = start
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}  # by token id, into the arrays
         self._token_ids = np.empty(16, dtype=np.int64)
         self._counts = np.zeros(16, dtype=np.float32)
 
     def read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Token ids and counts so far; good until the next call."""
+        """Token ids and counts so far; valid until the next call."""
         for token_id, count in Counter(self._sequence[self._num_seen :]).items():
-            place = self._place_of(token_id)
-            self._counts[place] += count
+            index = self._index_of(token_id)
+            self._counts[index] += count
         self._num_seen = len(self._sequence)
-        num_distinct = len(self._places)
+        num_distinct = len(self._indices)
         return self._token_ids[:num_distinct], self._counts[:num_distinct]
 
-    def _place_of(self, token_id: int) -> int:
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._counts):
+    def _index_of(self, token_id: int) -> int:
+        index = self._indices.setdefault(token_id, len(self._indices))
+        if index == len(self._counts):
             self._token_ids = np.concatenate((self._token_ids, np.empty_like(self._token_ids)))
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._token_ids[place] = token_id
-        return place
+        self._token_ids[index] = token_id
+        return index

@@ -1,4 +1,4 @@
-"""What runs in the next iteration. No torch."""
+"""Plans what runs in each iteration. No torch."""
 
 from penstock.engine.scheduling.scheduler import Scheduler
 

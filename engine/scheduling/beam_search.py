@@ -1,10 +1,9 @@
-"""Beam search: which beams live on, and which outputs are the best.
+"""Beam search: which beams continue, and which outputs are the best.
 
-Source: `transformers` (`GenerationMixin._beam_search`), which this follows for one prompt without
-sampling: the same tokens, scores and order of hypotheses.
+Source: `transformers` (`GenerationMixin._beam_search`), followed for one prompt without sampling:
+the same tokens, scores and order of hypotheses.
 
-Fed the likeliest next tokens of every beam, step by step; knows nothing of blocks, schedulers or
-devices.
+A pure algorithm: its input is the likeliest next tokens of every beam, step by step.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class Hypothesis:
     """A finished output.
 
     Attributes:
-        token_ids: generated ones, with the token that ended it.
+        token_ids: the generated tokens, including the one that ended the hypothesis.
         score: summed log-probability ÷ length ** length_penalty.
-        stop_token_id: the EOS or stop id that ended it; None at the length limit.
+        stop_token_id: the EOS or stop id that ended the hypothesis; None at the length limit.
         logprobs: one entry per token, or empty if `SamplingParams.logprobs` is None.
     """
 
@@ -37,7 +36,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A path of tokens, linked backwards: a step costs the same however long its beams are."""
+    """A path of tokens, linked backwards, so that a step's cost does not grow with its length."""
 
     parent: _Beam | None
     entry: TokenLogprobs  # of the newest token
@@ -45,12 +44,12 @@ class _Beam:
 
 
 class _Candidate(NamedTuple):
-    """Sorts like torch.topk: likelier first, of equals the lower index in a flat [beam, token]."""
+    """Sorts like torch.topk: likelier first; of equals, the lower index in a flat [beam, token]."""
 
     cost: float  # minus the log-probability of the whole path
     parent: int  # index of the beam it continues
     token_id: int
-    place: int  # within that beam's list
+    column: int  # within that beam's list
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class BeamSearchState:
     Args:
         params: with `beam_search` set.
         end_token_ids: EOS (unless ignored) and stop tokens.
-        max_output_tokens: where every hypothesis ends, at least 1.
+        max_output_tokens: length limit of every hypothesis, at least 1.
     """
 
     def __init__(
@@ -89,31 +88,31 @@ class BeamSearchState:
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest tokens that each beam must report."""
-        # A step looks at two lists over all beams: the `width` likeliest candidates (they may
-        # finish) and the `width` likeliest that end nothing (they live on). Of either, no beam has
-        # more than `width`. Its share of the first lies in its own `width` likeliest; its share of
-        # the second has before it at most `width` - 1 others that end nothing and all end tokens.
-        # `transformers` cuts the second from the (1 + number of end tokens) × width likeliest over
-        # all beams, or twice `width` if that is more; since at most (number of end tokens) × width
-        # candidates end, that cut loses none of them.
+        """How many of its likeliest tokens each beam must report."""
+        # A step uses two lists over all beams: the `width` likeliest candidates (some may finish)
+        # and the `width` likeliest that are not end tokens (they continue). No beam contributes
+        # more than `width` to either. Its part of the first is within its own `width` likeliest;
+        # its part of the second is preceded by at most `width` - 1 other continuing tokens and all
+        # end tokens. `transformers` takes the second list from the (1 + number of end tokens) ×
+        # width likeliest over all beams, or twice `width` if that is more; since at most (number of
+        # end tokens) × width candidates end, it loses none of them.
         return self._search.width + len(self._end_token_ids)
 
     @property
     def hypotheses(self) -> tuple[Hypothesis, ...]:
-        """The n best, best first; what they are is settled when `advance` returns no beams."""
+        """The n best, best first; final once `advance` returned no beams."""
         return tuple(_hypothesis(self._params, item) for item in self._finished[: self._params.n])
 
     def advance(self, rows: Sequence[TokenLogprobs]) -> list[tuple[int, int]]:
-        """Take in one step.
+        """Process one step.
 
         Args:
-            rows: of each beam, in the order of the last result, its `num_candidates` likeliest
-                tokens as `top`; at the first call a single row, the prompt's.
+            rows: for each beam, in the order of the last result, its `num_candidates` likeliest
+                tokens as `top`; in the first call a single row, the prompt's.
 
         Returns:
-            the next beams, best first, as (index of the beam continued, token id), at most
-            `width` of them; none when the search has ended.
+            the next beams, best first, as (index of the parent beam, token id), at most `width` of
+            them; empty when the search has ended.
         """
         assert len(rows) == len(self._beams)
         self._num_tokens += 1
@@ -134,8 +133,8 @@ class BeamSearchState:
         logprob = 0.0 if beam is None else beam.logprob
         may_end = self._num_tokens > self._params.min_tokens
         return [
-            _Candidate(-(logprob + step), parent, token_id, place)
-            for place, (token_id, step) in enumerate(row.top)
+            _Candidate(-(logprob + step), parent, token_id, column)
+            for column, (token_id, step) in enumerate(row.top)
             if may_end or token_id not in self._end_token_ids
         ]
 
@@ -145,17 +144,17 @@ class BeamSearchState:
 
     def _grow(self, rows: Sequence[TokenLogprobs], item: _Candidate) -> _Beam:
         top = rows[item.parent].top
-        token_id, logprob = top[item.place]
+        token_id, logprob = top[item.column]
         entry = TokenLogprobs(
             token_id=token_id,
             logprob=logprob,
-            rank=1 + sum(other > logprob for _, other in top[: item.place]),
+            rank=1 + sum(other > logprob for _, other in top[: item.column]),
             top=top[: self._params.logprobs or 0],
         )
         return _Beam(self._beams[item.parent], entry, -item.cost)
 
     def _finish(self, rows: Sequence[TokenLogprobs], ended: Sequence[_Candidate]) -> None:
-        """Keep the `width` best of all that have ended; of equals those that ended first."""
+        """Keep the `width` best of all finished ones; of equals, those that ended first."""
         self._finished += [
             _Finished(
                 score=self._score(-item.cost, self._num_tokens),
@@ -171,13 +170,13 @@ class BeamSearchState:
         return logprob / math.pow(num_tokens, self._search.length_penalty)
 
     def _can_improve(self, best_logprob: float) -> bool:
-        """Whether the likeliest beam that lives could still beat a finished hypothesis."""
+        """Whether the likeliest running beam could still beat a finished hypothesis."""
         search = self._search
         if len(self._finished) < search.width:
             return True
         if search.early_stopping is True:
             return False
-        # "never" takes a longer output for a better one wherever the penalty rewards length.
+        # "never" assumes the maximum length where the penalty rewards length.
         is_patient = search.early_stopping == "never" and search.length_penalty > 0.0
         num_tokens = self._max_output_tokens if is_patient else self._num_tokens
         return self._score(best_logprob, num_tokens) > self._finished[-1].score

@@ -1,12 +1,12 @@
-"""From a step's result to the outputs of requests: tokens appended, ends found, branches forked.
+"""From a step's result to requests' outputs: appends tokens, detects ends, forks branches.
 
     StopRule         when a sequence ends: EOS, stop ids, length (stop strings: `engine.text`)
-    Branches         one request, several sequences: samples of one prompt, and beams
-    OutputProcessor  a step's result, sequence by sequence
+    Branches         several sequences of one request: samples of one prompt, and beams
+    OutputProcessor  applies a step's result, sequence by sequence
 
-Samples and beams are forks of block tables. Samples part once, when the prompt is computed: each
-computes its last token again, for a draw of its own. Beams part at every step: the next beams fork
-from those that live on, then all the old ones leave.
+Samples and beams are forks of block tables. Samples fork once, when the prompt is computed: each
+computes its last token again, for a draw of its own. Beams fork at every step: the next beams fork
+from the surviving ones, then all old ones are removed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
 
 
 class StopRule:
-    """The end of a sequence, decided token by token.
+    """Decides, token by token, whether a sequence ends.
 
     Args:
         eos_token_ids: the model's ids that end a text.
-        max_model_len: tokens of prompt and output at most.
+        max_model_len: maximum number of prompt and output tokens.
     """
 
     def __init__(self, *, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
@@ -47,7 +47,7 @@ class StopRule:
         return own if params.ignore_eos else own | self._eos_token_ids
 
     def check(self, sequence: Sequence) -> FinishReason | None:
-        """Whether the sequence ends with its newest token."""
+        """Why the sequence ends with its newest token; None if it continues."""
         params = sequence.request.sampling_params
         newest = sequence.token_ids[-1]
         is_end = newest in params.stop_token_ids or (
@@ -70,11 +70,12 @@ class LiveRequest:
     """A request and the sequences that answer it.
 
     Attributes:
-        sequences: those not finished, by seq_id.
-        num_unforked: samples yet to part from the first.
-        aborted: indices of samples given up before they had parted.
-        beams: in the order the search knows them, and what each has reported of this step.
-        is_parked: of a beam search, whether its client was told that it is.
+        sequences: the unfinished ones, by seq_id.
+        num_unforked: samples that have yet to fork from the first.
+        aborted: indices of samples aborted before they forked.
+        beams: in the order of the search's last result.
+        rows: what each beam has reported in this step, by seq_id.
+        is_parked: of a beam search, whether its client was told that it was preempted.
     """
 
     request: Request
@@ -89,14 +90,14 @@ class LiveRequest:
 
     @property
     def num_forks(self) -> int:
-        """Sequences that the one running now will soon have beside it."""
+        """Sequences that will soon fork from the one running now."""
         if self.search is not None and self.beams[0].num_output_tokens == 0:
             return self.request.sampling_params.num_branches - 1
         return self.num_unforked
 
     def notice(self, sequence: Sequence, notice: Notice) -> RequestOutput | None:
-        """What to tell the client when a sequence was parked or is back: of samples each, of a
-        beam search only whether all of it runs."""
+        """The output that reports a sequence as preempted or resumed, if the client should know:
+        samples report each on its own, a beam search only whether all its beams run."""
         if self.search is not None:
             is_parked = any(
                 each.status is not SequenceStatus.RUNNING for each in self.sequences.values()
@@ -112,7 +113,7 @@ class LiveRequest:
 
 
 class Branches:
-    """Makes the sequences of requests."""
+    """Creates and forks the sequences of requests."""
 
     def __init__(self, running_set: RunningSet, stop_rule: StopRule) -> None:
         self._running_set = running_set
@@ -120,7 +121,7 @@ class Branches:
         self._next_seq_id = itertools.count()
 
     def start(self, request: Request) -> LiveRequest:
-        """The first sequence of a request; it waits."""
+        """Put a new request's first sequence into the waiting queue."""
         params = request.sampling_params
         live = LiveRequest(request)
         root = Sequence(request, seq_id=next(self._next_seq_id))
@@ -135,13 +136,13 @@ class Branches:
             )
         else:
             live.num_unforked = params.num_branches - 1
-        self._running_set.enlist(root)
+        self._running_set.add(root)
         return live
 
     def fork_samples(self, live: LiveRequest, root: Sequence) -> None:
-        """Let the other samples part from the first: its prompt is computed."""
+        """Fork the other samples from the first, whose prompt is computed."""
         self._running_set.reserved.pop(root.seq_id, None)
-        num_shared = root.num_prompt_tokens - 1  # the last is computed by each, for its draw
+        num_shared = root.num_prompt_tokens - 1  # each computes the last one again, for its draw
         for index in range(1, live.num_unforked + 1):
             if index in live.aborted:
                 continue
@@ -154,18 +155,17 @@ class Branches:
     def advance_beams(
         self, live: LiveRequest, sequence: Sequence, row: TokenLogprobs
     ) -> tuple[RequestOutput, ...]:
-        """A beam reports its likeliest next tokens; with the last of them the search goes on.
-        What it found, when it ends."""
+        """Record a beam's likeliest next tokens, and advance the search when all beams have
+        reported; the outputs, when the search ends."""
         assert live.search is not None
         live.rows[sequence.seq_id] = row
         sequence.num_in_flight_tokens -= 1
-        self._running_set.waiting.discard(
-            sequence
-        )  # parked meanwhile, it has nothing left to compute
+        # If it was preempted meanwhile, it has nothing left to compute.
+        self._running_set.waiting.discard(sequence)
         if len(live.rows) < len(live.beams):
             return ()
         parents = live.beams
-        # The first row is the prompt's: its sequence keeps slots for the beams to come.
+        # The prompt's sequence, which reports first, reserved slots for the beams.
         self._running_set.reserved.pop(sequence.seq_id, None)
         chosen = live.search.advance([live.rows[beam.seq_id] for beam in parents])
         live.rows = {}
@@ -190,7 +190,7 @@ class Branches:
 
 
 def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
-    """The outputs of a beam search that has ended, best first."""
+    """The outputs of a finished beam search, best first."""
     assert live.search is not None
     hypotheses = live.search.hypotheses
     return tuple(
@@ -210,7 +210,7 @@ def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
 
 
 def failure(live: LiveRequest, *, index: int, is_last: bool) -> RequestOutput:
-    """The end of a sequence whose next token the model could not give."""
+    """The last output of a sequence for which the model gave no valid logits."""
     return RequestOutput(
         request_id=live.request.request_id,
         index=index,
@@ -224,7 +224,7 @@ class OutputProcessor:
     """Applies results to their sequences.
 
     Args:
-        requests: the live ones by id; those that end are taken out.
+        requests: live requests by id; finished ones are removed.
     """
 
     def __init__(
@@ -242,15 +242,15 @@ class OutputProcessor:
         self._counters = counters
 
     def process(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
-        """The outputs of the requests that a step brought forward."""
+        """The outputs of one step."""
         self._counters.swap_out_s += result.swap_out_s
         self._counters.swap_in_s += result.swap_in_s
         live = self._running_set.live
-        # One that fails may take others with it, so each is looked up in its turn.
+        # A failing beam ends its siblings too, so each is looked up just before.
         outputs = [self._fail(live[seq_id]) for seq_id in result.failed_seq_ids if seq_id in live]
         for item in batch.scheduled:
             sequence = live.get(item.seq_id)
-            if sequence is None:  # aborted meanwhile
+            if sequence is None:  # aborted since the batch was submitted
                 continue
             prompt_logprobs = (
                 self._new_prompt_logprobs(sequence, result) if result.prompt_logprobs else ()
@@ -259,7 +259,7 @@ class OutputProcessor:
             if token_ids:
                 logprobs = result.logprobs.get(item.seq_id, ()) if result.logprobs else ()
                 outputs += self._process_tokens(sequence, token_ids, logprobs, prompt_logprobs)
-            elif prompt_logprobs:  # still inside its prompt
+            elif prompt_logprobs:  # the prompt is not fully computed yet
                 request_id = sequence.request.request_id
                 outputs.append(
                     RequestOutput(request_id=request_id, prompt_logprobs=prompt_logprobs)
@@ -267,7 +267,7 @@ class OutputProcessor:
         return outputs
 
     def finish(self, live: LiveRequest, sequence: Sequence, *, is_spoilt: bool = False) -> None:
-        """A sequence has ended, and with the last of them its request."""
+        """End a sequence, and its request if it was the last one."""
         self._running_set.remove(sequence, retention=live.request.retention, is_spoilt=is_spoilt)
         del live.sequences[sequence.seq_id]
         if not live.sequences:
@@ -280,7 +280,7 @@ class OutputProcessor:
         logprobs: tuple[TokenLogprobs, ...],
         prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> tuple[RequestOutput, ...]:
-        """A sequence got its next tokens."""
+        """Add a sequence's new tokens."""
         live = self._requests[sequence.request.request_id]
         if live.search is not None:
             return self._process_beam(live, sequence, logprobs[0], prompt_logprobs)
@@ -312,7 +312,7 @@ class OutputProcessor:
     def _append(
         self, sequence: Sequence, token_ids: tuple[int, ...]
     ) -> tuple[int, FinishReason | None]:
-        """How many tokens the sequence keeps, and why it ends with them, if it does."""
+        """How many of the tokens the sequence keeps, and why it ends, if it does."""
         if sequence.params.max_tokens == 0:
             return 0, FinishReason.LENGTH
         reason = None
@@ -322,7 +322,7 @@ class OutputProcessor:
             num_kept += 1
             reason = self._stop_rule.check(sequence)
             if reason is not None:
-                break  # what was sampled beyond the end is dropped
+                break  # tokens sampled after the end are dropped
         self._counters.generation_tokens += num_kept
         return num_kept, reason
 
@@ -345,19 +345,19 @@ class OutputProcessor:
     def _new_prompt_logprobs(
         self, sequence: Sequence, result: BatchResult
     ) -> tuple[TokenLogprobs, ...]:
-        """Those a step brought that the client has not had yet."""
+        """The prompt log-probabilities of a step that the client does not have yet."""
         position, entries = result.prompt_logprobs.get(sequence.seq_id, (0, ()))
         new = entries[sequence.num_prompt_logprobs + 1 - position :] if entries else ()
         sequence.num_prompt_logprobs += len(new)
         return new
 
     def _fail(self, sequence: Sequence) -> RequestOutput:
-        """End a sequence whose next token the model could not give; of a beam search, all."""
+        """End a sequence with invalid logits; of a beam search, all its beams."""
         live = self._requests[sequence.request.request_id]
         index = 0 if live.search is not None else sequence.index
         doomed = [sequence] if live.search is None else list(live.sequences.values())
         if live.num_unforked:
-            live.num_unforked = 0  # the others would have the same logits
+            live.num_unforked = 0  # the other samples would get the same logits
         for each in doomed:
             self.finish(live, each, is_spoilt=True)
         return failure(live, index=index, is_last=not live.sequences)

@@ -1,8 +1,8 @@
-"""When blocks run out: who gives up its own, and whether they are swapped out or dropped.
+"""When blocks run out: which sequence is preempted, and whether its KV is swapped out or dropped.
 
-A victim keeps its tokens, so its stream only pauses. Swapped, its KV comes back from the host tier
-with the same bytes; dropped, it is computed again. `auto` takes what costs less by what has been
-measured here: blocks to move ÷ the link's rate, against tokens to compute ÷ the prefill rate.
+A victim keeps its tokens, so its stream only pauses. Swapped KV comes back from the host tier with
+the same bytes; dropped KV is computed again. `auto` picks the cheaper one by measured rates: blocks
+to move ÷ the link's rate, against tokens to compute ÷ the prefill rate.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _PREFILL_FACTOR = 4  # tokens per sequence from which on a step counts as prefil
 
 
 def choose_victim(running: Iterable[Sequence], order: ServiceOrder) -> Sequence:
-    """Whoever would be served last: lowest priority, then latest arrival, then latest
+    """The sequence that would be served last: lowest priority, then latest arrival, then latest
     submission."""
     return max(running, key=order.rank)
 
 
 class PreemptionCosts:
-    """Seconds that parking a victim will cost, either way.
+    """Estimates what parking a victim costs, swapped or recomputed.
 
     Args:
         block_move_s: seconds to move a block between the tiers, as measured at start.
@@ -38,16 +38,16 @@ class PreemptionCosts:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """As measured; 0 before the first prompt."""
+        """Measured rate; 0 before the first prompt."""
         return 1.0 / self._token_s if self._token_s else 0.0
 
     def prefers_swap(self, *, num_tokens: int, num_blocks: int, num_to_save: int) -> bool:
         """Whether a victim should be swapped out.
 
         Args:
-            num_tokens: computed so far, to be computed again if dropped.
-            num_blocks: to be brought back if swapped.
-            num_to_save: of those, blocks the host tier does not have yet.
+            num_tokens: computed so far; they are computed again if dropped.
+            num_blocks: blocks to bring back if swapped.
+            num_to_save: how many of them the host tier does not have yet.
         """
         if self._mode != "auto":
             return self._mode == "swap"
@@ -56,7 +56,7 @@ class PreemptionCosts:
         return (num_blocks + num_to_save) * self._block_move_s <= num_tokens * self._token_s
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
-        """Learn from a step that was measured."""
+        """Update the rates from a step's measurements."""
         num_moves = len(batch.moves.swap_outs) + len(batch.moves.swap_ins)
         if num_moves:
             seconds = (result.swap_out_s + result.swap_in_s) / num_moves

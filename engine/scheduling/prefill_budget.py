@@ -1,13 +1,14 @@
 """How many tokens a step computes, and how tenants with prompts share them.
 
-Prompts must not hold up decoding for long. A step ends for all of its sequences together. Where
-nobody waits for a next token it is as large as it may be; beside decodes, prompts get what can be
-computed in `max_stall_ms`, by the rate that was measured. So a small model, or a GPU, is never
-limited, and a large model on a CPU, where 2,048 tokens take many seconds, streams on while a long
-prompt is computed (Sarathi-Serve, OSDI 2024, §4.3, finds the budget from such a limit, too).
+A step ends for all its sequences together, so prompts must not delay decoding for long. If nothing
+decodes, a step is as large as allowed; beside decodes, prompts get as many tokens as can be
+computed in `max_stall_ms` at the measured rate. So a small model, or a GPU, is never limited, and a
+large model on a CPU, where 2,048 tokens take many seconds, keeps streaming while a long prompt is
+computed (Sarathi-Serve, OSDI 2024, §4.3, also derives the budget from such a limit).
 
-Tenants get equal parts of it, and what one leaves goes to the others. Otherwise a long prompt would
-take whole steps until its end, and newcomers would wait for it. A tenant that is alone takes all.
+Tenants get equal parts of the budget; what one does not use goes to the others. Otherwise a long
+prompt would take whole steps until its end, and other tenants' new requests would wait for it. A
+single tenant gets all of it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Mapping
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.request import Sequence
 
-# Of prompts, whatever the limit: with fewer rows the products of a CPU leave their full rate, and
-# those who wait for their first token would pay for it.
+# Prompt tokens of a step, whatever the limit: with fewer rows a CPU's matrix products run below
+# their full rate, which would delay first tokens.
 MIN_PROMPT_TOKENS = 128
 
 
@@ -28,7 +29,7 @@ def step_budget(config: SchedulerConfig, *, num_decoding: int, prefill_tokens_pe
 
     Args:
         num_decoding: sequences that wait for their next token.
-        prefill_tokens_per_s: as measured; 0 before the first prompt.
+        prefill_tokens_per_s: measured rate; 0 before the first prompt.
     """
     most = config.max_num_batched_tokens
     if not num_decoding or not prefill_tokens_per_s or not config.enable_chunked_prefill:
@@ -40,12 +41,13 @@ def step_budget(config: SchedulerConfig, *, num_decoding: int, prefill_tokens_pe
 def prefill_budgets(
     missing: Mapping[Sequence, int], budget: int, *, entering: Sequence | None, num_entering: int
 ) -> dict[int, int]:
-    """Tokens at most of each prompt under way, by seq_id; empty where no tenants compete.
+    """Maximum tokens for each prompt being computed, by seq_id; empty if no tenants compete.
 
     Args:
-        missing: tokens of the prompts under way; in this order a tenant's are computed.
-        budget: tokens that are left of the step.
-        entering: who is next to enter, if there is a slot, with so many tokens.
+        missing: tokens left to compute of each such prompt; a tenant's prompts go in this order.
+        budget: tokens left in the step.
+        entering: the next sequence to be admitted, if there is a slot.
+        num_entering: its tokens.
     """
     needs = Counter[str]()
     for sequence, num_tokens in missing.items():
@@ -59,15 +61,16 @@ def prefill_budgets(
     for sequence, num_tokens in missing.items():
         tenant = sequence.request.tenant
         part = min(num_tokens, parts[tenant])
-        budgets[sequence.seq_id] = max(1, part)  # it must get on, whoever cannot enter after all
+        # At least one: the next sequence may not be admitted after all, and then nothing would run.
+        budgets[sequence.seq_id] = max(1, part)
         parts[tenant] -= part
     return budgets
 
 
 def split_budget(needs: Mapping[str, int], budget: int) -> dict[str, int]:
-    """Tokens for each tenant in this step, by what it could use; never more than that.
+    """Tokens for each tenant in this step, at most what it needs.
 
-    All of the budget is given out, if there is use for it, but for less than one token a tenant.
+    All of the budget is given out if it is needed, except for less than one token per tenant.
     """
     parts: dict[str, int] = {}
     by_need = sorted(needs, key=lambda tenant: needs[tenant])

@@ -1,9 +1,9 @@
-"""Where every sequence is: waiting, running with its blocks on the device, parked, or gone.
+"""The state of every sequence: waiting, running with its blocks on the device, parked, or removed.
 
     waiting ──admit──► running ──preempt──► parked (swapped or dropped) ──admit──► running
        └─────────────────── remove: finished, aborted, replaced ──────────────────────┘
 
-The only module that moves one.
+No other module changes a sequence's state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.engine.scheduling.waiting_queue import WaitingQueue, is_returning
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What scheduling counts: totals since start, which only grow."""
+    """The scheduler's totals since start."""
 
     num_steps: int = 0
     num_refused: int = 0
@@ -38,10 +38,10 @@ class SchedulerCounters:
 
 
 class RunningSet:
-    """Live sequences, and those that run.
+    """All live sequences, with those that run.
 
     Args:
-        max_num_seqs: running at once.
+        max_num_seqs: maximum number of running sequences.
         clock: seconds.
     """
 
@@ -64,13 +64,13 @@ class RunningSet:
         self._counters = counters
         self._max_num_seqs = max_num_seqs
         self.tenant_slots = TenantSlots(max_num_seqs, clock)
-        # Kept free at admission, so that those who run can grow for a while before the newcomer
-        # would have to leave again.
+        # Kept free at admission, so that running sequences can grow for a while before one must be
+        # preempted again.
         self._watermark_blocks = max(1, blocks.num_blocks // 100)
-        self._left: list[int] = []  # ids the device may forget
+        self._left: list[int] = []  # ids for the device to forget
 
     def take_left(self) -> tuple[int, ...]:
-        """Ids of sequences that left the device since the last call."""
+        """Return, and clear, the ids of sequences that left the device."""
         left, self._left = tuple(self._left), []
         return left
 
@@ -82,35 +82,36 @@ class RunningSet:
     def num_free_slots(self) -> int:
         return self._max_num_seqs - len(self.running) - sum(self.reserved.values())
 
-    def enlist(self, sequence: Sequence) -> None:
-        """A new sequence waits for a slot."""
-        self._come(sequence)
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the waiting queue."""
+        self._add_live(sequence)
         self.waiting.push(sequence)
 
     def may_enter(self, sequence: Sequence, num_forks: int, *, is_first: bool) -> bool:
-        """Whether a waiting sequence may have a slot and its forks theirs, were they free. One
-        that comes back always may.
+        """Whether tenants' shares allow a waiting sequence a slot, and slots for its forks. A
+        preempted sequence may always return.
 
         Args:
-            is_first: it is nobody else's turn.
+            is_first: no tenant before it was passed over.
         """
         if is_returning(sequence):
             return True
         tenant, num_slots = sequence.request.tenant, 1 + num_forks
         if self.tenant_slots.is_within_share(tenant, num_slots):
             return True
-        # Were others to enter instead of whose turn it is, a wide request would never get in.
+        # Only if no tenant was passed over: otherwise narrow requests that overtake a wide one
+        # would keep it out for ever.
         return is_first and self.tenant_slots.leaves_enough(tenant, num_slots)
 
     def admit(self, sequence: Sequence, *, num_forks: int = 0) -> bool:
         """Give a waiting sequence blocks and a slot; False if there are too few.
 
         Args:
-            num_forks: sequences that will soon need a slot beside it.
+            num_forks: sequences that will soon fork from it; slots are reserved for them.
         """
         if self.num_free_slots <= num_forks:
             return False
-        # One block for each that runs lets all of them grow for a while before one must leave.
+        # One block per running sequence lets all of them grow before one must be preempted.
         num_spared = max(self._watermark_blocks, len(self.running)) if self.running else 0
         num_computed = self.blocks.admit(sequence, num_spared=num_spared)
         if num_computed is None:
@@ -123,10 +124,10 @@ class RunningSet:
         return True
 
     def preempt(self, sequence: Sequence, *, is_idle: bool = False) -> None:
-        """Park a running sequence: it gives up its blocks and waits again.
+        """Park a running sequence: it gives up its blocks and goes back to the queue.
 
         Args:
-            is_idle: it has nothing to compute, and so does not wait either.
+            is_idle: it has nothing to compute, so it does not enter the queue.
         """
         self._stop_running(sequence)
         self._park_blocks(sequence)
@@ -141,9 +142,9 @@ class RunningSet:
         retention: Retention | None = None,
         is_spoilt: bool = False,
     ) -> None:
-        """A sequence has ended; its blocks are free when this returns.
+        """Remove a sequence that has ended; its blocks are free when this returns.
 
-        Args: see `BlockManager.release`.
+        Args: as in `BlockManager.release`.
         """
         if sequence.status is SequenceStatus.RUNNING:
             self._stop_running(sequence)
@@ -155,15 +156,16 @@ class RunningSet:
         self.tenant_slots.remove_sequence(sequence.request.tenant)
 
     def fork(self, parent: Sequence, child: Sequence, *, num_tokens: int) -> None:
-        """A new sequence goes on after the parent's first `num_tokens` tokens, sharing their
-        blocks wherever those are. It has a token to compute, and is placed by `place_fork`."""
-        self._come(child)
+        """Add a new sequence that continues after the parent's first `num_tokens` tokens and
+        shares their blocks, in whichever tier. `place_fork` must follow."""
+        self._add_live(child)
         if parent.status is SequenceStatus.RUNNING or self.blocks.is_swapped(parent):
             self.blocks.fork(parent, child, num_tokens=num_tokens)
             child.num_computed_tokens = num_tokens
 
     def place_fork(self, child: Sequence) -> None:
-        """Let a forked sequence run if its blocks are on the device and a slot is free."""
+        """Run a forked sequence if its blocks are on the device and a slot is free; else queue
+        it."""
         is_on_device = child.num_computed_tokens > 0 and not self.blocks.is_swapped(child)
         if is_on_device and self.num_free_slots > 0:
             self._start_running(child)
@@ -175,7 +177,7 @@ class RunningSet:
     def choose_victim(self) -> Sequence:
         return choose_victim(self.running.values(), self.waiting.order)
 
-    def _come(self, sequence: Sequence) -> None:
+    def _add_live(self, sequence: Sequence) -> None:
         self.live[sequence.seq_id] = sequence
         self.tenant_slots.add_sequence(sequence.request.tenant, sequence.request.weight)
 
@@ -211,7 +213,7 @@ class RunningSet:
 
 
 def _num_new_tokens(sequence: Sequence) -> int:
-    """Output that its tenant has not been charged for yet."""
+    """Output tokens for which the tenant has not been charged yet."""
     if sequence.params.beam_search is not None:
-        return 1  # a beam lasts a step; its past is its parents'
+        return 1  # a beam lasts one step; its parents were charged for the tokens before
     return sequence.num_output_tokens - len(sequence.request.output_token_ids)

@@ -1,11 +1,11 @@
-"""Iteration-level scheduling: who computes how many tokens in the next step.
+"""Iteration-level scheduling: which sequences compute how many tokens in the next step.
 
-One counter, no phases: each step a sequence's `num_computed_tokens` chases `num_tokens`, within a
-budget of tokens and sequences. Chunked prefill, prefix hits, decode and the return of a preempted
-sequence are all the same move. Running sequences come first, so decode never starves; what is left
-of the budget goes to those that wait, in the order of `waiting_queue`. While others are here, a
-tenant takes neither the last slot (`tenant_slots`) nor all of a step for its prompts
-(`prefill_budget`).
+One counter, no phases: each step a sequence's `num_computed_tokens` catches up with `num_tokens`,
+within a budget of tokens and sequences. Chunked prefill, prefix hits, decode and the return of a
+preempted sequence are all the same operation. Running sequences come first, so decode never
+starves; the rest of the budget goes to waiting sequences, in the order of `waiting_queue`. While
+other tenants are active, a tenant gets neither the last slots (`tenant_slots`) nor all of a step
+for its prompts (`prefill_budget`).
 
 Source: Orca (Yu et al., OSDI 2022) for iteration-level scheduling; Sarathi-Serve (Agrawal et al.,
 OSDI 2024) for chunked prefill; the single counter is vLLM v1's.
@@ -48,9 +48,9 @@ class Scheduler:
     Args:
         blocks: the KV blocks of both tiers.
         eos_token_ids: ids that end a text.
-        max_model_len: tokens of prompt and output at most; the pool must hold as many.
+        max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         block_move_s: seconds to move a block between the tiers, as measured at start.
-        clock: seconds, by the clock of requests' `arrival_s`.
+        clock: seconds, the clock of requests' `arrival_s`.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class Scheduler:
 
     @property
     def queue_tokens_per_s(self) -> float:
-        """Prompt tokens that leave the queue while somebody waits; 0 before anybody did."""
+        """Rate of prompt tokens leaving a non-empty queue; 0 if not measured yet."""
         return self._queue_stats.tokens_per_s
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Of steps that compute prompts; 0 before the first."""
+        """Rate of steps that compute prompts; 0 before the first."""
         return self._costs.prefill_tokens_per_s
 
     def slots(self) -> tuple[int, int]:
-        """Token slots of the running sequences' blocks, and those of them that hold no token."""
+        """Token slots of the running sequences' blocks, and how many of them hold no token."""
         running = self._running_set.running.values()
         num_slots = sum(map(self.blocks.num_slots, running))
         return num_slots, num_slots - sum(each.num_computed_tokens for each in running)
@@ -125,14 +125,14 @@ class Scheduler:
         return request_id in self._requests
 
     def has_work(self) -> bool:
-        """Whether a step could do anything, if only tell the device who has left."""
+        """Whether a step would do anything, even if only to make the device forget sequences."""
         return bool(self._requests) or self._running_set.has_left
 
     def add(self, request: Request) -> None:
-        """Take in a request.
+        """Add a request.
 
         Raises:
-            InvalidRequestError: it can never be served; nothing was kept of it.
+            InvalidRequestError: it can never be served; it was not added.
         """
         try:
             if request.request_id in self._requests:
@@ -147,12 +147,12 @@ class Scheduler:
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:
         """Drop a request, or one of its samples; its blocks are free when this returns. Unknown
-        ids, and samples that have ended, are no error."""
+        ids, and samples that have ended, are ignored."""
         live = self._requests.get(request_id)
         if live is None:
             return
         if index is not None and live.num_unforked:
-            live.aborted.add(index)  # it ends when it parts from the others
+            live.aborted.add(index)  # it ends when the samples fork
             index = None if len(live.aborted) > live.num_unforked else index
             if index is not None:
                 return
@@ -181,12 +181,12 @@ class Scheduler:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
                 has_preempted |= num_preempted > 0
                 budget -= num_new * is_kept
-        # Only now, since until here a victim's share could be taken back: what is computed in this
-        # step can be shared by those admitted to it.
+        # Only now, since a sequence scheduled above may have been preempted by a later one. Before
+        # admission, so that sequences admitted to this step can share what it computes.
         for seq_id, item in scheduled.items():
             self._advance(self._running_set.running[seq_id], item.num_new_tokens)
         if len(self._running_set.waiting) and not has_preempted:
-            # Otherwise the newcomer would take the very blocks a victim just gave up.
+            # After a preemption, a new sequence would take the blocks that the victim gave up.
             self._admit(scheduled, budget)
         if not scheduled:
             self._make_way(scheduled)
@@ -199,7 +199,7 @@ class Scheduler:
         )
 
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
-        """Take in what a step sampled; the outputs of the requests it brought forward."""
+        """Process a step's result; the outputs for clients."""
         self._costs.observe(batch, result)
         outputs = [each for each in self._notices if each.request_id in self._requests]
         self._notices = []
@@ -210,8 +210,8 @@ class Scheduler:
     # -- planning ---------------------------------------------------------------------------
 
     def _by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Who runs and decodes, and who is inside a prompt, which comes after: a fork may stand
-        behind a long one in the order of admission."""
+        """Running sequences that decode, and those inside a prompt. They are scheduled in this
+        order, since a fork may have been admitted after a long prompt."""
         decoding: list[Sequence] = []
         in_prompt: list[Sequence] = []
         for sequence in self._running_set.running.values():
@@ -220,8 +220,8 @@ class Scheduler:
         return decoding, in_prompt
 
     def _prompt_limits(self, in_prompt: list[Sequence], budget: int) -> dict[int, int]:
-        """Tokens at most of prompts under way, by seq_id, where tenants compete for the budget;
-        one that is next to enter competes too."""
+        """Maximum tokens of the prompts being computed, by seq_id, where tenants compete for the
+        budget; the next sequence to be admitted competes too."""
         if not in_prompt:
             return {}
         missing = {sequence: self._num_uncomputed(sequence) for sequence in in_prompt}
@@ -231,7 +231,7 @@ class Scheduler:
 
     def _num_uncomputed(self, sequence: Sequence) -> int:
         if sequence.status is not SequenceStatus.RUNNING:
-            return 0  # fell victim earlier in this step
+            return 0  # preempted earlier in this step
         num_tokens = len(sequence.token_ids)
         if sequence.num_in_flight_tokens:
             num_tokens = sequence.num_tokens
@@ -245,8 +245,8 @@ class Scheduler:
     def _extend(
         self, sequence: Sequence, num_new: int, scheduled: dict[int, ScheduledSequence]
     ) -> tuple[bool, int]:
-        """Schedule a running sequence's next tokens, preempting while blocks are short; whether
-        that went well, and how many had to leave."""
+        """Schedule a running sequence's next tokens, preempting others while blocks are short;
+        whether the sequence still runs, and how many were preempted."""
         num_tokens = sequence.num_computed_tokens + num_new
         num_preempted = 0
         while (new_block_ids := self.blocks.grow(sequence, num_tokens)) is None:
@@ -266,11 +266,11 @@ class Scheduler:
 
     def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int) -> None:
         """Start waiting sequences, in the queue's order, while budget, slots and blocks last."""
-        passed: set[str] = set()  # tenants whose next sequence leaves its slot to others
+        passed: set[str] = set()  # tenants that have used up their share
         while budget > 0 and self._running_set.num_free_slots > 0:
             sequence = self._running_set.waiting.peek(passed)
             if sequence is None or sequence.num_in_flight_tokens:
-                return  # a token still in flight must arrive before its sequence re-enters
+                return  # its token in flight must arrive before it re-enters
             if not self._config.enable_chunked_prefill and budget < self._num_missing(sequence):
                 return
             live = self._requests[sequence.request.request_id]
@@ -288,8 +288,9 @@ class Scheduler:
             budget -= num_new
 
     def _make_way(self, scheduled: dict[int, ScheduledSequence]) -> None:
-        """Nothing can run, and nothing is under way that could change that: those who hold blocks
-        and wait for others (beams for their siblings) give theirs up, one by one."""
+        """Resolve a deadlock: nothing can run, and no step in flight can change that. Sequences
+        that hold blocks and wait for others (beams for their siblings) are preempted one by
+        one."""
         budget = self._config.max_num_batched_tokens
         while (
             not scheduled
@@ -304,7 +305,7 @@ class Scheduler:
         return len(sequence.token_ids) - sequence.num_computed_tokens
 
     def _enter(self, sequence: Sequence, num_new: int) -> ScheduledSequence:
-        """A sequence whole: the device does not know it yet, or not any more."""
+        """A whole sequence, which the device does not know, or has forgotten."""
         sequence.is_on_device = True
         params = sequence.params
         search = self._requests[sequence.request.request_id].search
@@ -349,13 +350,13 @@ class Scheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What this engine can serve at all: a request that can never end well is refused at once.
+    """What this engine can serve: a request that could never finish is refused at once.
 
     Attributes:
-        max_model_len: tokens of prompt and output at most; the pool must hold as many.
+        max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
 
     Raises:
-        ConfigError: the bounds do not fit each other.
+        ConfigError: the limits contradict each other.
     """
 
     config: SchedulerConfig
@@ -379,7 +380,7 @@ class RequestLimits:
             )
 
     def check(self, request: Request) -> None:
-        """Raises `InvalidRequestError`, naming numbers and parameter, if it can never be served."""
+        """Raise `InvalidRequestError`, with the numbers, if a request can never be served."""
         params = request.sampling_params
         if not request.prompt_token_ids:
             raise InvalidRequestError("the prompt has no tokens", param="prompt")

@@ -1,9 +1,9 @@
-"""Which tenant may use a free slot, of the `max_num_seqs` in which sequences run at once.
+"""Which tenant may use a free one of the `max_num_seqs` slots.
 
-A tenant's share of the slots is by its weight, of the tenants that are here or were a moment ago,
-and one slot at least. Up to its share a tenant may take any free slot. Tenants that hold more leave
-a few slots to the others, so that a newcomer beside a flood begins in the next step and not when
-one of the flood's sequences ends. A tenant that is alone may use them all.
+The slots are shared by weight among the tenants that are active or were so recently; a share is at
+least one slot. Up to its share a tenant may use any free slot. Tenants beyond their share leave a
+few slots to the others, so that beside a flood another tenant's request starts in the next step,
+not when one of the flood's sequences ends. A single tenant may use all slots.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_ONE_KEPT_OF, _MAX_KEPT = 8, 4  # slots; with fewer than eight none is kept
-_MEMORY_S = 10.0  # for which a tenant that left still counts
+_ONE_KEPT_OF, _MAX_KEPT = 8, 4  # slots; of fewer than eight none is kept free
+_MEMORY_S = 10.0  # how long an inactive tenant still counts
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class TenantSlots:
     """Counts slots by tenant.
 
     Args:
-        max_num_seqs: slots in all.
+        max_num_seqs: total number of slots.
         clock: seconds.
     """
 
@@ -39,10 +39,10 @@ class TenantSlots:
         self._tenants: dict[str, _Tenant] = {}
         self._holders: dict[str, _Tenant] = {}  # of slots
         self._total_weight = 0.0
-        self._leavers: deque[tuple[float, str]] = deque()  # tenants, by when they left
+        self._leavers: deque[tuple[float, str]] = deque()  # inactive tenants, oldest first
 
     def add_sequence(self, tenant: str, weight: float) -> None:
-        """A sequence is here."""
+        """Count a sequence of this tenant."""
         found = self._tenants.get(tenant)
         if found is None:
             found = self._tenants[tenant] = _Tenant(0.0)
@@ -51,7 +51,7 @@ class TenantSlots:
         found.num_here += 1
 
     def remove_sequence(self, tenant: str) -> None:
-        """It is gone; its slot, if it had one, was released before."""
+        """A sequence was removed; its slot, if it had one, must be released before."""
         found = self._tenants[tenant]
         found.num_here -= 1
         if not found.num_here:
@@ -59,7 +59,7 @@ class TenantSlots:
             self._leavers.append((found.left_s, tenant))
 
     def acquire(self, tenant: str) -> None:
-        """A sequence of this tenant, added before, gets a slot."""
+        """Give a slot to a sequence that was added before."""
         found = self._holders[tenant] = self._tenants[tenant]
         found.num_slots += 1
 
@@ -70,14 +70,14 @@ class TenantSlots:
             del self._holders[tenant]
 
     def is_within_share(self, tenant: str, num_slots: int) -> bool:
-        """Whether a tenant that is here holds no more than its share with so many more."""
+        """Whether an active tenant stays within its share with `num_slots` more."""
         self._forget()
         own = self._tenants[tenant]
         return own.num_slots + num_slots <= self._share(own)
 
     def leaves_enough(self, tenant: str, num_slots: int) -> bool:
-        """Whether a tenant beyond its share may have so many more: who is leaves some to others,
-        unless all are asked for at once."""
+        """Whether a tenant beyond its share may have `num_slots` more: all tenants beyond their
+        share together leave some slots free, unless a single request needs them."""
         num_beyond = num_slots + self._tenants[tenant].num_slots
         num_beyond += sum(
             other.num_slots

@@ -1,14 +1,14 @@
-"""The order of service: who waits for a slot, and who comes before whom.
+"""The order of service: the queue of sequences that wait for a slot.
 
-    1. band     under the policy `priority` a request's priority, lower first; for every `aging_s`
-                it has been here it moves up by one, as far as the most urgent priority ever seen:
+    1. band     under the policy `priority`, the request's priority, lower first; for every
+                `aging_s` of waiting it moves up by one, at most to the most urgent priority seen:
                 nothing starves, and a backlog does not overtake others by its age alone
-    2. return   what has run before and was parked, by arrival: its stream is pausing
+    2. return   sequences that have run before and were preempted, by arrival: their streams pause
     3. tenant   by deficit round robin over tokens (`FairTurns`)
     4. arrival  within a tenant
 
-Under `fcfs` there is one band; with one tenant that is plainly the order of arrival. `QueueStats`
-says how fast the queue drains, and tells those who asked where they stand.
+Under `fcfs` there is one band; with a single tenant that is the order of arrival. `QueueStats`
+measures how fast the queue drains, and reports positions to requests that ask.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.engine.config import SchedulingPolicy
 from penstock.engine.request import Request, RequestOutput, Sequence, SequenceStatus
 
 Rank = tuple[int, float, int]
-Entry = tuple[Rank, int, Sequence]  # with the tokens it is to compute
+Entry = tuple[Rank, int, Sequence]  # the int: tokens it has to compute
 
 
 class ServiceOrder:
-    """Ranks sequences, whoever's they are; lower comes first.
+    """Ranks sequences, regardless of tenant; lower comes first.
 
     Args:
-        clock: seconds, by the same clock as requests' `arrival_s`.
+        clock: seconds, the clock of requests' `arrival_s`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ServiceOrder:
         self._top_band = math.inf  # the most urgent priority seen
 
     def note(self, sequence: Sequence) -> bool:
-        """Take note of a sequence's priority; whether others' ranks may change by it."""
+        """Record a sequence's priority; whether it may change other sequences' ranks."""
         priority = sequence.request.priority
         if self._is_fcfs or priority >= self._top_band:
             return False
@@ -62,7 +62,7 @@ class ServiceOrder:
         return max(priority - self._num_aged(sequence), top)
 
     def next_change_s(self, sequence: Sequence) -> float:
-        """When the sequence's rank may next improve by itself."""
+        """When aging next improves the sequence's rank."""
         if self._is_fcfs:
             return math.inf
         return sequence.request.arrival_s + (self._num_aged(sequence) + 1) * self._aging_s
@@ -76,12 +76,12 @@ class ServiceOrder:
 
 class WaitingQueue:
     """Waiting sequences by band, tenant and arrival: heaps of heaps, with entries renewed as
-    sequences age. Operations take O(log n); removal marks, and an entry that is out of date is
-    skipped when it surfaces.
+    sequences age. Operations take O(log n); removal is lazy: an outdated entry is skipped when it
+    reaches the top.
 
     Attributes:
-        num_tokens: of all that wait, as far as they are to be computed.
-        num_served_tokens: those of all that were served.
+        num_tokens: tokens that the waiting sequences have to compute.
+        num_served_tokens: the same of all sequences served so far.
     """
 
     def __init__(self, order: ServiceOrder) -> None:
@@ -103,10 +103,10 @@ class WaitingQueue:
             heapq.heappush(self._aging, (change_s, sequence.seq_id, sequence))
 
     def peek(self, passed: Collection[str] = ()) -> Sequence | None:
-        """Who is next, or None.
+        """The next sequence, or None.
 
         Args:
-            passed: tenants whose turn it may be, but whose next cannot be served now.
+            passed: tenants to pass over.
         """
         if passed:
             heads = (self._bands[band].peek_past(passed) for band in sorted(self._bands))
@@ -120,16 +120,16 @@ class WaitingQueue:
         return None
 
     def discard(self, sequence: Sequence) -> None:
-        """Take out a sequence, wherever it stands, if it waits."""
+        """Remove a sequence if it waits."""
         entry = self._waiting.pop(sequence.seq_id, None)
         if entry is not None:
             self.num_tokens -= entry[1]
 
     def serve(self, sequence: Sequence, *, num_tokens: int) -> None:
-        """Take out a head because it is served.
+        """Remove a head because it is served.
 
         Args:
-            num_tokens: to be computed for it now, not counting its output.
+            num_tokens: tokens to compute for it now, without its output.
         """
         entry = self._waiting[sequence.seq_id]
         self.num_served_tokens += entry[1]
@@ -138,13 +138,13 @@ class WaitingQueue:
         self.discard(sequence)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """A sequence that was served has had output; while nobody waits, nobody owes anything."""
+        """Charge a tenant for output; does nothing for a band in which nothing waits."""
         band = self._bands.get(self.order.band(sequence))
         if band is not None:
             band.turns.charge(sequence.request.tenant, sequence.request.weight, num_tokens)
 
     def in_order(self) -> Iterator[Sequence]:
-        """All that wait as they would be served if nothing changed: O(n log n) in all."""
+        """All waiting sequences in the order of service, if nothing changed: O(n log n) in all."""
         self._age()
         for band in sorted(self._bands):
             yield from self._bands[band].in_order()
@@ -172,7 +172,7 @@ class WaitingQueue:
         due = []
         while self._aging and self._aging[0][0] <= now_s:
             due.append(heapq.heappop(self._aging)[2])
-        for sequence in due:  # pushed only now: rounding may make its next change due at once
+        for sequence in due:  # after the loop: rounding may make its next change due at once
             if sequence.seq_id in self._waiting:
                 self.push(sequence)
 
@@ -181,10 +181,10 @@ _Line = list[Entry]  # a heap; ranks of different sequences differ: seq_id is in
 
 
 class _Band:
-    """Those of one band.
+    """The waiting sequences of one band.
 
     Args:
-        is_valid: whether an entry's sequence waits, and waits there.
+        is_valid: whether an entry is its sequence's current one.
     """
 
     def __init__(self, is_valid: Callable[[Entry], bool]) -> None:
@@ -192,8 +192,8 @@ class _Band:
         self._is_valid = is_valid
         self._returning: _Line = []
         self._lines: dict[str, _Line] = {}  # by tenant
-        # A tenant's entry may name a turn it has used up since: turns only grow, so it surfaces
-        # too early, never too late.
+        # A tenant's entry may hold an old turn: turns only grow, so it reaches the top too early,
+        # never too late.
         self._tenants: list[tuple[Turn, str]] = []
 
     def push(self, entry: Entry) -> None:
@@ -222,7 +222,7 @@ class _Band:
         return head
 
     def peek_past(self, passed: Collection[str]) -> Sequence | None:
-        """The same without some tenants' newcomers."""
+        """The same without new sequences of some tenants."""
         head = self._head(self._returning)
         if head is not None:
             return head
@@ -234,9 +234,9 @@ class _Band:
         return heads[min(heads)] if heads else None
 
     def serve(self, sequence: Sequence, num_tokens: int) -> None:
-        """A head that is no returning one is served."""
+        """Serve a head that is not a returning sequence."""
         request = sequence.request
-        if request.tenant == self._tenants[0][1]:  # else its turn has not come: others were passed
+        if request.tenant == self._tenants[0][1]:  # else others were passed over for it
             self.turns.serve(request.tenant)
         self.turns.charge(request.tenant, request.weight, num_tokens)
 
@@ -268,7 +268,7 @@ class _Band:
 
 
 def is_returning(sequence: Sequence) -> bool:
-    """Whether it, or the sequence it parted from, has run here before."""
+    """Whether it, or the sequence from which it was forked, has run before."""
     return (
         sequence.status is SequenceStatus.PREEMPTED
         or sequence.index > 0
@@ -276,9 +276,9 @@ def is_returning(sequence: Sequence) -> bool:
     )
 
 
-QUANTUM_TOKENS = 16.0  # as fine as it may be, since empty rounds cost nothing
-_MAX_IDLE = 64  # accounts kept at least, before old ones are closed
-Turn = tuple[int, int]  # round, place in it; a tenant's only grows
+QUANTUM_TOKENS = 16.0  # small, since empty rounds cost nothing
+_MAX_IDLE = 64  # accounts kept before old ones are closed
+Turn = tuple[int, int]  # round, and position in it; a tenant's turn only grows
 
 
 @dataclass(slots=True)
@@ -291,11 +291,11 @@ class FairTurns:
     """Deficit round robin over tenants, by tokens, with weights.
 
     In every round a tenant is served until its credit of `weight × quantum` tokens is used up. What
-    it takes beyond that (a request is served whole, and its output is charged when it ends) is a
-    debt that it sits out: it is next served in the first round whose credit is positive again.
-    Instead of walking through rounds that serve nobody, each tenant carries the number of the round
-    it is in, and the lowest is served. A tenant that comes back from having nothing to do joins the
-    present round: idleness earns no credit, and cancels no debt.
+    it uses beyond that (a request is served whole, and its output is charged when it ends) is a
+    debt: it is next served in the first round in which its credit is positive again. Instead of
+    stepping through empty rounds, each tenant has the number of its round, and the lowest is
+    served. A tenant that was idle joins the current round: idleness earns no credit, and cancels
+    no debt.
 
     Operations take constant time (closing accounts: amortised).
 
@@ -309,24 +309,24 @@ class FairTurns:
     def __init__(self, quantum_tokens: float = QUANTUM_TOKENS) -> None:
         self._quantum = quantum_tokens
         self._accounts: dict[str, _Account] = {}
-        self._round = 0  # of the tenant served last: no waiting one is behind it
+        self._round = 0  # of the tenant served last; no waiting tenant is in an earlier one
         self._num_turns = 0
         self._max_accounts = _MAX_IDLE
 
     def join(self, tenant: str, weight: float) -> Turn:
-        """A tenant has something to be served; its turn. Lower turns come first."""
+        """A tenant starts to wait; its turn. Lower turns come first."""
         return self._account(tenant, weight).turn
 
     def turn(self, tenant: str) -> Turn:
-        """Of a tenant that has joined and still waits."""
+        """The turn of a tenant that has joined and still waits."""
         return self._accounts[tenant].turn
 
     def serve(self, tenant: str) -> None:
-        """A tenant that waits is being served: this is its round."""
+        """Serve a waiting tenant: its round becomes the current one."""
         self._round = max(self._round, self._accounts[tenant].turn[0])
 
     def charge(self, tenant: str, weight: float, num_tokens: float) -> None:
-        """A tenant has taken tokens, whether it waits or not."""
+        """Charge a tenant for tokens, whether it waits or not."""
         account = self._account(tenant, weight)
         account.credit -= num_tokens
         if account.credit <= 0.0:
@@ -336,11 +336,11 @@ class FairTurns:
             account.turn = self._next_turn(account.turn[0] + num_rounds)
 
     def copy(self) -> FairTurns:
-        """One to play through what is to come."""
+        """A copy, for simulating future turns."""
         return copy.deepcopy(self)
 
     def _account(self, tenant: str, weight: float) -> _Account:
-        """Brought into the present round, if its own is over."""
+        """The tenant's account, moved to the current round if its own is over."""
         account = self._accounts.get(tenant)
         if account is None or account.turn[0] < self._round:
             self._close_old()
@@ -349,7 +349,7 @@ class FairTurns:
         return account
 
     def _close_old(self) -> None:
-        # An account whose round is over is as good as none.
+        # An account whose round is over is equivalent to a new one.
         if len(self._accounts) >= self._max_accounts:
             self._accounts = {
                 tenant: account
@@ -364,12 +364,12 @@ class FairTurns:
 
 
 POSITIONS_INTERVAL_S = 0.25
-_MAX_SHARE = 0.02  # of the time, for playing through the order of a long queue
+_MAX_SHARE = 0.02  # of the time, for computing positions in a long queue
 _MEMORY_S = 10.0  # after which a measurement weighs 1/e
 
 
 class QueueStats:
-    """How fast the queue drains, and who stands where: looked at after every step.
+    """Measures how fast the queue drains, and reports positions; updated after every step.
 
     Args:
         clock: seconds.
@@ -378,26 +378,26 @@ class QueueStats:
     def __init__(self, queue: WaitingQueue, clock: Callable[[], float]) -> None:
         self._queue = queue
         self._clock = clock
-        self._told: dict[str, int] = {}  # of requests that asked: the position they know, or -1
+        self._told: dict[str, int] = {}  # for requests that asked: the last position sent, or -1
         self._positions_due_s = -math.inf
         self._last_s = clock()
         self._had_waiting = False
         self._num_served = 0
-        self._busy_s = self._busy_tokens = 0.0  # while somebody waited, both fading alike
+        self._busy_s = self._busy_tokens = 0.0  # while the queue was not empty; both decay alike
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens that leave the queue while somebody waits; 0 before anybody did."""
+        """Rate of prompt tokens leaving a non-empty queue; 0 if not measured yet."""
         return self._busy_tokens / self._busy_s if self._busy_s > 0 else 0.0
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """Add a new request to the statistics."""
         self._had_waiting = True
         if request.wants_queue_position:
             self._told[request.request_id] = -1
 
     def update(self) -> list[RequestOutput]:
-        """The new positions of those that asked, at most every `POSITIONS_INTERVAL_S`."""
+        """Changed positions, for requests that asked; at most every `POSITIONS_INTERVAL_S`."""
         now_s = self._clock()
         self._measure(now_s)
         if not self._told or now_s < self._positions_due_s:

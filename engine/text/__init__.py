@@ -1,4 +1,4 @@
-"""Where text becomes token ids and back; runs in the gateway (or in `LLM`), never in the core."""
+"""Text to token ids and back; runs in the gateway (or in `LLM`), never in the core."""
 
 from penstock.engine.text.chat_template import ChatTemplate
 from penstock.engine.text.detokenizer import OutputText, TextDelta

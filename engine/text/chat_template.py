@@ -1,6 +1,6 @@
-"""A model's chat template: messages to the prompt text the model was trained on.
+"""A model's chat template: renders messages as the prompt text that the model was trained on.
 
-Jinja in its sandbox, with the helpers Hugging Face templates rely on (`raise_exception`,
+Sandboxed Jinja, with the helpers that Hugging Face templates rely on (`raise_exception`,
 `strftime_now`, `tojson` without HTML escapes, `generation` blocks, loop controls).
 """
 
@@ -28,10 +28,10 @@ _MAX_REASON_CHARS = 200
 
 
 class TemplateFiles(NamedTuple):
-    """What a model directory has of a chat template, not looked into yet.
+    """The chat template of a model directory, not compiled.
 
     Attributes:
-        special_tokens: by the names that templates know them by.
+        special_tokens: by their names in templates (`bos_token`, …).
     """
 
     source: str | None
@@ -47,18 +47,18 @@ class TemplateFiles(NamedTuple):
         file = path / "tokenizer_config.json"
         config = read_json(file) if file.exists() else {}
         source = config.get("chat_template")
-        if isinstance(source, list):  # several named templates: the one called default
+        if isinstance(source, list):  # several named templates: use `default`
             named = {item["name"]: item["template"] for item in source}
             source = named.get("default")
         if source is not None and not isinstance(source, str):
-            raise ModelLoadError(f"{file}: chat_template is neither a text nor a list of them")
+            raise ModelLoadError(f"{file}: chat_template must be a string or a list of templates")
         if (path / "chat_template.jinja").is_file():
             source = (path / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(source, _special_tokens(config))
 
 
 class ChatTemplate:
-    """Renders conversations. Without a template in the model, `render` refuses by name.
+    """Renders conversations. For a model without a template, `render` raises.
 
     Raises:
         ModelLoadError: the template cannot be compiled.
@@ -69,19 +69,19 @@ class ChatTemplate:
         self._environment = _environment()
         try:
             self._default = None if source is None else self._environment.from_string(source)
-        except Exception as error:  # RecursionError, SyntaxError, … beside Jinja's own
+        except Exception as error:  # RecursionError, SyntaxError, … besides Jinja's own
             raise ModelLoadError(_broken(error)) from error
 
     @classmethod
     def from_directory(cls, path: Path) -> ChatTemplate:
-        """The template of a model; raises as `TemplateFiles.read`."""
+        """The template of a model; raises the errors of `TemplateFiles.read`."""
         return cls(*TemplateFiles.read(path))
 
     def check(self) -> None:
-        """Render one message. A template may refuse it, but it may not fail.
+        """Render a sample message. A template may refuse it, but must not crash.
 
         Raises:
-            ModelLoadError: it fails.
+            ModelLoadError: it crashes.
         """
         if self._default is None:
             return
@@ -111,12 +111,12 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.
         """
-        # As in `transformers`: a mark behind the last text says where to cut, and its own trailing
-        # space whether the template trims. Here nobody can guess it and put it into a text.
+        # As in `transformers`: a mark after the last text shows where to cut, and its trailing
+        # space shows whether the template trims. It is random, so that no text can contain it.
         mark = f"CONTINUED{secrets.token_hex(8)} "
         variables = {
             **self.special_tokens,
-            "tools": None,  # templates ask whether it is none, and undefined is not
+            "tools": None,  # templates test for none, and undefined is not none
             "documents": None,
             **(kwargs or {}),
             "messages": _marked(messages, mark) if continue_final_message else messages,
@@ -133,7 +133,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {_reason(error)}", param="messages"
             ) from error
-        except Exception as error:  # a template computes, and may do it wrong in any way
+        except Exception as error:  # a template can raise anything
             name, param = ("the chat template", "messages")
             if template is not None:
                 name = param = "chat_template"
@@ -156,9 +156,9 @@ def _broken(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Why a template does not work, in words for whoever wrote it."""
+    """Why a template does not work, in words for its author."""
     if isinstance(error, RecursionError):
-        return "it is nested too deeply, or calls itself without end"
+        return "it is nested too deeply, or recurses without end"
     if isinstance(error, MemoryError):
         return "it needs too much memory"
     text = str(error)[:_MAX_REASON_CHARS]
@@ -175,7 +175,7 @@ def _cut(text: str, mark: str, final_message: str) -> str:
     before, found, after = text.rpartition(mark.strip())
     if not found or final_message.strip() not in before:
         raise InvalidRequestError(
-            "the chat template changes the last message, so that it cannot be continued",
+            "the chat template changes the last message, so it cannot be continued",
             param="continue_final_message",
         )
     return before if after.startswith(" ") else before.rstrip()
@@ -203,7 +203,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks training targets; serving just renders it."""
+    """`{% generation %}…{% endgeneration %}` marks training targets; serving only renders it."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own signature)
 
@@ -220,7 +220,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes <, > and & for HTML, which would change the prompt. The
-    # arguments are those that `transformers` gives it.
+    # parameters are those of `transformers`.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,11 +1,11 @@
-"""Token ids to text as they come: whole characters, each exactly once, cut at stop strings.
+"""Streaming token ids to text: whole characters, each exactly once, cut at stop strings.
 
-Two kinds of tokenizers, two ways. Where every token stands for certain bytes (GPT-2's kind, most
-of today's), those bytes are joined. Elsewhere a token's text depends on its neighbours, and a
-window of tokens is decoded each time.
+If every token stands for certain bytes (byte-level tokenizers such as GPT-2's, and most of
+today's), those bytes are joined. Otherwise a token's text depends on its neighbours, and a window
+of tokens is decoded each time.
 
-`OutputText` says which text of a sequence may be shown now. It holds back half a UTF-8 character (a
-token may end inside one) and any tail that could be the start of a stop string.
+`OutputText` decides which text of a sequence may be sent. It holds back an incomplete UTF-8
+character (a token may end inside one) and any tail that could be the start of a stop string.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from penstock.engine.request import SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# The window of ids decoded each time: cut back to `_KEEP` once it reaches `_WINDOW`. What is kept
-# gives the next tokens their left context (SentencePiece strips a space at the start of a text).
+# The window of ids decoded each time is cut to its last `_KEEP` ids when it reaches `_WINDOW`: the
+# next tokens need left context (SentencePiece strips a space at the start of a text).
 _KEEP = 6
 _WINDOW = 16
 
@@ -32,7 +32,7 @@ class Detokenizer(Protocol):
         """The characters that this token completes."""
 
     def finish(self) -> str:
-        """What is still pending, though it is no whole character."""
+        """The pending bytes, although they are not a whole character."""
 
 
 def new_detokenizer(
@@ -41,7 +41,7 @@ def new_detokenizer(
     """For one sequence of tokens.
 
     Args:
-        context: ids that the sequence continues and that are shown already.
+        context: ids before the sequence, whose text was already shown.
     """
     skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
     recent = [token_id for token_id in context if token_id not in skipped][-_KEEP:]
@@ -80,8 +80,8 @@ class _JoinedBytes:
 
 
 class _DecodedWindow:
-    """The bytes of a byte-fallback run go through an incremental UTF-8 decoder instead: the
-    tokenizer would turn a whole run into U+FFFD while its last character is incomplete.
+    """Bytes of a byte-fallback run go through an incremental UTF-8 decoder instead: the tokenizer
+    would turn the whole run into U+FFFD while its last character is incomplete.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _DecodedWindow:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._window: list[int] = []
-        self._num_shown = 0  # characters of the window's text that went out
+        self._num_shown = 0  # characters of the window's text that were returned
         self._utf8 = _new_utf8_decoder()
         self._is_in_bytes = False
         self._restart_window([*context])
@@ -112,12 +112,12 @@ class _DecodedWindow:
     def _push_piece(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode()
-        end = len(text) - text.endswith(_REPLACEMENT)  # its next byte may be on its way
+        end = len(text) - text.endswith(_REPLACEMENT)  # its next byte may follow
         new = text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
         if len(self._window) >= _WINDOW:
             # The cut may fall inside a character: the window then starts with U+FFFD, the same
-            # ones every time it is decoded, so counting characters stays right.
+            # number of them every time it is decoded, so counting characters stays right.
             self._restart_window(self._window[-_KEEP:])
         return new
 
@@ -149,11 +149,11 @@ def _new_utf8_decoder() -> codecs.IncrementalDecoder:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made for every token
 class TextDelta:
-    """What a push made showable.
+    """The text that a push released.
 
     Attributes:
-        num_tokens: how many of the pushed ids count; fewer than pushed when a stop string was
-            found before the last of them (the overshoot is dropped).
+        num_tokens: how many of the pushed ids count; fewer than pushed if a stop string was
+            found before the last of them (the rest is dropped).
         stop: the stop string that ended the text, if one did.
     """
 
@@ -163,11 +163,11 @@ class TextDelta:
 
 
 class OutputText:
-    """The text of one sequence: a detokenizer and, behind it, the search for stop strings.
+    """The text of one sequence: a detokenizer followed by the search for stop strings.
 
     Args:
-        context: ids that the output continues and that are shown already: a SentencePiece
-            tokenizer drops the space at the start of a text, but not in its middle.
+        context: ids before the output, whose text was already shown: a SentencePiece tokenizer
+            drops the space at the start of a text, but not in its middle.
     """
 
     __slots__ = (
@@ -185,11 +185,11 @@ class OutputText:
         self._includes_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._held = ""  # decoded, but possibly the start of a stop string
+        self._held = ""  # decoded text that may be the start of a stop string
         self._is_stopped = False
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take the next ids; after a stop string, everything further is dropped."""
+        """Add the next ids; everything after a stop string is dropped."""
         if not self._stops:
             detokenise = self._detokenizer.push
             if len(token_ids) == 1:
@@ -210,7 +210,7 @@ class OutputText:
         return TextDelta(text="".join(pieces), num_tokens=num_tokens)
 
     def finish(self) -> TextDelta:
-        """The end of the sequence: everything held back, cut at a stop string in it."""
+        """End the sequence: return the text held back, cut at a stop string in it."""
         if self._is_stopped:
             return TextDelta(text="", num_tokens=0)
         text, stop = self._scan(self._detokenizer.finish())
@@ -233,13 +233,13 @@ class OutputText:
         return text[: len(text) - num_held], None
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
-        # The one that ends first is the one a reader would have seen first; of those the longest.
+        # The stop string that ends first; of several that end together, the longest.
         hits = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0])) if hits else None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest tail of `text` that starts `stop` without completing it."""
+    """Length of the longest tail of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

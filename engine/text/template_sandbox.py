@@ -1,16 +1,16 @@
-"""A process that renders chat templates which nobody vouches for: those of requests, and a model's
-own when a gateway starts.
+"""A process that renders untrusted chat templates: those of requests, and a model's own when a
+gateway starts.
 
-Jinja's sandbox keeps a template from reaching anything, but not from computing without end, and
-neither the event loop nor a thread can be stopped in the middle of that. A process can: each
-rendering here has CPU time and memory to spend, and what spends more ends the process.
+Jinja's sandbox restricts what a template can access, but not how long it computes, and neither the
+event loop nor a thread can be stopped in the middle of that. A process can: each rendering has a
+limit of CPU time and memory, and exceeding it ends the process.
 
     stdin    a frame per job: a 4-byte length, then a `TemplateJob` as JSON
     stdout   a frame per answer: a 4-byte length, then `+` and the text, or `-` and
              {"message", "param"} as JSON
 
-Run by the gateway as `python -m penstock.engine.text.template_sandbox PARENT_PID`. Little is
-imported, so that it starts quickly.
+Run by the gateway as `python -m penstock.engine.text.template_sandbox PARENT_PID`. It imports
+little, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.process import die_with_parent
 from penstock.engine.text.chat_template import ChatTemplate
 
-MAX_CPU_S = 2.0  # for one rendering; honest ones take milliseconds
+MAX_CPU_S = 2.0  # for one rendering; ordinary ones take milliseconds
 MAX_MEMORY_BYTES = 512 << 20  # of address space, about 100 MiB of it Python's own
 MAX_TEXT_BYTES = 8 << 20
-CPU_SIGNAL = signal.SIGPROF  # ends the process when the time is spent, whatever it is doing
+CPU_SIGNAL = signal.SIGPROF  # ends the process when its CPU time is spent
 LENGTH_BYTES = 4
 
 
 class TemplateJob(TypedDict):
-    """What is to be rendered.
+    """A template to render.
 
     Attributes:
         source: the template; in a check, the model's own.
-        arguments: of `ChatTemplate.render` beside it; None: check the template alone.
+        arguments: the other arguments of `ChatTemplate.render`; None only checks the template.
     """
 
     source: str | None
@@ -52,7 +52,7 @@ def framed(data: bytes) -> bytes:
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
-    # Not every system has all limits; CPU time is limited in any case.
+    # Some systems lack some of these limits; CPU time is limited everywhere.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
@@ -60,7 +60,7 @@ def main() -> None:
     while (job := _next_job(stdin)) is not None:
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         answer = _answer(job)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)  # before the answer: what is late is not told
+        signal.setitimer(signal.ITIMER_PROF, 0.0)  # before the write: a late answer is not sent
         stdout.write(framed(answer))
         stdout.flush()
 
@@ -91,11 +91,11 @@ def _rendered(job: TemplateJob) -> bytes:
         data = text.encode()
     except (UnicodeEncodeError, MemoryError) as error:
         raise InvalidRequestError(
-            "chat_template writes what is not valid Unicode", param="chat_template"
+            "chat_template produces invalid Unicode", param="chat_template"
         ) from error
     if len(data) > MAX_TEXT_BYTES:
         raise InvalidRequestError(
-            f"chat_template writes more than {MAX_TEXT_BYTES} bytes", param="chat_template"
+            f"chat_template produces more than {MAX_TEXT_BYTES} bytes", param="chat_template"
         )
     return data
 

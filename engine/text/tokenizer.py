@@ -1,4 +1,4 @@
-"""A model's tokenizer: `tokenizers` behind the few calls serving needs."""
+"""A model's tokenizer: the few calls of `tokenizers` that serving needs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.engine.errors import ModelLoadError
 
 _MAX_CHAR_BYTES = 4
 _REWRITING = frozenset({"ByteLevel", "Metaspace", "Prepend", "Replace"})
-_MANY_TOKENS = 4096  # from here on decoding takes long enough for others to notice
+_MANY_TOKENS = 4096  # from here on decoding would hold the GIL for noticeably long
 
 
 class Tokenizer:
-    """Text ↔ token ids. Safe to share between threads: it holds no state of a call."""
+    """Text ↔ token ids. Threads may share it: calls keep no state."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        # A tokenizer.json may carry padding and truncation of its training run.
+        # A tokenizer.json may enable padding and truncation, left over from training.
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -33,14 +33,14 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        # At these, text is split before anything else looks at it: what stands on either side is
-        # tokenised as if the other were not there.
+        # Text is split at these tokens first, so that the parts on either side are tokenised
+        # independently.
         self.boundary_tokens = {
             token_id: token.content
             for token_id, token in backend.get_added_tokens_decoder().items()
             if not (token.lstrip or token.single_word or token.normalized)
         }
-        # GPT-2's kind: a token stands for the same bytes wherever it is.
+        # As in GPT-2: a token stands for the same bytes wherever it is.
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self.pieces = _Pieces(self)
         # SentencePiece's byte fallback: ids that stand for one byte each, as <0xNN>.
@@ -51,7 +51,7 @@ class Tokenizer:
         """Read `tokenizer.json`.
 
         Raises:
-            ModelLoadError: it is missing or not a tokenizer.
+            ModelLoadError: the file is missing or invalid.
         """
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -67,9 +67,9 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """The most bytes of a text that one token can stand for, so that `n` bytes are at least
-        `n / longest_token_bytes` tokens. None where a token may stand for any number of them: parts
-        of the text are dropped, shortened, or merged into one unknown token."""
+        """The most bytes of text that one token can stand for, so that `n` bytes are at least
+        `n / longest_token_bytes` tokens. None if a token may stand for any number of bytes, since
+        parts of the text may be dropped, shortened, or merged into one unknown token."""
         backend = self._backend
         is_exact = (
             all(map(_keeps_length, _steps(backend.normalizer)))
@@ -82,10 +82,10 @@ class Tokenizer:
         )
         if not is_exact:
             return None
-        # A piece is never shorter than the text it stands for: ▁ and Ġ have more bytes than the
-        # space, and of an unknown character there is one token.
+        # A piece is never shorter than the text it stands for: ▁ and Ġ have more bytes than a
+        # space, and each unknown character is one token.
         pieces = list(backend.get_vocab())
-        if backend.normalizer is not None:  # some added tokens are looked for behind it
+        if backend.normalizer is not None:  # some added tokens are matched after it
             pieces += [
                 backend.normalizer.normalize_str(token.content)
                 for token in backend.get_added_tokens_decoder().values()
@@ -93,16 +93,16 @@ class Tokenizer:
         return max(_MAX_CHAR_BYTES, *(len(piece.encode()) for piece in pieces))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # The call for batches, as `encode` keeps Python's lock all the time: other threads would
-        # stand still for seconds with a text of 4 MB.
+        # The batch call releases the GIL; `encode` holds it, and other threads would stop for
+        # seconds with a text of 4 MB.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids to text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        """Ids to text; invalid UTF-8 becomes U+FFFD, unknown ids become nothing."""
         if len(token_ids) < _MANY_TOKENS:
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        # As in `encode`, for the same reason.
+        # The batch call releases the GIL, as in `encode`.
         [text] = self._backend.decode_batch(
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )
@@ -117,7 +117,7 @@ class Tokenizer:
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, also where they are no whole character."""
+        """The bytes a token stands for, even if they are not whole characters."""
         byte = self.byte_of_token_id.get(token_id)
         if byte is not None:
             return bytes([byte])
@@ -129,8 +129,8 @@ class Tokenizer:
 
 
 class _Pieces(dict[int, str | bytes]):
-    """What tokens stand for on their own, made when first asked for: text, or bytes where they
-    are no whole characters."""
+    """Each token on its own, decoded on first use: text, or bytes if they are not whole
+    characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Pieces(dict[int, str | bytes]):
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """A normaliser or pre-tokeniser as tokenizer.json has it, a sequence as its members."""
+    """A normaliser or pre-tokeniser as in tokenizer.json; a `Sequence` as its members."""
     return [] if component is None else list(_members(json.loads(component.__getstate__())))
 
 
@@ -162,7 +162,7 @@ def _members(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_length(normaliser: dict[str, Any]) -> bool:
-    """Whether a text has at least as many bytes after it as before."""
+    """Whether normalising never makes a text shorter, in bytes."""
     if normaliser["type"] == "Replace":
         replaced = normaliser["pattern"].get("String")
         return replaced is not None and len(replaced.encode()) <= len(
@@ -172,16 +172,16 @@ def _keeps_length(normaliser: dict[str, Any]) -> bool:
 
 
 def _keeps_text(pre_tokeniser: dict[str, Any]) -> bool:
-    """Whether it splits a text without dropping any of it."""
+    """Whether pre-tokenising splits a text without dropping any of it."""
     if pre_tokeniser["type"] in ("Split", "Punctuation"):
         return bool(pre_tokeniser["behavior"] != "Removed")
     return pre_tokeniser["type"] in ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 
 
 def _knows_all_text(backend: tokenizers.Tokenizer) -> bool:
-    """Whether each character becomes a token of its own at least, be it an unknown one."""
+    """Whether each character becomes at least one token, even if it is an unknown one."""
     model = backend.model
-    if not isinstance(model, tokenizers.models.BPE):  # others have words that are unknown as one
+    if not isinstance(model, tokenizers.models.BPE):  # others map a whole word to one unknown token
         return False
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False

@@ -1,1 +1,1 @@
-"""The stream of messages between engine and gateways: what is said, how it is written, sockets."""
+"""The connection between engine and gateways: messages, their encoding, and sockets."""

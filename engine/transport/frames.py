@@ -1,6 +1,6 @@
-"""Messages as frames: one msgpack array each, its first element the type's tag.
+"""Messages as frames: one msgpack array each, whose first element is the type's tag.
 
-On a byte stream each frame is preceded by its length. `messages` says what the messages are.
+On a byte stream each frame is preceded by its length. `messages` defines the messages.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _MAX_FRAME_BYTES = 1 << 28
 
 
 def framed(frame: bytes) -> bytes:
-    """A frame as it is written."""
+    """A frame preceded by its length."""
     return _LENGTH.pack(len(frame)) + frame
 
 
 class FrameReader:
-    """Cuts what one connection brings into frames."""
+    """Cuts a connection's bytes into frames."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of a frame that has not come whole
+        self._rest = b""  # the start of an incomplete frame
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that are whole now; consume all of them before the next call.
+        """The frames that are complete now; consume all of them before the next call.
 
         Raises:
-            ValueError: this is no such stream; nothing that follows can be understood.
+            ValueError: not a stream of frames; the connection cannot be used any further.
         """
         if self._rest:
             data = self._rest + data
@@ -79,7 +79,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """The message in a frame; ValueError if it is none of ours."""
+    """The message in a frame; ValueError if it is not a valid one."""
     try:
         tag, *values = msgpack.unpackb(frame, strict_map_key=False, use_list=False)
         message: Message = _DECODERS[tag](values)
@@ -89,7 +89,7 @@ def decode(frame: bytes) -> Message:
 
 
 def _values(instance: Any) -> list[Any]:
-    # Not dataclasses.asdict: it copies deeply, and this runs for every frame.
+    # Not `dataclasses.asdict`, which copies deeply: this runs for every frame.
     return [getattr(instance, field.name) for field in fields(instance)]
 
 
@@ -101,7 +101,7 @@ def _encode_params(params: SamplingParams) -> list[Any]:
     ]
 
 
-# Text-level fields stay with whoever turns ids into text.
+# The fields that only `engine.text` reads are not sent.
 _TEXT_FIELDS = frozenset({"stop", "include_stop_str_in_output", "skip_special_tokens"})
 _PARAM_FIELDS = tuple(
     field.name
@@ -159,7 +159,7 @@ def _decode_submit(values: list[Any]) -> Submit:
 
 
 def _encode_output(output: RequestOutput) -> list[Any]:
-    """The request, the branch and its tokens; what is rarely set follows as a map."""
+    """The request, the branch and its tokens; fields that differ from defaults follow as a map."""
     plain = [output.request_id, output.index, output.token_ids]
     values = _rare_values(output)
     if values == _RARE_DEFAULTS:

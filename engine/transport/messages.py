@@ -1,4 +1,4 @@
-"""What gateway and engine say to each other: msgpack frames over a Unix socket.
+"""The messages between gateway and engine: msgpack frames over a Unix socket.
 
     gateway                                            engine
       Hello        ─────────────────────────────►
@@ -6,12 +6,12 @@
       Submit, Abort, DropPrefix, Heartbeat  ────►
                    ◄─────────────────────────────      Step (numbered), Heartbeat, Failure
 
-Frames are versioned by `PROTOCOL_VERSION` in `Hello` and in every `Submit`; `frames` writes and
-reads them. The version is raised with every change of what a frame holds or means: a field added
-to a message or to what it carries (an optional one too: it is read by its place, or refused by
-name), taken away, renamed, moved, or given another type or sense; a new message; another way of
-writing one. Engine and gateways of one server are of one release, so nobody reads another version:
-the engine refuses it. Only `Hello` and `Failure` must stay as they are, or it could not say so.
+Frames are versioned by `PROTOCOL_VERSION` in `Hello` and in every `Submit`; `frames` encodes and
+decodes them. The version is raised with every change of content or meaning: a field of a message
+or of its contents that is added (an optional one too, since fields are read by position), removed,
+renamed, moved, or given another type or meaning; a new message; another encoding. Engine and
+gateways of one server are of one release, so the engine refuses any other version. Only `Hello`
+and `Failure` must never change, or the engine could not say so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from penstock.engine.request import Request, RequestOutput
 
 PROTOCOL_VERSION = 4
 HEARTBEAT_INTERVAL_S = 1.0
-SILENCE_LIMIT_S = 5.0  # a peer not heard of for this long is declared dead
-# Counted so, and not in seconds: who stood still reads what has come before its next beat.
+SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
+# Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
+# its next one.
 MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 
 
@@ -34,18 +35,18 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine is, told once to each gateway.
+    """The engine's properties, sent once to each gateway.
 
     Attributes:
         model: as the user named it.
-        model_path: the directory its files lie in.
+        model_path: the directory of its files.
         num_blocks, block_size: the device KV pool; their product is its size in tokens.
         num_host_blocks: the second tier, in host memory.
-        bytes_per_block: of either tier.
-        max_num_seqs: sequences running at once; a request may have no more branches.
-        num_threads: of the CPU; on a GPU those that serve it.
-        quantization: of the weights, as `ModelConfig` has it.
-        scheduling_policy: `fcfs`, or `priority`, where requests may carry one.
+        bytes_per_block: in both tiers.
+        max_num_seqs: sequences running at once; the maximum of a request's branches.
+        num_threads: compute threads on a CPU; on a GPU, host threads.
+        quantization: of the weights, as in `ModelConfig`.
+        scheduling_policy: `fcfs` or `priority`; only the latter accepts requests with a priority.
     """
 
     model: str
@@ -67,7 +68,7 @@ class EngineInfo:
     protocol_version: int = PROTOCOL_VERSION
 
 
-# Of a submit: its owner's epoch, and how often that owner had submitted it before.
+# Of a submit: its owner's epoch, and how often that owner submitted it before.
 Epoch = tuple[int, int]
 
 
@@ -75,14 +76,14 @@ Epoch = tuple[int, int]
 class Submit:
     """Run a request.
 
-    Two gateways may want the same to be computed: one that stood still, and one that has taken
-    over what it ran. The engine runs one request under a name. A submit with a higher epoch
-    replaces it at once; any other is refused as superseded.
+    Two gateways may submit the same response: one that was suspended, and one that took over from
+    it. The engine runs one request per name. A submit with a higher epoch replaces the running one
+    at once; any other is refused as superseded.
 
     Attributes:
-        request: its id is of this submit alone, so that neither a late abort nor a late output of
-            another one under the same name can be taken for its own.
-        name: what is computed, whoever submits it; empty: the request's id.
+        request: its id is unique to this submit, so that a late abort or output of another submit
+            of the same name cannot be mistaken for its own.
+        name: identifies the response, whichever gateway submits it; empty means the request's id.
         epoch: compared among submits of one name.
     """
 
@@ -94,7 +95,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Stop requests, or single branches of requests that otherwise go on.
+    """Stop requests, or single branches of requests that continue.
 
     Attributes:
         branches: pairs (request id, index of the branch).
@@ -106,7 +107,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropPrefix:
-    """Forget the cached KV of these tokens, as far as nobody else uses it."""
+    """Forget the cached KV of these tokens, except blocks that are in use."""
 
     token_ids: tuple[int, ...]
     cache_salt: str = ""
@@ -117,19 +118,19 @@ class EngineStats:
     """A snapshot of the engine. Counters (`*_total`) only grow.
 
     Attributes:
-        num_tokens_waiting: those that the waiting requests are to compute.
-        queue_tokens_per_s: such tokens leaving the queue while somebody waits; 0: not known yet.
-        prefill_tokens_per_s: prompt tokens computed in steps that compute prompts; the same.
+        num_tokens_waiting: tokens that the waiting requests have to compute.
+        queue_tokens_per_s: rate of those tokens leaving a non-empty queue; 0 if not measured yet.
+        prefill_tokens_per_s: rate of steps that compute prompts; 0 if not measured yet.
         num_requests_swapped: sequences parked with their KV in host memory.
-        num_blocks_used, num_blocks_cached: device blocks held by sequences; free, but findable.
-        num_host_blocks_kept, num_host_blocks_cached: the same of the host tier.
+        num_blocks_used, num_blocks_cached: device blocks held by sequences; free, but cached.
+        num_host_blocks_kept, num_host_blocks_cached: the same for the host tier.
         num_slots_allocated, num_slots_empty: token slots of running sequences' blocks, and those
-            of them that hold no token: their quotient is the waste.
+            of them without a token; empty ÷ allocated is the waste.
         num_swap_fallbacks_total: victims recomputed because the host tier was full.
         num_blocks_copied_total: copies on write.
-        num_blocks_evicted_total: cached blocks whose place was needed.
+        num_blocks_evicted_total: cached blocks evicted for new content.
         prefix_cache_queries_total: tokens looked up, as vLLM counts.
-        prefix_cache_hits_total: tokens found, of those host_hits in host memory.
+        prefix_cache_hits_total: tokens found; host_hits of them in host memory.
     """
 
     num_requests_running: int = 0
@@ -168,11 +169,11 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One iteration's outputs of all streams of one gateway.
+    """One iteration's outputs for all streams of one gateway.
 
     Attributes:
-        number: counts this gateway's frames from 1 without gaps: a gap is a bug or a lost frame.
-        stats: None while they are those of an earlier frame, or not worth a look yet.
+        number: counts this gateway's frames from 1; a gap means a bug or a lost frame.
+        stats: None if they have not changed since an earlier frame.
     """
 
     number: int
@@ -186,8 +187,8 @@ class Heartbeat:
 
     Attributes:
         stats: the engine's.
-        since_step_s: how long ago the engine's last step ended, or its work began; None while it
-            has no work.
+        since_step_s: seconds since the engine's last step ended, or since its work began; None
+            while it has no work.
     """
 
     stats: EngineStats | None = None
@@ -196,7 +197,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The engine cannot go on, or refuses this gateway; the last frame it sends."""
+    """The engine is ending, or refuses this gateway; the last frame it sends."""
 
     message: str
 

@@ -1,13 +1,13 @@
-"""The engine's end of the transport: a Unix socket, a connection for each gateway.
+"""The engine's end of the transport: a Unix socket with a connection for each gateway.
 
-A thread of its own reads, sends heartbeats while a long step computes, and sends again what a
-gateway had no room for. The step loop takes messages in through a queue. What it sends goes
-straight to the socket while that is little: to wake the thread for it costs more than the sending,
-on cores that the model wants for itself. It never blocks on a gateway.
+A thread reads, sends heartbeats while a long step computes, and retries frames that did not fit
+into a gateway's socket buffer. It hands messages to the step loop through a queue. The step loop
+writes small frames to the socket itself: waking the thread costs more than the write, on cores that
+the model needs. Neither ever blocks on a gateway.
 
-A gateway is dead when its connection is gone, when it has been silent for `SILENCE_LIMIT_S`, or
-when it took no frame for as long: nothing is dropped silently. Heartbeats are counted, not seconds:
-a machine that stood still kills nobody.
+A gateway is declared dead when its connection closes, when it has been silent for
+`SILENCE_LIMIT_S`, or when it read no frame for as long: frames are never dropped silently. The
+limit is counted in heartbeats, not seconds, so a suspended machine loses no gateway.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.005  # while frames wait
 _READ_BYTES = 1 << 18
 _SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
-_FEW_OUTPUTS = 16  # are written by the step loop itself
+_FEW_OUTPUTS = 16  # at most, for the step loop to write a frame itself
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayGone:
-    """A gateway was declared dead: its sequences are to be aborted."""
+    """A gateway was declared dead: its sequences must be aborted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,32 +63,32 @@ class _Gateway:
     frames: FrameReader = field(default_factory=FrameReader)
     has_said_hello: bool = False
     num_steps: int = 0
-    stats: EngineStats | None = None  # the last that a step's frame carried
+    stats: EngineStats | None = None  # the last ones sent in a step's frame
     pending: deque[memoryview] = field(default_factory=deque)
-    # Heartbeats of ours since it was last heard of, and since it last took something.
+    # Our heartbeats since its last message, and since it last read something.
     num_silent_beats: int = 0
     num_stuck_beats: int = 0
 
 
 class TransportBrokenError(Exception):
-    """The transport's thread has ended by a bug of ours: the engine is deaf and must end."""
+    """The transport's thread failed (a bug): the engine gets no more messages and must end."""
 
 
-GatewayId = int  # of a connection; no other ever has the same
+GatewayId = int  # of a connection; never used again
 Inbound = tuple[GatewayId, Submit | Abort | DropPrefix | GatewayGone]
 
 
 class Transport(threading.Thread):
-    """Listens at `address`, the path of a Unix socket; one that was left there is replaced."""
+    """Listens at `address`, the path of a Unix socket; replaces a leftover one."""
 
     def __init__(self, address: str, info: EngineInfo) -> None:
-        super().__init__(name="penstock-wire", daemon=True)
+        super().__init__(name="penstock-transport", daemon=True)
         self.stats = EngineStats()  # replaced by the step loop, read here
-        # When the last step ended, or work began after none; None while there is none. Likewise.
+        # When the last step ended, or work began; None while there is none. Set by the step loop.
         self.last_step_s: float | None = None
         self._info = info
         self._inbox: queue.SimpleQueue[Inbound | TransportBrokenError | None] = queue.SimpleQueue()
-        # Both threads send: this lock is of the gateways, what waits for them, and the outbox.
+        # Both threads send; the lock guards the gateways, their pending frames, and the outbox.
         self._lock = threading.Lock()
         self._gateways: dict[GatewayId, _Gateway] = {}
         self._outbox: deque[tuple[GatewayId, tuple[RequestOutput, ...]]] = deque()
@@ -97,7 +97,7 @@ class Transport(threading.Thread):
         self._is_closing = False
         self._failure: str | None = None
         self._listener = _listen(address)
-        self._woken, self._waker = socket.socketpair()  # ends the thread's wait
+        self._woken, self._waker = socket.socketpair()  # wakes the thread
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -107,9 +107,9 @@ class Transport(threading.Thread):
     # -- called by the step loop ------------------------------------------------------------
 
     def receive(self, *, timeout_s: float | None) -> Iterator[Inbound]:
-        """Everything that came in; waits for the first up to `timeout_s` (None: for ever)."""
+        """All messages received; waits up to `timeout_s` (None: for ever) for the first."""
         if timeout_s == 0.0 and self._inbox.empty():
-            return  # as between most steps
+            return  # the common case between steps
         try:
             item = self._inbox.get(block=timeout_s != 0.0, timeout=timeout_s or None)
             while item is not None:
@@ -125,7 +125,7 @@ class Transport(threading.Thread):
         self._inbox.put(None)
 
     def send(self, gateway_id: GatewayId, outputs: tuple[RequestOutput, ...]) -> None:
-        """One frame with all of a gateway's outputs of this iteration."""
+        """Send one frame with all of a gateway's outputs of this iteration."""
         with self._lock:
             if len(outputs) <= _FEW_OUTPUTS and not self._outbox:
                 if self._send_step(gateway_id, outputs):
@@ -135,7 +135,7 @@ class Transport(threading.Thread):
         self._wake()
 
     def close(self, failure: str | None = None) -> None:
-        """Tell the gateways why, if there is a reason, and end the thread."""
+        """Send the gateways the failure, if there is one, and end the thread."""
         self._failure = failure
         self._is_closing = True
         self._wake()
@@ -143,7 +143,7 @@ class Transport(threading.Thread):
         self._waker.close()
 
     def _wake(self) -> None:
-        # As many wake-ups as fit are already waiting, or the thread has ended.
+        # An error means that the buffer is full of wake-ups, or that the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
@@ -153,7 +153,7 @@ class Transport(threading.Thread):
         try:
             self._serve()
         except Exception as error:
-            _LOG.exception("the wire broke")
+            _LOG.exception("the transport's thread failed")
             self._inbox.put(TransportBrokenError(f"{type(error).__name__}: {error}"))
         finally:
             self._listener.close()
@@ -188,7 +188,7 @@ class Transport(threading.Thread):
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except OSError as error:  # it has gone again, or we have too many files
+        except OSError as error:  # it has disconnected, or we have too many open files
             _LOG.warning("a gateway could not connect: %s", error)
             return
         accepted.setblocking(False)
@@ -206,19 +206,19 @@ class Transport(threading.Thread):
         except OSError:
             data = b""
         if not data:
-            self._bury(gateway, "its connection closed", level=logging.DEBUG)
+            self._disconnect(gateway, "its connection closed", level=logging.DEBUG)
             return
         try:
             for frame in gateway.frames.feed(data):
                 self._handle_frame(gateway, frame)
         except ValueError as error:
-            self._bury(gateway, str(error))
+            self._disconnect(gateway, str(error))
 
     def _handle_frame(self, gateway: _Gateway, frame: bytes) -> None:
         try:
             message = decode(frame)
         except (ValueError, IndexError) as error:
-            _LOG.warning("a frame nobody understands: %s", error)
+            _LOG.warning("ignored an invalid frame: %s", error)
             return
         gateway.num_silent_beats = 0
         if isinstance(message, Hello):
@@ -237,20 +237,20 @@ class Transport(threading.Thread):
             gateway.num_silent_beats += 1
             gateway.num_stuck_beats += bool(gateway.pending)
             if gateway.num_silent_beats > MAX_SILENT_BEATS:
-                self._bury(gateway, f"silent for {SILENCE_LIMIT_S:.0f} s")
+                self._disconnect(gateway, f"silent for {SILENCE_LIMIT_S:.0f} s")
             elif gateway.num_stuck_beats > MAX_SILENT_BEATS:
-                self._bury(gateway, f"took no frame for {SILENCE_LIMIT_S:.0f} s")
+                self._disconnect(gateway, f"read no frame for {SILENCE_LIMIT_S:.0f} s")
             elif gateway.has_said_hello:
                 last_step_s = self.last_step_s
                 since_s = None if last_step_s is None else time.monotonic() - last_step_s
-                with self._lock:  # no older stats behind those of a step
+                with self._lock:  # so that older stats cannot follow those of a step
                     self._post(gateway, Heartbeat(stats=self.stats, since_step_s=since_s))
 
     def _post_now(self, gateway: _Gateway, message: Message) -> None:
         with self._lock:
             self._post(gateway, message)
 
-    def _bury(self, gateway: _Gateway, reason: str, *, level: int = logging.WARNING) -> None:
+    def _disconnect(self, gateway: _Gateway, reason: str, *, level: int = logging.WARNING) -> None:
         _LOG.log(level, "gateway %d is gone: %s", gateway.number, reason)
         self._selector.unregister(gateway.connection)
         with self._lock:
@@ -272,7 +272,7 @@ class Transport(threading.Thread):
             self._send_step(*self._outbox.popleft())
 
     def _send_step(self, gateway_id: GatewayId, outputs: tuple[RequestOutput, ...]) -> bool:
-        """Whether nothing is left to be sent."""
+        """Send or queue a frame; whether nothing is left to send."""
         gateway = self._gateways.get(gateway_id)
         if gateway is None:
             return True
@@ -294,7 +294,7 @@ class Transport(threading.Thread):
                 num_sent = gateway.connection.send(first)
             except BlockingIOError:
                 return
-            except OSError:  # it is gone: reading will find the same
+            except OSError:  # disconnected; the next read will notice
                 gateway.pending.clear()
                 return
             gateway.num_stuck_beats = 0
@@ -309,7 +309,7 @@ class Transport(threading.Thread):
 
 
 def _listen(address: str) -> socket.socket:
-    Path(address).unlink(missing_ok=True)  # of an engine that was killed
+    Path(address).unlink(missing_ok=True)  # left by an engine that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
     listener.listen()
@@ -318,4 +318,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def _version_text(theirs: int) -> str:
-    return f"protocol {theirs} is not the engine's {PROTOCOL_VERSION}: upgrade both together"
+    return (
+        f"protocol version {theirs} does not match the engine's {PROTOCOL_VERSION}: "
+        "upgrade both together"
+    )

@@ -1,21 +1,21 @@
-/* Attention over the paged cache, for one DTYPE: as kernels/paged_attention_reference.py has it.
+/* Attention over the paged cache, for one DTYPE, as specified by kernels/paged_attention_reference.py.
  *
- * Within a block each key head has a part of its own, in the order the products read it:
+ * Within a block each key head has its own part, in the order in which the products read it:
  *
  *     keys      [head_dim / PAIR][block_size][PAIR]   a lane is a position
  *     values    [block_size / PAIR][head_dim][PAIR]   a lane is a dimension
  *
- * The block is as large as the pool's shape says, and whoever moves whole blocks need not know.
+ * The block has the size given by the pool's shape, so moving whole blocks does not depend on this.
  *
  * An item is one key head and the queries of a few neighbouring tokens that share it: up to
  * MAX_QUERIES rows. Positions are taken in chunks of CHUNK by the online softmax of Milakov and
- * Gimelshein (2018): scores of the chunk, their maximum, then the weighted values, with what was
- * summed before scaled down. Weights are rounded to DTYPE, as in FlashAttention (Dao et al., 2022).
- * Chunks begin at multiples of CHUNK from position 0, so a row's result does not depend on how its
- * prompt was split or with whom it was batched.
+ * Gimelshein (2018): scores of the chunk, their maximum, then the weighted values, with the earlier
+ * sums scaled down. Weights are rounded to DTYPE, as in FlashAttention (Dao et al., 2022). Chunks
+ * start at multiples of CHUNK from position 0, so a row's result does not depend on how its prompt was
+ * split or batched.
  *
- * What lies past the sequence's end or behind every window may be anything, NaN too: keys there are
- * read and their scores dropped, values are not.
+ * Memory past the sequence's end or outside every window may hold anything, NaN too: keys there are
+ * read and their scores dropped; values are not read.
  */
 
 struct NAME(attention_tile) {
@@ -28,8 +28,8 @@ struct NAME(attention_tile) {
     long head; /* of the keys */
 };
 
-/* Positions begin + [first, end) of the sequence, which some row sees, as the products take them; keys
- * from `first_panel`, where a panel of LANES positions begins. */
+/* Positions begin + [first, end) of the sequence, which some row sees, as read by the products; keys
+ * from `first_panel`, where a panel of LANES positions starts. */
 struct NAME(attention_chunk) {
     long begin, first_panel, first, end;
     long key_stride;                   /* from one k (pair) of a key to the next */
@@ -39,7 +39,7 @@ struct NAME(attention_chunk) {
     DTYPE masked[2][MAX_HEAD_DIM * PAIR]; /* pairs at the ends, of which one is not seen */
 };
 
-/* Where the part of the tile's head begins in the block of a position. */
+/* Start of the tile's head in the block of a position. */
 INLINE const DTYPE *NAME(find_block)(
     const struct attention_args *a, const struct NAME(attention_tile) *tile, const void *cache,
     long position) {
@@ -59,7 +59,7 @@ static void NAME(gather_keys)(
     }
 }
 
-/* Blocks lie anywhere, so what is about to be read is asked for before the processor could guess. */
+/* Prefetch: blocks lie anywhere, so the processor cannot predict the next reads. */
 INLINE void NAME(prefetch)(const DTYPE *p, long num_values) {
     for (long i = 0; i < num_values; i += 64 / (long)sizeof *p) __builtin_prefetch(p + i, 0, 2);
 }
@@ -192,8 +192,8 @@ static __attribute__((noinline)) void NAME(mix_chunk)(
 #undef CASE
 #undef DISPATCH
 
-/* Turn a row's scores into weights and keep its running maximum and sum; returns by how much what
- * was summed before shrinks. */
+/* Turn a row's scores into weights and update its running maximum and sum; returns the factor by which
+ * earlier sums shrink. */
 static float NAME(weigh)(
     const struct NAME(attention_tile) *tile, int row, const struct NAME(attention_chunk) *chunk,
     const struct attention_args *a, float *scores, DTYPE *weights, float *largest, float *total) {
@@ -210,7 +210,7 @@ static float NAME(weigh)(
     }
     float best = max_lanes(most);
     if (!(best > *largest)) best = *largest;
-    /* a row that sees nothing of this chunk, nor of those before: all weights 0 */
+    /* a row that sees nothing in this chunk or the ones before: all weights are 0 */
     float origin = best == -INFINITY ? 0.0f : best;
     vec sum = {0};
     for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
@@ -285,7 +285,7 @@ static void NAME(attention_item)(const void *args, long item) {
         if (first < tile.first_of_all) tile.first_of_all = first;
         tile.last_of_all = position;
     }
-    pool_open(); /* block tables stay where they are, and hold blocks of the pool for ever */
+    pool_open(); /* block tables stay in place, and always hold valid blocks of the pool */
     NAME(attend)(a, &tile);
 }
 

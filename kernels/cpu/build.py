@@ -1,8 +1,8 @@
-"""Compiling the C sources at first use into a cache that later starts, and other processes, share.
+"""Compiles the C sources at first use, into a cache shared by processes and later starts.
 
-A library's file is named by a digest of everything that went into it: sources, flags, compiler and
-CPU instructions. It is written beside its place and moved there in one piece, with a digest of its
-own bytes, so that no process ever loads half a file: loading one would kill the process.
+A library's file is named by a digest of its inputs: sources, flags, compiler and CPU instructions.
+It is written to a temporary file and then renamed, with a digest of its own bytes, so that no
+process ever loads an incomplete file, which would crash it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TIMEOUT_S = 120.0
 
 
 class BuildError(Exception):
-    """There is no library: no compiler, or it failed."""
+    """The library could not be built: there is no compiler, or it failed."""
 
 
 def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
     """The shared library for these instructions and -D definitions, compiled if it is not cached.
 
     Raises:
-        BuildError: saying why, in one line.
+        BuildError: with the reason in one line.
     """
     compiler = find_compiler()
     flags = (*_FLAGS, *isa.flags, *(f"-D{define}" for define in defines))
@@ -62,8 +62,7 @@ def find_compiler() -> tuple[str, ...]:
         if found:
             return (found, *chosen[1:])
     if not chosen and importlib.util.find_spec("ziglang"):
-        # Unlike others it compiles for this very CPU unless told otherwise: what `Isa` names is
-        # what may be used.
+        # Unlike others, Zig compiles for this CPU by default; only what `Isa` names may be used.
         return (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
     raise BuildError(f"no C compiler ({', '.join(names)}) on the PATH")
 
@@ -77,7 +76,7 @@ def _digest_of_inputs(compiler: tuple[str, ...], flags: tuple[str, ...], cache: 
 
 
 def _cache_dir() -> Path:
-    """Where libraries are kept; made if it is not there."""
+    """The cache directory; created if missing."""
     chosen = os.environ.get(CACHE_VARIABLE)
     try:
         folder = (
@@ -85,7 +84,7 @@ def _cache_dir() -> Path:
             if chosen
             else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
         )
-    except RuntimeError as error:  # a container's user, whom the system does not know
+    except RuntimeError as error:  # a container's user without an entry in the user database
         raise BuildError(f"no place for a cache ({error}): set {CACHE_VARIABLE}") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +123,8 @@ def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> N
 
 
 def _run(compiler: tuple[str, ...], arguments: list[str], cache: Path) -> str:
-    # Zig keeps the C library it has prepared for this system; by default below the user's home,
-    # which may not be writable.
+    # Zig caches the C library it built for this system, by default in the user's home, which may
+    # not be writable.
     environment = {"ZIG_GLOBAL_CACHE_DIR": str(cache / "zig"), **os.environ}
     try:
         done = subprocess.run(  # noqa: S603

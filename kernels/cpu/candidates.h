@@ -1,5 +1,4 @@
-/* The tokens of a row that truncation may keep, and the search for how many of them it does, without
- * sorting. */
+/* The tokens of a row that truncation may keep, and the search for the threshold, without sorting. */
 #ifndef PENSTOCK_CANDIDATES_H
 #define PENSTOCK_CANDIDATES_H
 
@@ -57,7 +56,7 @@ struct candidates {
 };
 
 /* No candidates, and a thread's memory for up to `size` of them: kept for the next row, and mostly
- * never touched. Pointers are null if there is none to be had. */
+ * untouched. Pointers are null if it cannot be allocated. */
 static struct candidates no_candidates(long size) {
     static _Thread_local float *memory;
     static _Thread_local long capacity;
@@ -78,13 +77,13 @@ static struct candidates no_candidates(long size) {
     };
 }
 
-/* Take in the lanes whose bit is set of the sixteen tokens that begin with `first`. */
+/* Add the lanes whose bit is set, of the sixteen tokens that start with `first`. */
 INLINE void add_candidates(struct candidates *c, uint32_t bits, vec keys, long first) {
     compress(c->ids + c->count, bits, (vec)((int32_t)first + LANE_NUMBERS));
     c->count += compress(c->keys + c->count, bits, keys);
 }
 
-/* Drop those below the threshold. */
+/* Drop candidates below the threshold. */
 static void keep_candidates(struct candidates *c, float threshold) {
     long count = 0;
     for (long i = 0; i < c->count; i += LANES) {
@@ -101,7 +100,7 @@ INLINE vec weights_of(vec keys, float largest, float scale) {
     return exp_inside(vmax((keys - splat(largest)) * splat(scale), splat(LEAST_EXPONENT)));
 }
 
-/* Settle all weights; their sum. */
+/* Compute all weights; returns their sum. */
 static double weigh_candidates(struct candidates *c, float largest, float scale) {
     struct sums sums = {0};
     for (long i = 0; i < c->count; i += LANES) {
@@ -113,7 +112,7 @@ static double weigh_candidates(struct candidates *c, float largest, float scale)
     return total_of(sums);
 }
 
-/* The token at whose place the weights add up to more than `target`, which is less than all do. */
+/* The first token at which the cumulative weights exceed `target`, which is less than their sum. */
 static long find_candidate(const struct candidates *c, double target) {
     double reached = c->weights[0];
     long i = 0;
@@ -146,12 +145,12 @@ INLINE float middle_of(float low, float high) {
     return middle > low ? middle : high;
 }
 
-/* The largest key for which the weights of all keys that are not smaller reach a target; if even
- * all of them do not, the least key. Keys are finite; keys and weights are overwritten, up to LANES
- * places past `count`.
+/* The largest key for which the weights of all keys at or above it reach a target; if even all of them
+ * do not, the smallest key. Keys are finite; keys and weights are overwritten, up to LANES elements
+ * past `count`.
  *
- * Bisection in the order of floats, and only what is left on the right side is looked at again: at
- * most 32 rounds over ever fewer keys. */
+ * Bisection in the order of floats, which keeps only the remaining side: at most 32 rounds over ever
+ * fewer keys. */
 static float find_threshold(float *keys, float *weights, long count, double target) {
     double above = 0.0; /* weights of keys that have been passed */
     for (;;) {

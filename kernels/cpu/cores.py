@@ -14,7 +14,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 def num_usable_cores() -> int:
     """Physical cores the process may run on, within the quota of its control group.
 
-    Two hardware threads of one core share its multipliers, so a second one only gets in the way.
+    Two hardware threads of one core share its multipliers, so a second one gains nothing.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cpus = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
@@ -26,7 +26,7 @@ def _num_physical(cpus: Iterable[int]) -> int:
 
 
 def _siblings(folder: Path, cpu: int) -> str:
-    """The hardware threads of a CPU's core, as the system lists them; itself if it does not."""
+    """The hardware threads of a CPU's core, as the system lists them; else the CPU itself."""
     try:
         return (folder / "topology" / "thread_siblings_list").read_text()
     except OSError:
@@ -34,7 +34,7 @@ def _siblings(folder: Path, cpu: int) -> str:
 
 
 def _quota(path: Path) -> int:
-    """Cores' worth of time that the control group is given, rounded up; many if unlimited."""
+    """The control group's CPU quota in cores, rounded up; a large number if unlimited."""
     try:
         quota, period = path.read_text().split()
         return math.ceil(int(quota) / int(period))

@@ -27,7 +27,7 @@ struct job NAME(rms_norm)(const void *args) {
     return (struct job){NAME(rms_norm_item), args, *((const struct rms_norm_args *)args)->num_rows, 0};
 }
 
-/* Norm (if asked) and turn one head; a pair is dimensions i and i + size / 2. */
+/* Normalise (with a weight) and rotate one head; a pair is dimensions i and i + size / 2. */
 INLINE void NAME(rotate)(
     DTYPE *y, const DTYPE *x, const DTYPE *norm, const float *cosine, const float *sine, long size,
     double eps) {
@@ -54,8 +54,8 @@ INLINE void NAME(rotate)(
     }
 }
 
-/* Put a head's key and value where attention looks for them (see attention.inc.c). Single values: a
- * vector would touch those of neighbouring tokens, which another thread may be storing. */
+/* Store a head's key and value in attention's layout (see attention.inc.c). Value by value: a vector
+ * would write to neighbouring tokens, which another thread may be storing. */
 INLINE void NAME(store_key_value)(
     const struct rope_store_args *a, long head, long slot, const DTYPE *key, const DTYPE *value) {
     const long size = a->head_dim, block = slot / a->block_size, offset = slot % a->block_size;

@@ -21,7 +21,7 @@ INLINE ivec imax(ivec a, ivec b) {
     return x.all;
 }
 
-/* To the nearest integer, ties to even; any where there is none. */
+/* To the nearest integer, ties to even; arbitrary for NaN and infinity. */
 INLINE ivec round_to_int(vec x) {
 #if defined(__AVX512F__)
     return (ivec)_mm512_cvtps_epi32((__m512)x);
@@ -48,8 +48,8 @@ INLINE void store_bytes(uint8_t *p, ivec x) {
 }
 
 #if defined(__AVX512VNNI__)
-/* sum + Σ x[4i + j] · w[4i + j] over j in lane i, bytes of x unsigned, those of w signed. Exact but
- * for multiples of 2^32. */
+/* sum + Σ x[4i + j] · w[4i + j] over j in lane i, bytes of x unsigned, those of w signed. Exact modulo
+ * 2^32. */
 INLINE uvec_part dot_quads(uvec_part sum, uvec_part x, uvec_part w) {
     return (uvec_part)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
 }
@@ -66,8 +66,8 @@ INLINE uvec_part add_pairs(uvec_part sum, short_part a, short_part b) {
 #endif
 }
 
-/* Bytes in pairs of 16 bits, even ones and odd ones: 8 bits hold no sum of products, and the
- * instruction that adds pairs of bytes stops at 16. */
+/* Bytes as pairs of 16 bits, even ones and odd ones: 8 bits cannot hold a sum of products, and the
+ * instruction that adds pairs of bytes saturates at 16. */
 INLINE uvec_part dot_quads(uvec_part sum, uvec_part x, uvec_part w) {
     short_part w_even = (short_part)(w << 8) >> 8, w_odd = (short_part)w >> 8;
     sum = add_pairs(sum, (short_part)(x & 0x00ff00ff), w_even);

@@ -1,4 +1,4 @@
-"""Weights and rows of bytes, as Python hands them to the kernels."""
+"""Weights and rows in int8 for the kernels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from penstock.kernels.cpu.library import LANES, CpuLibrary
 from penstock.kernels.cpu.structures import PackInt8Args, QuantizeRowsArgs
 
-QUAD = 4  # as int8.h has it
-_HEADER_BYTES = 8  # of each column: a first sum and a scale
+QUAD = 4  # as in int8.h
+_HEADER_BYTES = 8  # for each column: a first sum and a scale
 # 127² · so many stays below 2³¹, where sums end.
 MAX_FEATURES = 1 << 17
 
 
 class Int8Rows:
-    """Room for rows that `quantize_rows` makes.
+    """A buffer for the output of `quantize_rows`.
 
     Attributes:
-        values: uint8 [num_rows, size rounded up to QUAD], 128 standing for 0.
+        values: uint8 [num_rows, size rounded up to QUAD]; 128 represents 0.
         scales: float32 [num_rows]
     """
 
@@ -30,7 +30,7 @@ class Int8Rows:
         self.scales = torch.empty(num_rows)
 
     def args(self, x: Tensor, num_rows: int) -> QuantizeRowsArgs:
-        """x [num_rows, size], contiguous, no larger than the room; num_rows: the address of it."""
+        """x [num_rows, size], contiguous, no larger than the buffer; num_rows: its address."""
         return QuantizeRowsArgs(
             bytes=self.values.data_ptr(),
             scales=self.scales.data_ptr(),
@@ -41,8 +41,8 @@ class Int8Rows:
 
 
 def pack_int8(library: CpuLibrary, weight: Tensor) -> Tensor:
-    """Quantise weight [out_features, in_features], of the library's dtype, row by row; bytes in the
-    layout of `linear_int8.inc.c`, one dimension."""
+    """Quantize weight [out_features, in_features], of the library's dtype, row by row; returns
+    bytes in the layout of `linear_int8.inc.c`, in one dimension."""
     out_features, in_features = weight.shape
     assert in_features <= MAX_FEATURES, f"{in_features:,} products may exceed 32 bits"
     weight = weight.contiguous()

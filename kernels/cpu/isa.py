@@ -1,4 +1,4 @@
-"""Which instructions the kernels are compiled for."""
+"""The instruction sets for which the kernels are compiled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 ISA_VARIABLE = "PENSTOCK_CPU_ISA"
 _CPUINFO = Path("/proc/cpuinfo")
 
-# Best first: what a CPU must have, and the flags that let the compiler use it.
+# Best first: the CPU features required, and the compiler flags that enable them.
 _NEEDS = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
 }
-_EXTRAS = {"avx512": ("avx512_bf16", "avx512_vnni")}  # used where they are there
+_EXTRAS = {"avx512": ("avx512_bf16", "avx512_vnni")}  # used if present
 ISAS = tuple(_NEEDS)
 
 
@@ -33,7 +33,7 @@ class Isa:
 
 
 def select_isa() -> Isa:
-    """The best this CPU has, or what `PENSTOCK_CPU_ISA` names.
+    """The best one that this CPU supports, or the one named by `PENSTOCK_CPU_ISA`.
 
     Raises:
         ValueError: the variable names none, or one that this CPU does not have.

@@ -8,7 +8,7 @@
 #include <float.h>
 #include <math.h>
 
-/* Register tiles: rows × panels of 16 floats have to stay in registers. Linear layers take MAX_ROWS
+/* Register tiles: rows × panels of 16 floats must fit into registers. Linear layers use MAX_ROWS
  * rows by GROUP panels; attention up to MAX_PANELS panels with half as many rows. */
 #if defined(__AVX512F__)
 enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4 };
@@ -19,11 +19,12 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
 #endif
 
 enum { ROWS_PER_ITEM = 128 };
-/* How far ahead a full tile of int8 asks for its weights: it is busy multiplying when it should
- * read. With 8 rows that gains 10 to 20 %; with up to 5, where memory is the limit, it costs as much. */
+/* How far ahead a full tile of int8 prefetches its weights, which it multiplies too slowly to stream
+ * otherwise. With 8 rows that gains 10 to 20 %; with up to 5, where memory is the limit, it costs as
+ * much. */
 enum { AHEAD_BYTES = 16 << 10 };
-/* Other products ask for the group of weights that their thread takes next: full tiles for all of
- * it (`lines_ahead`), fewer rows for its first lines. */
+/* Other products prefetch the group of weights that their thread takes next: full tiles all of it
+ * (`lines_ahead`), fewer rows its first lines. */
 enum { LINE_BYTES = 64, SHORT_GROUP_BYTES = 64 << 10, HEAD_LINES = 96 };
 enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
 enum { SPAN = 512 };          /* tokens of the vocabulary whose weights are summed together */
@@ -53,9 +54,9 @@ INLINE long num_panels_of_group(long out_features, long group) {
     return rest < GROUP ? rest : GROUP;
 }
 
-/* How many lines of the next group of weights full tile `i` of `num_full` asks for with each k. The
- * first tile waits for its own; where it is the only one it has time for both, and a group that is
- * not short the processor reads ahead of by itself. */
+/* How many lines of the next group of weights full tile `i` of `num_full` prefetches with each k. The
+ * first tile waits for its own group; if it is the only one it has time for both, and the processor
+ * reads ahead by itself in a group that is not short. */
 INLINE int lines_ahead(int i, int num_full, long group_bytes) {
     if (num_full == 1) return group_bytes <= SHORT_GROUP_BYTES ? GROUP : 0;
     if (i == 0 || i > GROUP) return 0;
@@ -70,8 +71,8 @@ INLINE vec cap_softly(vec x, float cap) {
     return splat(cap) * (splat(1.0f) - splat(2.0f) / (power + splat(1.0f)));
 }
 
-/* How a sequence's queries become items: up to num_tokens tokens with up to num_heads of the
- * query heads that share a key head; num_parts of these make up the group. */
+/* How a sequence's queries are cut into items: up to num_tokens tokens with up to num_heads of the
+ * query heads that share a key head; num_parts of these are the whole group. */
 struct attention_split {
     long num_tokens, num_heads, num_parts;
 };

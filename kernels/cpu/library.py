@@ -1,4 +1,4 @@
-"""The compiled kernels as Python calls them."""
+"""Python interface of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.kernels.cpu.structures import Call
 from penstock.kernels.cpu.weight_memory import WeightMemory
 
 _log = logging.getLogger(__name__)
-LANES, MAX_HEAD_DIM = 16, 256  # as kernels.c has them
-_DESCRIPTION_BYTES = 1 << 14  # enough for all threads that there can be
+LANES, MAX_HEAD_DIM = 16, 256  # as in kernels.c
+_DESCRIPTION_BYTES = 1 << 14  # enough for the maximum number of threads
 _DTYPES = {
     torch.float32: ("f32", ()),
     torch.float16: ("f16", ()),
@@ -29,11 +29,11 @@ class CpuLibrary:
     """The kernels for one dtype.
 
     Args:
-        library: as compiled for that dtype.
+        library: compiled for that dtype.
         name: of the dtype in C.
 
     Attributes:
-        num_threads: that kernels use, the caller's counted.
+        num_threads: used by kernels, including the caller's.
         memory: for packed weights.
     """
 
@@ -51,7 +51,8 @@ class CpuLibrary:
         library.pool_describe.restype = None
 
     def start_threads(self, num_threads: int) -> int:
-        """Let kernels use so many threads, the caller's counted; how many there are."""
+        """Start threads, so that kernels use `num_threads`, including the caller's; the number
+        that there are."""
         self.num_threads = int(self._library.pool_start(num_threads))
         return self.num_threads
 
@@ -80,36 +81,36 @@ class CpuLibrary:
         """Run one operation now.
 
         Args:
-            dtype: another than the library's, if it has the operation for that too.
+            dtype: if not the library's own; the library must have the operation for it.
             is_shared: as in `RecordedCalls.run`.
         """
         name = self._name if dtype is None else _DTYPES[dtype][0]
         call = _call(self._library, f"{operation}_{name}", args)
         self._library.pool_run(byref(call), 1, is_shared)
-        self.settle()  # the arguments are the caller's
+        self.settle()  # the caller may free the arguments
 
     def settle(self) -> None:
-        """Wait until no thread reads what recorded calls point to."""
+        """Wait until no thread reads memory that recorded calls point to."""
         self._library.pool_settle()
 
     @property
     def num_repeated(self) -> int:
-        """Items done by another thread than the one that began them (see `pool.h`)."""
+        """Items finished by another thread than the one that started them (see `pool.h`)."""
         return int(self._library.pool_num_repeated())
 
     @property
     def num_calls(self) -> int:
-        """Calls begun so far, of all that ever ran: it grows as long as a run gets on."""
+        """Calls started so far in all runs; grows while a run makes progress."""
         return int(self._library.pool_num_calls())
 
     def describe_pool(self) -> str:
-        """What the pool's threads share now, for the log of a run that does not end."""
+        """The state shared by the pool's threads, for the log when a run hangs."""
         text = ctypes.create_string_buffer(_DESCRIPTION_BYTES)
         self._library.pool_describe(text, len(text))
         return text.value.decode()
 
     def record(self, calls: Sequence[tuple[str, Structure]]) -> RecordedCalls:
-        """Operations with their arguments, to be run together as often as wanted."""
+        """Record operations with their arguments, to be run together repeatedly."""
         return RecordedCalls(self._library, self._name, calls)
 
 
@@ -117,14 +118,14 @@ class RecordedCalls:
     """Calls that run one after the other, outside Python."""
 
     def __init__(self, library: CDLL, name: str, calls: Sequence[tuple[str, Structure]]) -> None:
-        self._args = [args for _, args in calls]  # their memory is pointed to
+        self._args = [args for _, args in calls]  # keeps the memory alive
         made = (_call(library, f"{operation}_{name}", args) for operation, args in calls)
         self._calls = (Call * len(calls))(*made)
         self._run = library.pool_run
 
     def run(self, *, is_shared: bool = True) -> None:
-        """is_shared: whether the pool's threads share the work; for little of it waking them costs
-        more than they do."""
+        """is_shared: whether the pool's threads share the work; for little work, waking them costs
+        more than it gains."""
         self._run(self._calls, len(self._calls), is_shared)
 
 
@@ -133,7 +134,7 @@ def _call(library: CDLL, function: str, args: Structure) -> Call:
 
 
 def load_library(dtype: torch.dtype) -> CpuLibrary | None:
-    """The kernels for a dtype; None, and a line in the log, where they cannot be had."""
+    """The kernels for a dtype; None, with a warning in the log, if they cannot be built."""
     try:
         isa = select_isa()
         name, defines = _DTYPES[dtype]

@@ -1,7 +1,7 @@
 /* Matrix products with packed weights, for one DTYPE.
  *
  * Sums run in float, in the order of k whatever the number of rows: a row never depends on the
- * rows beside it. A panel is 16 output columns, zero past the last one, so that a lane of an
+ * other rows. A panel is 16 output columns, zero past the last one, so that a lane of an
  * accumulator is a column and nothing is summed across lanes. GROUP panels are packed side by side
  * (the last group may be narrower), so that a product reads one stream of memory:
  *
@@ -33,7 +33,7 @@ INLINE void NAME(write_columns)(const struct linear_args *a, long row, long colu
     STORE((DTYPE *)a->y + at, sum);
 }
 
-/* Out of line, so that nothing but the sums wants registers in the loop before it. */
+/* Not inlined, so that the loop before it has all registers for the sums. */
 static __attribute__((noinline)) void NAME(write_tile)(
     const struct linear_args *a, long row, long column, const vec *sums, int rows, int panels) {
     if (!pool_claim()) return;
@@ -42,7 +42,7 @@ static __attribute__((noinline)) void NAME(write_tile)(
     pool_release();
 }
 
-/* `rows` rows against a group, asking for `lines` cache lines with each k, from `ahead` on */
+/* `rows` rows against a group, prefetching `lines` cache lines with each k, from `ahead` on */
 INLINE void NAME(tile)(
     const struct linear_args *a, long row, long group, const int rows, const int panels, const int lines,
     const char *ahead) {
@@ -67,7 +67,7 @@ INLINE void NAME(tile)(
 }
 
 /* Rows from `row` up to `end` against one group, which stays in the cache meanwhile. Tiles that
- * only multiply ask for the group that is read next, from `ahead` on (null: none). */
+ * only multiply prefetch the next group, from `ahead` on (null: none). */
 INLINE void NAME(rows_of_group)(
     const struct linear_args *a, long row, long end, long group, const int panels, const char *ahead) {
     const int num_full = (int)((end - row) / MAX_ROWS);
@@ -81,7 +81,7 @@ INLINE void NAME(rows_of_group)(
         }
         if (lines) ahead += a->in_features / PAIR * lines * LINE_BYTES;
     }
-    if (!num_full && ahead) /* the processor takes a while to follow a stream that begins */
+    if (!num_full && ahead) /* the hardware prefetcher takes a while to detect a new stream */
         for (int i = 0; i < HEAD_LINES; i++) __builtin_prefetch(ahead + i * LINE_BYTES, 0, 2);
     switch (end - row) {
 #define CASE(n) case n: if (n < MAX_ROWS) NAME(tile)(a, row, group, n < MAX_ROWS ? n : 1, panels, 0, NULL); break;

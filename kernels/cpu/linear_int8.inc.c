@@ -1,12 +1,12 @@
-/* Matrix products of bytes, for one DTYPE of what goes in and comes out; the numbers are those of
+/* Matrix products of bytes, for one DTYPE of input and output; the numbers are those of
  * kernels/linear_int8_reference.py.
  *
- * A row of x is rounded to 255 steps of a scale of its own just before the product, each weight to
- * as many of its column's. Bytes of x are stored with 128 added, as vpdpbusd takes them, and sums
- * begin at minus 128 times the column's weights. They run in 32 bits without a rounding, so their
- * order does not matter, and end within 31 bits for up to MAX_FEATURES (int8.py) of them; what
- * overflows on the way comes back. Weights are packed as in linear.inc.c, by four k, all that a group
- * needs side by side:
+ * A row of x is rounded to 255 steps of its own scale just before the product, each weight to as many
+ * steps of its column's scale. Bytes of x are stored with 128 added, as vpdpbusd requires, and sums
+ * start at minus 128 times the column's weights. Sums are exact in 32 bits, so their order does not
+ * matter, and end within 31 bits for up to MAX_FEATURES (int8.py) of them; intermediate overflows
+ * cancel out. Weights are packed as in linear.inc.c, by four k, with everything that a group needs in
+ * one place:
  *
  *     [group] first sums [panel][16], scales [panel][16], weights [in / 4][panel][16][4]
  *
@@ -21,7 +21,7 @@ INLINE long int8_group_start(long in_features, long group) {
     return group * GROUP * LANES * QUAD * (NUM_HEADERS + num_quads(in_features));
 }
 
-/* The largest magnitude; as the bits of floats are ordered, NaN is above infinity above all. */
+/* The largest magnitude, by the bits of floats: NaN is above infinity, which is above all others. */
 INLINE float NAME(largest_magnitude)(const DTYPE *x, long size) {
     ivec largest = {0};
     long i = 0;

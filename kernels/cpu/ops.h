@@ -1,14 +1,14 @@
-/* The operations and their arguments, as Python fills them in: `structures.py` has the same fields
- * in the same order. Pointers are to contiguous memory of the dtype the library is built for unless
- * they say otherwise. A call is recorded once and run for every step, so all that changes from
- * step to step lies in `struct step`. */
+/* The operations and their arguments, filled in by Python: `structures.py` has the same fields in the
+ * same order. Pointers are to contiguous memory of the library's dtype unless stated otherwise. A call
+ * is recorded once and run for every step, so everything that changes from step to step is in
+ * `struct step`. */
 #ifndef PENSTOCK_OPS_H
 #define PENSTOCK_OPS_H
 
 #include <stdint.h>
 
 /* One step: the fields of PagedLayout (kernels/paged_layout.py), the tokens, and which of them are
- * followed by one that is to be drawn: `num_gathered` is their number, or 0 if they are all tokens. */
+ * sampled from: `num_gathered` is their number, or 0 if these are all tokens. */
 struct step {
     int64_t num_tokens, num_seqs, table_stride, num_sampled, num_gathered;
     const int64_t *token_ids, *slot_mapping;                        /* [num_tokens] */
@@ -67,8 +67,8 @@ struct rms_norm_args {
     double eps;
 };
 
-/* Norm (if any) and rotate queries and keys of each token; queries go to `query`, keys and values
- * into the cache, laid out as attention.inc.c says. qkv: [num_tokens, num_heads + 2 · num_kv_heads, head_dim] */
+/* Normalise (if there are norms) and rotate queries and keys of each token; queries go to `query`, keys
+ * and values into the cache, in the layout of attention.inc.c. qkv: [num_tokens, num_heads + 2 · num_kv_heads, head_dim] */
 struct rope_store_args {
     void *query, *key_cache, *value_cache;
     const void *qkv, *query_norm, *key_norm; /* norms: [head_dim], may be null */
@@ -77,7 +77,7 @@ struct rope_store_args {
     double eps;
 };
 
-/* As kernels/paged_attention_reference.py specifies it, but for the order of values in a block. */
+/* As specified by kernels/paged_attention_reference.py, except for the order of values in a block. */
 struct attention_args {
     void *out;
     const void *query, *key_cache, *value_cache;
@@ -103,7 +103,7 @@ struct gather_rows_args {
     int64_t size;
 };
 
-/* The next token of each row of logits, as kernels/sampling_reference.py specifies it. */
+/* The next token of each row of logits, as specified by kernels/sampling_reference.py. */
 struct sample_tokens_args {
     int64_t *token_ids; /* [num_rows] */
     uint8_t *is_valid;  /* [num_rows], 0 or 1 */
@@ -113,7 +113,7 @@ struct sample_tokens_args {
     int64_t vocab_size;
 };
 
-/* A number in [0, 1) for each row, as kernels/draw_uniforms_reference.py specifies it. */
+/* A number in [0, 1) for each row, as specified by kernels/draw_uniforms_reference.py. */
 struct draw_uniforms_args {
     double *uniforms;                             /* [num_rows] */
     const uint64_t *seeds, *indices, *positions; /* [num_rows] */

@@ -1,6 +1,6 @@
 /* tests/kernels/cpu/pool_model.py is a model of this file: the same functions, one step for each
- * access to what threads share, of which it tries every interleaving. Whoever changes the order of
- * accesses here changes it there. */
+ * access to shared memory, and it tries every interleaving. If the order of accesses changes here,
+ * change it there too. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -24,7 +24,7 @@ enum { MIN_PATIENCE_NS = 20000, ITEMS_OF_PATIENCE = 3 };
 #define POOL_PAUSE(point)
 #endif
 
-/* What a thread has in its hands, as others see it. */
+/* What a thread is working on, as seen by others. */
 enum state {
     FREE,    /* nothing */
     FIXED,   /* an item that only this thread can finish */
@@ -39,17 +39,17 @@ struct slot {
 };
 
 /* A ticket holds, from its low bits up, the next item and the number of items. A thread that adds one
- * to it and gets an item that exists has an item of the current job, which does not end before this
- * item is done: until then `number` and `jobs` are this job's. A thread that comes late gets none. */
+ * to it and gets an existing item has an item of the current job, which does not end before this item
+ * is done: until then `number` and `jobs` belong to this job. A late thread gets no item. */
 static struct {
     struct slot slots[MAX_THREADS];
     _Atomic uint64_t ticket;
     char pad0[56];
     atomic_long num_done; /* of the job's items */
     char pad1[56];
-    atomic_int epoch; /* how many jobs have been announced; threads wait for it to change */
+    atomic_int epoch; /* number of jobs announced; threads wait for it to change */
     atomic_int num_sleeping, is_running;
-    atomic_long item_ns; /* what an item of the job takes, roughly; 0: not known yet */
+    atomic_long item_ns; /* approximate time of one of the job's items; 0: not known yet */
     atomic_long num_repeated, num_calls;
     /* From here on changed only by the thread that finished a job, before it stores the next ticket.
      * The job's number is not `epoch`: a thread that loses its core between ticket and epoch would
@@ -110,7 +110,8 @@ static struct job plan(const struct call *call) {
     return call->plan(call->args);
 }
 
-/* Begin the next call with more than one item, running those before it; or end the run. */
+/* Start the next call with more than one item, after running the single items before it; or end the
+ * run. */
 static void begin_next_job(void) {
     unsigned number = atomic_load_explicit(&pool.number, memory_order_relaxed) + 1;
     struct job job = {0};
@@ -125,12 +126,12 @@ static void begin_next_job(void) {
     atomic_store_explicit(&pool.item_ns, 0, memory_order_relaxed);
     atomic_store_explicit(&pool.number, number, memory_order_release);
     POOL_PAUSE(BEFORE_TICKET);
-    /* From here on other threads may do the whole job, and those behind it. */
+    /* From here on other threads may do the whole job, and the ones after it. */
     atomic_store(&pool.ticket, (uint64_t)job.num_items << COUNT_BITS);
     POOL_PAUSE(BEFORE_EPOCH);
     atomic_fetch_add(&pool.epoch, 1);
     POOL_PAUSE(BEFORE_END);
-    /* Last: the caller may now return and begin another run. */
+    /* Last, since the caller may then return and start another run. */
     if (!job.num_items) atomic_store(&pool.is_running, 0);
     else if (atomic_load(&pool.num_sleeping))
         syscall(SYS_futex, &pool.epoch, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
@@ -146,7 +147,7 @@ static void do_item(const struct job *job, unsigned number, uint64_t item) {
     if (state != LOST && atomic_fetch_add(&pool.num_done, 1) + 1 == job->num_items) begin_next_job();
 }
 
-/* Items of this job and, as long as this thread is the one to begin them, of those after it. */
+/* Run items of this job and, while this thread is the one to start them, of the jobs after it. */
 static void take_items(void) {
     long begin_ns = 0, num_taken = 0;
     for (unsigned last_number = 0;; num_taken++) {
@@ -165,9 +166,9 @@ static void take_items(void) {
     atomic_store_explicit(&pool.item_ns, ns, memory_order_relaxed);
 }
 
-/* Take over an item of the job from a thread that has been too long about it. */
+/* Take over an item of the job from a thread that has taken too long. */
 static void repeat_item(void) {
-    /* Before the job itself: where a slot then has this number, the job is what it was here. */
+    /* Read before the job itself: if a slot then has this number, the job has not changed. */
     unsigned number = atomic_load(&pool.number);
     struct job job = pool.jobs[number & 1];
     for (int thread = 0; thread < pool.num_threads; thread++) {
@@ -187,14 +188,14 @@ static long patience_ns(void) {
     return ns < MIN_PATIENCE_NS ? MIN_PATIENCE_NS : ns;
 }
 
-/* Wait for another epoch, and take over what others do not finish meanwhile. Returns when the run is
- * over. */
+/* Wait for another epoch, and take over items that others do not finish. Returns when the run has
+ * ended. */
 static void wait_for_job(int epoch) {
     long begin_ns = 0;
     for (long spin = 1; atomic_load_explicit(&pool.epoch, memory_order_acquire) == epoch; spin++) {
         if (!atomic_load_explicit(&pool.is_running, memory_order_acquire)) return;
         if (spin < NUM_SPINS) pause_cpu();
-        else sched_yield(); /* who holds the last item may want this core */
+        else sched_yield(); /* the thread with the last item may need this core */
         if (spin < NUM_SPINS && spin % SPINS_PER_LOOK) continue;
         if (!begin_ns) begin_ns = now_ns();
         else if (now_ns() - begin_ns > patience_ns()) {

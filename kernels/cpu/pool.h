@@ -1,15 +1,16 @@
 /* One pool of threads for all kernels of a process.
  *
- * A kernel is a number of items that may run in any order, on any thread; a call plans one. Threads
- * take the next item from a shared counter, and whoever finishes the last one begins the next call.
+ * A kernel consists of items that may run in any order, on any thread; a call plans one kernel.
+ * Threads take the next item from a shared counter; the thread that finishes the last item starts the
+ * next call.
  *
- * Cores are shared with the gateway and with clients, so any thread may be taken off its core at any
- * moment. Nobody waits for it: the item in its hands is done again by another thread, which takes
- * from it the right to write. For this an item of a repeatable kernel
+ * Cores are shared with the gateway and with clients, so any thread may be descheduled at any moment.
+ * No thread waits for it: another thread computes its item again and takes over the right to write.
+ * For this an item of a repeatable kernel
  *   - asks before each write (`pool_claim`), and writes nothing if the answer is no,
- *   - gives the same result when it runs twice: it does not change what it reads.
+ *   - gives the same result when it runs twice: it does not modify what it reads.
  *
- * Between kernels threads spin for a bounded time (a step is a run of kernels microseconds apart),
+ * Between kernels threads spin for a bounded time (a step is a series of kernels microseconds apart),
  * then yield; between steps they sleep.
  */
 #ifndef PENSTOCK_POOL_H
@@ -29,24 +30,24 @@ struct call {
     const void *args;
 };
 
-/* Let there be so many threads, the caller's counted; fewer than there are changes nothing. */
+/* Start threads up to this number, including the caller's; never stops any. */
 int pool_start(int num_threads);
-/* The threads there are, the caller's counted. */
+/* The number of threads, including the caller's. */
 int pool_num_threads(void);
-/* Run calls one after the other; alone, or with all threads. One caller at a time. On return another
- * thread may still be inside an item that somebody else has done: it will not write. */
+/* Run calls one after the other; alone, or with all threads. One caller at a time. On return a thread
+ * may still be inside an item that another one has finished: it will not write. */
 void pool_run(const struct call *calls, long num_calls, int is_shared);
-/* Wait until no thread is inside an item: what items read may go. */
+/* Wait until no thread is inside an item, so that memory read by items may be freed. */
 void pool_settle(void);
-/* How many items were done by another thread than the one that began them. */
+/* How many items were finished by another thread than the one that started them. */
 long pool_num_repeated(void);
-/* How many calls have been begun: while a run gets on, this grows. */
+/* How many calls were started; grows while a run makes progress. */
 long pool_num_calls(void);
-/* What threads share, in words, for the log of a run that does not end. */
+/* The state that threads share, in words, for the log when a run hangs. */
 void pool_describe(char *text, long num_bytes);
 
-/* Inside an item that is not repeatable at first, where it becomes so: from here on it reads only
- * what stays where it is. */
+/* Inside an item that is not repeatable at first: makes it so. From here on it must only read memory
+ * that stays in place. */
 void pool_open(void);
 /* Inside a repeatable item, around each write. */
 int pool_claim(void);

@@ -1,7 +1,7 @@
 /* The step that all matrix products share, for one DTYPE: rows of x against vectors of weights.
  *
- * A lane is a column of the product, and PAIR neighbouring k are taken at once, as vdpbf16ps has
- * it: weights come as [k / PAIR][column][PAIR].
+ * A lane is a column of the product, and PAIR neighbouring k are multiplied at once, as in vdpbf16ps:
+ * weights are laid out as [k / PAIR][column][PAIR].
  */
 
 #ifdef DTYPE_PAIRS

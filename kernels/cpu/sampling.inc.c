@@ -1,9 +1,9 @@
-/* The next token of each row of logits, for one DTYPE: as kernels/sampling_reference.py has it.
+/* The next token of each row of logits, for one DTYPE, as specified by kernels/sampling_reference.py.
  *
  * A row is an item. Weights are e^((x - largest) / temperature), in float, and their sums are in
- * double. Where tokens are to be left out, those that may stay are collected first: few, as a rule,
- * and all that follows looks at them alone. Else a row is drawn from in spans of the vocabulary:
- * their sums say in which of them the draw ends, and only that one is gone through one by one.
+ * double. With truncation, the tokens that may be kept are collected first, usually few, and the rest
+ * of the work uses only them. Otherwise a row is drawn from in spans of the vocabulary: their sums
+ * determine in which span the draw ends, and only that one is scanned token by token.
  */
 
 struct NAME(row) {
@@ -12,7 +12,7 @@ struct NAME(row) {
     double temperature;
     float scale;   /* 1 / temperature */
     float largest; /* logit */
-    float least;   /* a smaller one weighs nothing */
+    float least;   /* smaller ones have weight 0 */
 };
 
 /* Sixteen logits; past the last one they are -inf. */
@@ -33,8 +33,8 @@ INLINE vec NAME(weights_at)(const struct NAME(row) *row, vec x) {
     return mask_lanes(at_least(x, splat(row->least)), weights_of(x, row->largest, row->scale));
 }
 
-/* Settle `largest`, NaN if there is one, and say where it first is. maxima: if not null, the largest
- * of each lane of each span goes there. */
+/* Find `largest`, NaN if there is one, and return its first index. maxima: if not null, gets the
+ * largest of each lane of each span. */
 static long NAME(find_largest)(struct NAME(row) *row, float *maxima) {
     long span = 0;
     uint32_t numbers = ALL_LANES; /* lanes without NaN */
@@ -68,8 +68,8 @@ static void NAME(collect)(const struct NAME(row) *row, float bound, struct candi
     }
 }
 
-/* The k likeliest tokens. search_keys holds the maxima of `find_largest`: since k of them reach their
- * own k-th largest, so does the one that is sought, and few others. */
+/* The k likeliest tokens. search_keys holds the maxima of `find_largest`: at least k logits reach
+ * their k-th largest, so the k-th largest logit does too, and few others. */
 static void NAME(collect_top_k)(const struct NAME(row) *row, double k, struct candidates *c) {
     long num_maxima = (row->size + SPAN - 1) / SPAN * LANES;
     float bound = -FLT_MAX;
@@ -81,9 +81,9 @@ static void NAME(collect_top_k)(const struct NAME(row) *row, double k, struct ca
     keep_candidates(c, fmaxf(find_kth_largest(c, k), row->least));
 }
 
-/* All tokens that top_p may keep; the weight of the whole row. It never keeps one that weighs less
- * than (1 - top_p) / size of the total: all of these together weigh less than what is left out. The
- * total so far, never more than it will be, serves as well. */
+/* All tokens that top_p may keep; returns the weight of the whole row. It never keeps a token that
+ * weighs less than (1 - top_p) / size of the total, since all of these together weigh less than what is
+ * left out. The total so far, a lower bound of the final one, is good enough. */
 static double NAME(collect_nucleus)(
     const struct NAME(row) *row, double top_p, struct candidates *c) {
     double total = 0.0, share = 0.5 * (1.0 - top_p) / (double)row->size; /* half: for rounding */
@@ -119,7 +119,7 @@ static long NAME(draw)(const struct NAME(row) *row, double uniform, double *mass
     for (long i = begin, end = NAME(span_end)(row, begin); i < end; i += LANES) {
         vec weights = NAME(weights_at)(row, NAME(logits_at)(row, i));
         for (int lane = 0; lane < LANES; lane++) {
-            if (weights[lane] > 0.0f) last = i + lane; /* where it ends if rounding takes it too far */
+            if (weights[lane] > 0.0f) last = i + lane; /* the result if rounding goes too far */
             reached += weights[lane];
             if (reached > target) return last;
         }
@@ -127,7 +127,7 @@ static long NAME(draw)(const struct NAME(row) *row, double uniform, double *mass
     return last;
 }
 
-/* The same where tokens are left out. */
+/* The same with truncation. */
 static long NAME(draw_truncated)(
     const struct NAME(row) *row, const struct sample_tokens_args *a, long r, struct candidates *c) {
     double top_k = a->top_k[r], top_p = a->top_p[r], min_p = a->min_p[r], total = 0.0;

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, as Python calls them."""
+"""Python interface of the kernels that sample tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.structures import DrawUniformsArgs, SampleTokensArgs
 
-_MIN_SHARED_LOGITS = 1 << 19  # fewer are looked through in the time that it takes to wake threads
+_MIN_SHARED_LOGITS = 1 << 19  # fewer are processed in the time that waking threads takes
 
 
 def can_sample(library: CpuLibrary, logits: Tensor) -> bool:
@@ -28,7 +28,7 @@ def sample_tokens_cpu(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `sample_tokens`; every tensor is contiguous."""
+    """As `sample_tokens`; every tensor must be contiguous."""
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     is_valid = torch.empty(num_rows, dtype=torch.bool)

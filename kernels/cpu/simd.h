@@ -1,8 +1,8 @@
 /* Sixteen lanes of float on any machine, and the three dtypes that reach them.
  *
  * GCC's and Clang's vector extensions lower `vec` to whatever the -m flags allow: one AVX-512
- * register, two of AVX2, four of SSE2 or NEON. Only what they cannot say, the bf16 dot product
- * and half-precision conversion, is written with intrinsics, each beside its portable twin.
+ * register, two of AVX2, four of SSE2 or NEON. Only what they cannot express, the bf16 dot product
+ * and half-precision conversion, uses intrinsics, each next to its portable version.
  */
 #ifndef PENSTOCK_SIMD_H
 #define PENSTOCK_SIMD_H
@@ -219,8 +219,8 @@ INLINE uint32_t at_least(vec a, vec b) {
 #endif
 }
 
-/* Write the lanes whose bit is set side by side to p[0 … LANES - 1], of which the rest is
- * overwritten too; how many they are. */
+/* Write the lanes whose bit is set contiguously to p[0 … LANES - 1], whose rest is overwritten too;
+ * returns their number. */
 INLINE long compress(float *p, uint32_t bits, vec x) {
 #if defined(__AVX512F__)
     store_f32(p, (vec)_mm512_maskz_compress_ps((__mmask16)bits, (__m512)x));

@@ -42,7 +42,7 @@ class PackInt8Args(ctypes.Structure):
 
 
 class LinearInt8Args(LinearArgs):
-    """Those of `linear`, and one more behind them."""
+    """The fields of `linear`, and one more after them."""
 
     _fields_: ClassVar = _fields("x_scales")
 

@@ -1,7 +1,7 @@
 """Memory for packed weights: large regions that the system backs with huge pages.
 
-A product streams through its weights once; with pages of 4 KiB it waits for address translations
-as well. Matrices lie side by side in a region, so small ones profit too.
+A product streams through its weights once; with pages of 4 KiB it also waits for address
+translations. A region holds several matrices, so that small ones benefit too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class WeightMemory:
-    """Hands out memory that is never given back one by one: it goes with the last tensor on it."""
+    """Allocates memory from regions; a region is freed with its last tensor."""
 
     def __init__(self) -> None:
         self._region = torch.empty(0, dtype=torch.uint8)
@@ -34,7 +34,7 @@ class WeightMemory:
 
 
 def _new_region(num_bytes: int) -> Tensor:
-    """uint8 [at least num_bytes] from the beginning of a huge page; pages are lent when touched."""
+    """uint8 [at least num_bytes], aligned to a huge page; pages are allocated at first access."""
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=_PRIVATE)
     region = torch.frombuffer(memory, dtype=torch.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,5 +1,5 @@
 """Triton kernels: one operation per module, its kernels and one launcher `<operation>_triton`.
 
-Imported only through `kernels.gpu_operations`, since a machine without a GPU need not have
-triton. Nothing here is particular to NVIDIA: the same source compiles for AMD.
+Imported only through `kernels.gpu_operations`, since a machine without a GPU may not have Triton.
+Nothing here is specific to NVIDIA: the same source compiles for AMD.
 """

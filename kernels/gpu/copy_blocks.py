@@ -1,4 +1,4 @@
-"""Copying whole blocks within the KV pool: the launcher; the kernel is that of `move_blocks`."""
+"""Copying whole blocks within the KV pool: the launcher of `move_blocks`'s kernel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Copies = Sequence[tuple[int, int]]
 
 
 def copy_blocks_triton(pool: Tensor, copies: Copies) -> None:
-    """One launch, but for chains (a → b beside b → c): programs of one launch run in any order, so
-    what would be overwritten is saved before, and arrives after."""
+    """One launch, except for chains (a → b with b → c): programs of one launch run in any order, so
+    blocks that would be overwritten are saved before and copied after."""
     destinations = {destination for _, destination in copies}
     chained = [pair for pair in copies if pair[0] in destinations]
     direct = [pair for pair in copies if pair[0] not in destinations]

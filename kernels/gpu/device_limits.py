@@ -1,4 +1,4 @@
-"""What a device offers to one kernel, as far as launch configurations depend on it."""
+"""Properties of a device on which launch configurations depend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated activations of an MLP: a program has a part of one token's row."""
+"""Gated activations of an MLP: a program computes a part of one token's row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer normalisation: a program has one row."""
+"""Layer normalisation: a program computes one row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layer_norm_kernel(
     columns = tl.arange(0, BLOCK)
     is_inside = columns < SIZE
     x = tl.load(x_ptr + start + columns, is_inside, 0.0).to(tl.float32)
-    # In two passes over registers: the mean of squares less the square of the mean would cancel.
+    # Two passes over registers: the mean of squares minus the squared mean would lose precision.
     centred = tl.where(is_inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     variance = tl.sum(centred * centred, axis=0) / SIZE
     weight = tl.load(weight_ptr + columns, is_inside, 0.0).to(tl.float32)

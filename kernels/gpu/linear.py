@@ -1,8 +1,8 @@
 """A matrix product whose rows do not depend on each other, in Triton.
 
 A program sums a tile of outputs over all of k, in steps of one size, whatever the number of rows:
-nothing is split that would have to be merged, and no other tile is chosen for a smaller batch. (He
-et al., "Defeating Nondeterminism in LLM Inference", 2025, on why libraries do otherwise.)
+nothing is split and merged, and a smaller batch does not get another tile size. (He et al.,
+"Defeating Nondeterminism in LLM Inference", 2025, on why libraries do otherwise.)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (m, n): a tile of rows by a tile of outputs; those of one tile of weights follow each
-    other, so that it is read from memory once."""
+    """Program (m, n): a tile of rows by a tile of outputs; programs of one tile of weights are
+    consecutive, so that it is read from memory once."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_output = rows < num_rows, outputs < num_outputs

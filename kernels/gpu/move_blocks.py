@@ -1,7 +1,7 @@
 """Moving whole blocks in one launch: within the pool, and between it and a staging buffer.
 
-A block lies in planes, one for each layer's keys and one for its values, each contiguous. Planes
-are moved as the widest integers that their sizes and addresses allow, so that every bit survives
+A block consists of contiguous planes, one for each layer's keys and one for its values. Planes are
+moved as the widest integers that their sizes and addresses allow, so that every bit is preserved
 and a thread moves 16 bytes at a time.
 """
 

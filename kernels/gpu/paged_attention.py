@@ -1,9 +1,9 @@
 """Attention over a paged KV cache, in Triton: one launch for decodes, one for the rest.
 
-Nothing is read back from the device, and what is launched depends on the number of sequences and
-tokens and on the layout's host integers alone: a captured launch stays right for other lengths up
-to `max_seq_len` and `max_query_len`. A captured batch may be padded with sequences of no tokens,
-whose rows are left alone, or with one token and a `seq_len` of 0, whose rows become zeros.
+Nothing is read back from the device, and launches depend only on the number of sequences and
+tokens and on the layout's host integers: a captured launch stays valid for other lengths up to
+`max_seq_len` and `max_query_len`. A captured batch may be padded with sequences of no tokens,
+whose rows are not written, or with one token and a `seq_len` of 0, whose rows become zeros.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def paged_attention_triton(
     """As `paged_attention`, and for measurements:
 
     Args:
-        is_contiguous: each sequence's blocks follow its first, so the table is not looked up.
-        config: instead of what was tuned, or over what the heuristics choose.
+        is_contiguous: each sequence's blocks are consecutive, so the table is not read.
+        config: used instead of a tuned one, or overrides the heuristics.
     """
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not layout.num_seqs:
@@ -118,8 +118,8 @@ def _arguments(
 
 
 def tuning_key(arguments: dict[str, Any], dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
-    """The class of shapes that shares a configuration; the batch is not in it, so that it does
-    not change a token's bits."""
+    """The class of shapes that shares a configuration; independent of the batch, which therefore
+    does not change a token's bits."""
     numbers = (arguments[name] for name in ("HEAD_DIM", "GROUP", "BLOCK_SIZE"))
     table = "contiguous" if arguments["IS_CONTIGUOUS"] else "paged"
     dtypes = (str(each).removeprefix("torch.") for each in (dtype, cache_dtype))

@@ -1,9 +1,9 @@
 """Decode attention: the one new token of each sequence over its cached keys, in Triton.
 
-Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): the positions a
-token sees are split, so that few sequences fill the device too; each split has a softmax of its
-own, and a second kernel merges them by their log-sum-exps. The query heads that share a KV head
-are the rows of one tile, so a key is read once for all of them.
+Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): the positions that a
+token sees are split, so that few sequences also fill the device; each split has its own softmax,
+and a second kernel merges them by their log-sum-exps. The query heads that share a KV head are the
+rows of one tile, so a key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -168,12 +168,12 @@ def decode(
     *,
     split_len: int | None,
 ) -> None:
-    """Attend for the sequences that have one token in this step; others are left alone.
+    """Attend for the sequences with one token in this step; other rows are not written.
 
     Args:
-        output: [num_tokens, num_heads, head_dim], changed
-        arguments: of `decode_kernel`, but for what is settled here.
-        split_len: the length of every split; None: as fills the device.
+        output: [num_tokens, num_heads, head_dim], modified
+        arguments: of `decode_kernel`, except for those determined here.
+        split_len: the length of every split; None: chosen to fill the device.
     """
     num_heads, head_dim = output.shape[1:]
     num_seqs, num_kv_heads = layout.num_seqs, num_heads // arguments["GROUP"]
@@ -202,10 +202,10 @@ def decode(
 def choose_splits(
     num_rows: int, max_visible: int, block_n: int, limits: DeviceLimits
 ) -> tuple[int, int]:
-    """How many splits a sequence has at most, and how long they are at least.
+    """The maximum number of splits of a sequence, and their minimum length.
 
-    What a sequence gets is settled on the device from its length, so a captured launch stays
-    right for other lengths up to max_visible.
+    The device determines a sequence's splits from its length, so a captured launch stays valid for
+    other lengths up to max_visible.
 
     Args:
         num_rows: sequences × KV heads, each a row of programs.
@@ -217,7 +217,7 @@ def choose_splits(
     most = max(1, min(-(-max_visible // shortest), limit))
 
     def fullness(num_splits: int) -> float:
-        """How full the device is, all rounds of programs together."""
+        """The device's utilisation, averaged over all rounds of programs."""
         num_programs = num_splits * num_rows
         return num_programs / (-(-num_programs // num_slots) * num_slots)
 
@@ -232,7 +232,7 @@ def choose_splits(
 
 
 def decode_config(group: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Config:
-    """A tile for `decode_kernel`, where nobody has tuned.
+    """A tile for `decode_kernel` without a tuned configuration.
 
     Args:
         dtype: the cache's, or float32 if the queries have it.

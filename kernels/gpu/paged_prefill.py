@@ -2,8 +2,8 @@
 
 FlashAttention (Dao et al., NeurIPS 2022; Dao, "FlashAttention-2", 2023) for sequences of any
 lengths in one launch. A tile's rows are the tokens of one sequence × the query heads of one KV
-head, so a tile of keys is read once for all of them. Tiles of keys begin at multiples of their
-size, so a token's sums run in the same order in whatever chunk it is computed.
+head, so a tile of keys is read once for all of them. Tiles of keys start at multiples of their
+size, so the order of a token's sums does not depend on its chunk.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.kernels.paged_layout import PagedLayout
 def _find_tile(query_start_loc_ptr, number, num_seqs, BLOCK_Q: tl.constexpr):
     """The sequence of a tile of BLOCK_Q tokens, and the first of them in it.
 
-    Sequence s has the numbers from query_start_loc[s] // BLOCK_Q + s on: always enough, whatever
-    the lengths before it, and nobody has to make a list of tiles.
+    Sequence s has the tiles from query_start_loc[s] // BLOCK_Q + s on: always enough, whatever the
+    lengths before it, so no list of tiles is needed.
     """
     low, high = tl.full([], 0, tl.int32), num_seqs
     while high - low > 1:
@@ -83,12 +83,12 @@ def prefill_kernel(
 ):
     """Program (h, t): the query heads of KV head h for tile t of tokens, the last one first.
 
-    Sequences of one token are left alone, unless IS_INVARIANT: then each token goes the same way,
-    whatever else is in its sequence's share of the step.
+    Sequences of one token are skipped, unless IS_INVARIANT: then every token is computed the same
+    way, however many tokens its sequence has in the step.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head, num_heads = tl.program_id(0), tl.num_programs(0) * GROUP
-    # Late tokens see the most: their programs begin first.
+    # Late tokens see the most, so their programs start first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     seq, first_token = _find_tile(query_start_loc_ptr, number, num_seqs, BLOCK_Q)
     seq_start = tl.load(query_start_loc_ptr + seq).to(tl.int64)
@@ -155,12 +155,12 @@ def prefill(
     *,
     is_invariant: bool = False,
 ) -> None:
-    """Attend for the sequences that have several tokens in this step; others are left alone.
+    """Attend for the sequences with several tokens in this step; other rows are not written.
 
     Args:
-        output: [num_tokens, num_heads, head_dim], changed
-        arguments: of `prefill_kernel`, but for what is settled here.
-        is_invariant: also for those of one token, and a token's bits are the same in any step.
+        output: [num_tokens, num_heads, head_dim], modified
+        arguments: of `prefill_kernel`, except for those determined here.
+        is_invariant: also for sequences of one token; a token's bits are then the same in any step.
     """
     num_tokens, num_heads, _ = output.shape
     group = arguments["GROUP"]
@@ -171,7 +171,7 @@ def prefill(
 
 
 def prefill_config(group: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Config:
-    """A tile for `prefill_kernel`, where nobody has tuned.
+    """A tile for `prefill_kernel` without a tuned configuration.
 
     Args:
         dtype: the queries'.

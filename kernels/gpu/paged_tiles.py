@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: tiles of keys and values, and the softmax over them.
+"""Shared by the paged attention kernels: tiles of keys and values, and the softmax over them.
 
 A tile's rows are queries that share a KV head; its columns are positions, found through the
 block table. The softmax is online: each row has a state of its largest score so far m, the sum
@@ -61,7 +61,7 @@ def attend(
     for tile_begin in range(begin, end, BLOCK_N):
         positions = tile_begin + columns
         slots = blocks.to(tl.int64) * BLOCK_SIZE + positions.to(tl.uint32) % BLOCK_SIZE
-        # Those of the next tile, so that no tile waits for the table.
+        # The next tile's blocks, so that no tile waits for the table.
         blocks = _load_blocks(table_ptr, positions + BLOCK_N, end, BLOCK_SIZE, IS_CONTIGUOUS)
         is_read = None
         is_visible = None
@@ -104,7 +104,7 @@ def _load_blocks(table_ptr, positions, end, BLOCK_SIZE: tl.constexpr, IS_CONTIGU
 
 @triton.jit
 def _load_tile(head_ptr, offsets, is_read, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_N, BLOCK_D], zeros where nothing is read: a slot that nobody owns may hold NaN."""
+    """[BLOCK_N, BLOCK_D], zeros where nothing is read: an unowned slot may hold NaN."""
     dims = tl.arange(0, BLOCK_D)
     pointers = head_ptr + offsets[:, None] + dims[None, :]
     if is_read is not None:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone and of a sum: a program has one row."""
+"""Root-mean-square normalisation, alone and of a sum: a program computes one row."""
 
 from __future__ import annotations
 

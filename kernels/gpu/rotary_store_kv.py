@@ -1,7 +1,7 @@
-"""From a layer's projections to its queries and a filled cache, in one launch.
+"""Rotates queries and keys and stores keys and values, in one launch.
 
-A program has some heads of one token: of the queries, or keys with their values. A head is held as
-its two halves, which a turn pairs number by number.
+A program computes some heads of one token: of the queries, or keys with their values. It holds a
+head as two halves, which the rotation pairs element by element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUM_WARPS = 2
 
 @triton.jit
 def _turned(first_ptr, second_ptr, mask, cos, sin, norm_ptr, columns, eps, HALF: tl.constexpr):
-    """Both halves of some heads [heads, columns], normed and turned, in the dtype they come in.
+    """Both halves of some heads [heads, columns], normalised and rotated, in the input's dtype.
 
     Every product and sum is rounded to that dtype, as torch does it.
     """

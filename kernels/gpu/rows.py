@@ -1,4 +1,4 @@
-"""Operations on rows that a program holds whole, in registers: how many threads share one."""
+"""Launch configuration of kernels that hold a whole row in registers: the threads per row."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Drawing a token from each row of logits, in Triton: a program has one row.
+"""Drawing a token from each row of logits, in Triton: a program computes one row.
 
-Truncation keeps the tokens from some logit upwards, so all it does is to settle one threshold. The
-tokens that may reach it are collected first, each lane's in a list of its own: few, as a rule. The
-threshold is then found among them by bisection in the order of floats; nothing is sorted. The draw
-inverts the cumulative sum in vocabulary order: the sums of a few spans say in which of them it
-ends, and that one is scanned. Weights are float32, every sum of them is float64.
+Truncation keeps the tokens from some logit upwards, so it only has to find a threshold. The tokens
+that may reach it, usually few, are collected first, in a list per lane. The threshold is then found
+among them by bisection in the order of floats; nothing is sorted. The draw inverts the cumulative
+sum in vocabulary order: the sums of a few spans determine in which span it ends, and that one is
+scanned. Weights are float32, every sum of them is float64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.kernels.gpu.tuning import Config, tuned
 
 _MIN_TEMPERATURE = tl.constexpr(1e-30)  # smaller ones would vanish in float32
 _MINUS_INFINITY = tl.constexpr(-0x7F800000)  # its place in the order of floats
-# The low bits of every float32 that was one of the dtype: they tell no two of them apart.
+# Low bits that are the same in all float32 values converted from the dtype.
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -36,7 +36,7 @@ def sample_tokens_kernel(
     size,
     SHIFT: tl.constexpr,  # unused bits of the logits
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,  # of the lists; where they do not suffice, the row itself is searched
+    DEPTH: tl.constexpr,  # of the lists; if they overflow, the row itself is searched
     WAYS: tl.constexpr,  # pivots of a round of bisection
     NUM_SPANS: tl.constexpr,
 ):
@@ -79,7 +79,7 @@ def sample_tokens_kernel(
 
 @triton.jit
 def _find_largest(logits_ptr, size, BLOCK: tl.constexpr):
-    """The largest logit of every lane and of all, where it first is, and whether the row is a
+    """The largest logit of every lane and of all, its first index, and whether the row is a
     distribution."""
     lanes = tl.arange(0, BLOCK)
     maxima = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -114,7 +114,7 @@ def _key_of(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _key_from(x, SHIFT: tl.constexpr):
-    """The least key of a logit that is not below x."""
+    """The smallest key of a logit that is at least x."""
     return (_order_of(x) + ((1 << SHIFT) - 1)) >> SHIFT
 
 
@@ -145,12 +145,12 @@ def _collect(
     logits_ptr, size, bound, lists_ptr,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The tokens whose key reaches the bound: where their logits are, how many every lane has, and
-    the most of any. They are in the lanes' lists, or all of the row where these do not suffice."""
+    """The tokens whose key reaches the bound: a pointer to their logits, each lane's count and
+    its maximum. They are in the lanes' lists, or in the whole row if the lists overflow."""
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
     num_blocks = tl.cdiv(size, BLOCK)
-    tl.debug_barrier()  # somebody may still read what was there
+    tl.debug_barrier()  # other threads may still read the old contents
     for block in tl.range(0, num_blocks, num_stages=4):
         x = _load_block(logits_ptr, size, block, BLOCK)
         is_kept = _key_of(x, SHIFT) >= bound
@@ -176,7 +176,7 @@ def _weigh(
     logits_ptr, size, first, end, largest, scale, threshold,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of blocks `first` … `end` - 1 weigh whose key reaches the threshold."""
+    """Total weight of the tokens of blocks `first` … `end` - 1 whose key reaches the threshold."""
     weights = tl.zeros([BLOCK], tl.float64)
     for block in tl.range(first, end, num_stages=4):
         x = _load_block(logits_ptr, size, block, BLOCK)
@@ -191,7 +191,7 @@ def _search(
     HAS_WEIGHTS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The largest key such that the tokens that reach it weigh `target` together, each by its
-    weight or as one; `low` if there is none above it."""
+    weight or as 1; `low` if there is none above it."""
     logits_ptr, counts, depth = tokens
     lanes = tl.arange(0, BLOCK)
     low, high = low.to(tl.int64), _key_of(largest, SHIFT).to(tl.int64) + 1
@@ -219,8 +219,8 @@ def _draw(
     logits_ptr, size, largest, scale, threshold, uniform,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, NUM_SPANS: tl.constexpr,
 ):  # fmt: skip
-    """The token at whose place the weights of those kept add up to more than `uniform` of their
-    sum; `size` if rounding keeps them from it."""
+    """The first token at which the cumulative weights of the kept tokens exceed `uniform` of their
+    sum; `size` if rounding prevents that."""
     num_blocks = tl.cdiv(size, BLOCK)
     span_blocks = tl.cdiv(num_blocks, NUM_SPANS)
     spans = tl.arange(0, NUM_SPANS)

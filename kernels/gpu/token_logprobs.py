@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens, in Triton: a program has one row.
+"""Log-probabilities of chosen tokens, in Triton: a program computes one row.
 
-The likeliest tokens are found by torch.
+Torch finds the likeliest tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Launch configurations that were fastest on real cards: `tuned.json`, shipped with the kernels.
+"""Launch configurations that were fastest on real GPUs: `tuned.json`, shipped with the kernels.
 
-The table is written by `python -m penstock.load.gpu.tune` on a card, never by hand:
+`python -m penstock.load.gpu.tune` writes the table on a GPU; it is never edited by hand:
 
     {device: {operation: {key: {"BLOCK_N": …, "num_warps": …, …}}}}
 
-A key names a class of shapes; an operation's launcher makes it, and where the table has no entry
-its heuristics choose.
+A key names a class of shapes; an operation's launcher makes it, and falls back on heuristics if
+the table has no entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Table = dict[str, dict[str, dict[str, Config]]]
 
 
 def tuned(operation: str, key: str) -> Config | None:
-    """What is known to be fastest on this process's GPU; None where nobody has tuned."""
+    """The fastest known configuration for this process's GPU; None without an entry."""
     return read_table().get(device_name(), {}).get(operation, {}).get(key)
 
 
@@ -35,5 +35,5 @@ def read_table() -> Table:
 
 @cache
 def device_name() -> str:
-    """As the driver names it; `""` where there is no GPU."""
+    """The driver's name of the device; `""` without a GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

@@ -127,7 +127,7 @@ def test_in_torch_it_is_a_byte_a_weight_too(tiny_checkpoint: Callable[..., Path]
 
 
 def test_a_gpu_is_refused(tiny_checkpoint: Callable[..., Path]):
-    with pytest.raises(ConfigError, match="--quantization int8 is for a CPU"):
+    with pytest.raises(ConfigError, match="--quantization int8 needs a CPU"):
         load_model(ModelConfig(quantization="int8"), tiny_checkpoint(), torch.device("cuda"))
 
 

@@ -1,6 +1,6 @@
 /**
- * The KV blocks of a tier as a picture: a square for each (or for several, where they are many),
- * those in use first. It says how many are in which state, not which ones.
+ * The KV blocks of a tier as a picture: a square for each block (or for several, if there are many),
+ * those in use first. It shows how many are in each state, not which ones.
  */
 
 import { make } from "../dom.js";
@@ -30,7 +30,7 @@ export class BlocksPicture {
   #numbers = new Map(STATES.map((state) => [state, make("dd")]));
   #scale = make("p", "note");
   /** @type {Tier | null} */ #tier = null;
-  /** What is drawn, to be left alone while it is the same. */
+  /** What is drawn, so that it is not redrawn unchanged. */
   #drawn = "";
 
   constructor(/** @type {HTMLElement} */ node, /** @type {string} */ title) {
@@ -63,7 +63,7 @@ export class BlocksPicture {
     const size = bytesPerBlock > 0 ? ` · ${bytes(num * bytesPerBlock)}` : "";
     this.#scale.textContent = num === 0
       ? "There are no blocks in this tier."
-      : `${count(num)} blocks${size} · a square is ${perCell === 1 ? "one" : count(perCell)}`;
+      : `${count(num)} blocks${size} · 1 square = ${count(perCell)} ${perCell === 1 ? "block" : "blocks"}`;
     this.#tell("used", `${count(used)} · ${percent(used / num)}`);
     this.#tell("empty", emptyShare === null ? null : percent(emptyShare));
     this.#tell("cached", `${count(cached)} · ${percent(cached / num)}`);
@@ -101,7 +101,7 @@ export class BlocksPicture {
   }
 }
 
-/** 1, 2, 5, 10, 20, …: so many that a picture has no more squares than can be seen. */
+/** 1, 2, 5, 10, 20, …: so many that the squares stay large enough to see. */
 export function blocksPerCell(/** @type {number} */ num) {
   for (let power = 1; ; power *= 10) {
     for (const step of [1, 2, 5]) if (num <= MAX_CELLS * step * power) return step * power;

@@ -1,5 +1,5 @@
 /**
- * The dashboard: the server's stats as they come, shown by the tiles, the pictures and the table.
+ * The dashboard: shows the server's stats in tiles, pictures and a table.
  */
 
 import { byId } from "../dom.js";
@@ -30,7 +30,7 @@ const page = {
 // The page lies one folder below the server's address.
 const feed = new Feed({ baseUrl: new URL("../", document.baseURI).href, apiKey: storedKey() });
 const history = new History();
-/** What serves; null: nothing does. @type {import("./feed.js").Engine | null | undefined} */ let engine;
+/** The engine; null: there is none. @type {import("./feed.js").Engine | null | undefined} */ let engine;
 /** @type {Tile[]} */ const tiles = [];
 const pictures = {
   device: new BlocksPicture(byId("device-blocks"), "KV on the device"),
@@ -55,7 +55,7 @@ function onMessage(/** @type {import("./feed.js").Message} */ message) {
   drawSoon();
 }
 
-/** Once a frame at most, and not at all while nobody looks. */
+/** At most once per frame, and not while the page is hidden. */
 function drawSoon() {
   if (isDrawPending) return;
   isDrawPending = true;
@@ -85,7 +85,7 @@ function draw(/** @type {View} */ view, /** @type {number} */ now) {
   tenants.show(tenantsOf(view));
 }
 
-/** The charts show other averages from here on, also of what is past. */
+/** The charts then show averages over another time, for the past too. */
 function recompute() {
   for (const tile of tiles) tile.forget();
   const now = history.newest?.time ?? 0;
@@ -140,7 +140,7 @@ function onStateChange() {
 
 // ---- page ----------------------------------------------------------------------------------
 
-/** As it was chosen on the chat page. */
+/** The theme chosen on the chat page. */
 function applyTheme() {
   try {
     document.documentElement.dataset.theme = JSON.parse(localStorage.getItem("penstock.settings") ?? "{}").theme ?? "auto";

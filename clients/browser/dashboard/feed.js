@@ -1,7 +1,7 @@
 /**
- * The server's stats over a WebSocket, which is kept up.
+ * The server's stats over a WebSocket, which reconnects.
  *
- * Events: `state`, and `message` with what came (`Message`). What the numbers mean is not known here.
+ * Events: `state`, and `message` with a `Message`.
  */
 
 import { Http, PenstockError } from "../http.js";
@@ -16,7 +16,7 @@ import { backoffDelayMs } from "../penstock-client.js";
 /** @typedef {"connecting" | "open" | "waiting" | "unauthorized"} FeedState */
 
 const PROBE_TIMEOUT_MS = 10_000;
-/** The server tells something every half second: after this long nobody is there. */
+/** The server sends a message every half second; after this long without one it is gone. */
 const SILENCE_MS = 6_000;
 
 export class Feed extends EventTarget {
@@ -25,7 +25,7 @@ export class Feed extends EventTarget {
   #http;
   /** @type {WebSocket | null} */ #socket = null;
   /** @type {ReturnType<typeof setTimeout> | undefined} */ #timer;
-  /** Counts tries, so that a result that comes late can tell that it is stale. */
+  /** Counts tries, so that a late result is recognised as stale. */
   #attempt = 0;
 
   /** @param {{ baseUrl: string, apiKey: string | null }} options */
@@ -45,7 +45,7 @@ export class Feed extends EventTarget {
     this.connect();
   }
 
-  /** One try: ask for the models (which tells a wrong key from a dead server), then the socket. */
+  /** One try: request the models (to tell a wrong key from a dead server), then open the socket. */
   async #connect() {
     const attempt = ++this.#attempt;
     clearTimeout(this.#timer);
@@ -61,7 +61,7 @@ export class Feed extends EventTarget {
     }
   }
 
-  /** With a ticket in place of the key: a browser's WebSocket carries no header. */
+  /** With a ticket instead of the key, since a browser's WebSocket cannot send headers. */
   async #socketUrl() {
     const url = this.#http.url("v1/stats");
     url.protocol = url.protocol.replace("http", "ws");

@@ -14,7 +14,7 @@ const quantiles = (/** @type {string} */ name) => [0.5, 0.99].map((share) => ({
   read: (/** @type {View} */ view) => view.quantile(name, share),
 }));
 const average = (/** @type {View} */ view, /** @type {string} */ histogram) =>
-  `mean ${duration(view.ratio(`${histogram}_sum`, `${histogram}_count`))} · ${count(view.value(`${histogram}_count`))} in all`;
+  `mean ${duration(view.ratio(`${histogram}_sum`, `${histogram}_count`))} · total: ${count(view.value(`${histogram}_count`))}`;
 
 /** How many requests are where. @returns {Figure[]} */
 export const requestFigures = () => [
@@ -49,7 +49,7 @@ export const requestFigures = () => [
     text: amount,
     least: 1,
     note: (view) => [
-      `${count(view.value("num_preemptions_total"))} in all`,
+      `total: ${count(view.value("num_preemptions_total"))}`,
       `${count(view.value('preemptions_by_kind_total{kind="swap"}'))} swapped`,
       `${count(view.value('preemptions_by_kind_total{kind="recompute"}'))} recomputed`,
     ].join(" · "),
@@ -78,7 +78,7 @@ export const speedFigures = () => [
     lines: [{ name: "", read: rate("generation_tokens_total") }],
     text: amount,
     least: 1,
-    note: (view) => `${count(view.value("generation_tokens_total"))} in all`,
+    note: (view) => `total: ${count(view.value("generation_tokens_total"))}`,
   },
   {
     id: "tokens-in",
@@ -89,7 +89,7 @@ export const speedFigures = () => [
     ],
     text: amount,
     least: 1,
-    note: (view) => `${count(view.value("prompt_tokens_total"))} in all`,
+    note: (view) => `total: ${count(view.value("prompt_tokens_total"))}`,
   },
   {
     id: "hits",
@@ -101,7 +101,7 @@ export const speedFigures = () => [
       const hits = view.value("prefix_cache_hits_total");
       const queries = view.value("prefix_cache_queries_total");
       const host = view.value("prefix_cache_host_hits_total");
-      return `${percent(hits !== null && queries ? hits / queries : null)} in all · ${percent(hits ? (host ?? 0) / hits : null)} of them from host`;
+      return `total: ${percent(hits !== null && queries ? hits / queries : null)} · ${percent(hits ? (host ?? 0) / hits : null)} of them from host`;
     },
   },
   {
@@ -113,7 +113,7 @@ export const speedFigures = () => [
     ],
     text: amount,
     least: 1,
-    note: (view) => `${count(view.value("engine_steps_total"))} steps in all`,
+    note: (view) => `total: ${count(view.value("engine_steps_total"))} steps`,
   },
   {
     id: "swaps",
@@ -124,7 +124,7 @@ export const speedFigures = () => [
     ],
     text: bytes,
     least: 1,
-    note: (view) => `${bytes(view.value('swapped_bytes_total{direction="out"}'))} and ${bytes(view.value('swapped_bytes_total{direction="in"}'))} in all`,
+    note: (view) => `total: ${bytes(view.value('swapped_bytes_total{direction="out"}'))} out, ${bytes(view.value('swapped_bytes_total{direction="in"}'))} in`,
   },
   {
     id: "evictions",
@@ -135,7 +135,7 @@ export const speedFigures = () => [
     ],
     text: amount,
     least: 1,
-    note: (view) => `${count(view.value('kv_blocks_evicted_total{tier="device"}'))} and ${count(view.value('kv_blocks_evicted_total{tier="host"}'))} in all`,
+    note: (view) => `total: ${count(view.value('kv_blocks_evicted_total{tier="device"}'))} device, ${count(view.value('kv_blocks_evicted_total{tier="host"}'))} host`,
   },
 ];
 

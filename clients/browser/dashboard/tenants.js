@@ -55,7 +55,7 @@ function emptyRow() {
   name.setAttribute("scope", "row");
   const share = make("td", "share");
   const bar = make("meter");
-  bar.setAttribute("aria-hidden", "true"); // the number beside it says the same
+  bar.setAttribute("aria-hidden", "true"); // the number next to it says the same
   share.append(bar, make("span"));
   row.append(name, share, make("td"), make("td"), make("td"));
   return row;

@@ -1,5 +1,5 @@
 /**
- * A figure with its chart: the number of now in large, what it was in the last minutes beside it.
+ * A figure with its chart: the current number, large, and the last minutes.
  */
 
 import { make } from "../dom.js";
@@ -74,7 +74,7 @@ export class Tile {
     const all = points.flatMap(({ values }) => values.filter((value) => value !== null));
     const peak = Math.max(0, ...all);
     this.#chart.draw(points, { now, span: this.spanS, max: Math.max(peak, least) });
-    this.#peak.textContent = `max ${text(all.length > 0 ? peak : null)}`;
+    this.#peak.textContent = all.length > 0 ? `max ${text(peak)}` : "";
     this.#chart.describe(`${title}: ${text(this.#values[0] ?? null)}, ${this.#peak.textContent} in ${this.spanS / 60} min`);
     this.#note.textContent = note?.(view) ?? "";
     this.#showNumbers();

@@ -1,1 +1,1 @@
-"""What a server has, one file per API: each operation once, for both clients."""
+"""The server's APIs, one file each: every operation is written once, for both clients."""

@@ -1,5 +1,5 @@
-"""`/v1/chat/completions`. A stream cannot be resumed: the server keeps nothing of it. An answer
-that comes whole is asked for under a key, by which the server finds it if it got lost on its way.
+"""`/v1/chat/completions`. A stream cannot be resumed, since the server does not keep it. Requests
+without a stream carry an idempotency key, by which a retry gets the same answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Chat(Resource[R], Generic[R]):
     def create(
         self, *, model: str, messages: Messages, **params: Unpack[ChatParams]
     ) -> Steps[ChatCompletion]:
-        """A whole answer. Tried again after a lost connection it is the same one."""
+        """A whole answer. A retry after a lost connection gets the same one."""
         body = body_of(params, model=model, messages=messages)
         request = self._request(body)
         if self._server.retries.max_retries > 0 and has_one_output(body):
@@ -43,7 +43,7 @@ class Chat(Resource[R], Generic[R]):
     def stream(
         self, *, model: str, messages: Messages, **params: Unpack[ChatParams]
     ) -> ChatStream[R]:
-        """A completion as it comes. It is asked for with the first read."""
+        """A streamed completion, requested with the first read."""
         body = body_of(params, model=model, messages=messages, stream=True)
         return ChatStream(self._runner, self._server, self._request(body))
 
@@ -52,9 +52,9 @@ class Chat(Resource[R], Generic[R]):
 
 
 class ChatStream(Resource[R], Generic[R]):
-    """The chunks of one completion. Leaving it stops the completion.
+    """The chunks of one completion. Closing the stream stops the completion.
 
-    Reading raises `ConnectionLostError` when it breaks in the middle; nothing is asked again then.
+    Reading raises `ConnectionLostError` if the connection is lost; there is no retry then.
     """
 
     def __init__(self, runner: R, server: Server, request: Request) -> None:
@@ -135,7 +135,7 @@ class ChatStream(Resource[R], Generic[R]):
 
 
 def has_one_output(body: Mapping[str, Any]) -> bool:
-    """Whether the server would take it under a key."""
+    """Whether the server accepts an idempotency key for it."""
     return (
         body.get("n", 1) == 1
         and not body.get("use_beam_search")

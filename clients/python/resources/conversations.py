@@ -23,7 +23,7 @@ Order = Literal["asc", "desc"]
 
 
 class Conversations(Resource[R], Generic[R]):
-    """Trees of turns that the server keeps."""
+    """Conversations, which the server keeps as trees of turns."""
 
     def __init__(self, runner: R, server: Server) -> None:
         super().__init__(runner)
@@ -81,7 +81,7 @@ class Conversations(Resource[R], Generic[R]):
         """Move the head to a turn (None: to before the first).
 
         Raises:
-            ConflictError: it is not `expected` any more, or a turn runs on it.
+            ConflictError: the head is no longer `expected`, or a turn is running on it.
         """
         body = {"turn": turn, "expected": expected}
         answer: ConversationHead = yield from _call(
@@ -144,7 +144,7 @@ def _call(
     body: Mapping[str, Any] | None = None,
     query: Mapping[str, str | int | None] | None = None,
 ) -> Steps[Any]:
-    """Only what changes nothing is sent again when it may have arrived."""
+    """Only requests that change nothing are sent again if they may have arrived."""
     request = server.request(
         method, f"/conversations{path}", body=body, query=query, is_repeatable=method == "GET"
     )

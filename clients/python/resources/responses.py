@@ -15,7 +15,7 @@ from ..track import Track
 
 
 class Responses(Resource[R], Generic[R]):
-    """Answers that the server keeps, and that can be continued from."""
+    """Responses, which the server keeps and later requests can continue."""
 
     def __init__(self, runner: R, server: Server) -> None:
         super().__init__(runner)
@@ -29,7 +29,7 @@ class Responses(Resource[R], Generic[R]):
         input: str | Messages | None = None,  # noqa: A002 (OpenAI's name)
         **params: Unpack[ResponseParams],
     ) -> Steps[Response]:
-        """A whole answer; with `background=True` one that has only begun."""
+        """A whole answer; with `background=True`, returns as soon as it has started."""
         body = body_of(params, model=model, input=input)
         answer: Response = yield from self._server.call(
             self._server.request(
@@ -45,14 +45,14 @@ class Responses(Resource[R], Generic[R]):
         input: str | Messages | None = None,  # noqa: A002
         **params: Unpack[ResponseParams],
     ) -> EventStream[R]:
-        """An answer as it comes. It is asked for with the first read."""
+        """A streamed answer, requested with the first read."""
         source = SseSource(self._server, body_of(params, model=model, input=input), Track())
         return EventStream(self._runner, source, self._server.retries)
 
     def follow(self, response_id: str, *, starting_after: int = -1) -> EventStream[R]:
-        """The events of a response that is there already, from behind a number.
+        """The events of an existing response, after an event's number.
 
-        Reading raises `ResponseExpiredError` where they are not kept any more.
+        Reading raises `ResponseExpiredError` if the server no longer keeps them.
         """
         track = Track(response_id, starting_after=starting_after)
         return EventStream(self._runner, SseSource(self._server, None, track), self._server.retries)
@@ -66,7 +66,7 @@ class Responses(Resource[R], Generic[R]):
 
     @operation
     def cancel(self, response_id: str) -> Steps[Response]:
-        """Stop it, wherever it runs; what became of it."""
+        """Stop a response, wherever it runs, and return it."""
         answer: Response = yield from self._server.call(
             self._server.request("POST", f"/responses/{response_id}/cancel")
         )
@@ -88,7 +88,7 @@ class Responses(Resource[R], Generic[R]):
         after: str | None = None,
         order: Literal["asc", "desc"] | None = None,
     ) -> Steps[ItemPage]:
-        """A page of all that it was made from."""
+        """A page of the response's input items."""
         query = {"limit": limit, "after": after, "order": order}
         answer: ItemPage = yield from self._server.call(
             self._server.request("GET", f"/responses/{response_id}/input_items", query=query)

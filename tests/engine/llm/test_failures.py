@@ -32,7 +32,7 @@ from .conftest import GREEDY, MAX_MODEL_LEN, PROMPTS, one
         ([[5, 1 << 20]], InvalidRequestError, "1048576 is not in the vocabulary"),
         ([[5, -1]], InvalidRequestError, "-1 is not in the vocabulary"),
         (["fine", 7.5], InvalidRequestError, "not float"),
-        ([{"promt": "fine"}], InvalidRequestError, "a prompt is"),
+        ([{"promt": "fine"}], InvalidRequestError, "a prompt must be"),
         (None, InvalidRequestError, "not NoneType"),
     ],
 )
@@ -89,7 +89,7 @@ def test_numbers_may_be_numpys_and_tuples_lists(llm: LLM) -> None:
 
 def test_what_is_no_sampling_params_or_no_conversation_is_refused(llm: LLM) -> None:
     wrong: Any = [{"temperature": 0}]
-    with pytest.raises(InvalidRequestError, match="are SamplingParams, not dict"):
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams, not dict"):
         llm.generate("fine", wrong, use_tqdm=False)
     for messages in ("hello", [["hello"]]):
         with pytest.raises(InvalidRequestError, match="a list of messages"):

@@ -180,7 +180,7 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
     refusals = []
 
     def calling() -> Any:
-        with pytest.raises(RuntimeError, match="inside a call of it") as caught:
+        with pytest.raises(RuntimeError, match="already inside a call of this LLM") as caught:
             nested(llm)
         refusals.append(caught.value)
         return step()

@@ -38,7 +38,9 @@ def test_the_mode_of_graphs(asked: dict[str, Any], on_gpu: str) -> None:
 
 def test_graphs_that_cannot_be_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     both = DeviceConfig(enforce_eager=True, cudagraph_mode="full")
-    with pytest.raises(ConfigError, match=r"--enforce-eager forbids .*--cudagraph-mode full"):
+    with pytest.raises(
+        ConfigError, match=r"--enforce-eager cannot be used with .*--cudagraph-mode full"
+    ):
         resolve_cudagraph_mode(both, CUDA)
     config = EngineConfig(device=DeviceConfig(device="cpu", cudagraph_mode="piecewise"))
     with pytest.raises(ConfigError, match="--cudagraph-mode piecewise needs a GPU"):

@@ -65,7 +65,7 @@ def test_a_step_that_does_not_end_ends_the_engine(
     text = caplog.text
     assert "no step has ended for" in text
     assert "stepped_device.py" in text, "the stack of who hangs"
-    assert "thread penstock-wire" in text
+    assert "thread penstock-transport" in text
     assert "CPU pool: a device that is held" in text
 
 

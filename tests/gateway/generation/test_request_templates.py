@@ -26,7 +26,7 @@ from ..launch.test_process import launched
 USER = [{"role": "user", "content": "hello"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 _TOO_SLOW = f"chat_template takes more than {budget.MAX_CPU_S:g} s to render"
-_TOO_DEEP = "it is nested too deeply, or calls itself without end"
+_TOO_DEEP = "it is nested too deeply, or recurses without end"
 _TOO_LARGE = "chat_template fails: it needs too much memory"
 HOSTILE = {
     ENDLESS: _TOO_SLOW,
@@ -39,8 +39,8 @@ HOSTILE = {
     '{{ "a"*10**18 }}': _TOO_LARGE,
     '{{ "a"*10**9 }}': _TOO_LARGE,
     "{{ [[0]*99999999]*2 }}": _TOO_LARGE,
-    '{{ "a"*10**7 }}': f"chat_template writes more than {budget.MAX_TEXT_BYTES} bytes",
-    '{{ "\\ud800" }}': "chat_template writes what is not valid Unicode",
+    '{{ "a"*10**7 }}': f"chat_template produces more than {budget.MAX_TEXT_BYTES} bytes",
+    '{{ "\\ud800" }}': "chat_template produces invalid Unicode",
     "{% include 'x' %}": "chat_template fails: TypeError: ",
     "{% if": "chat_template is not valid Jinja: ",
 }

@@ -152,7 +152,7 @@ async def expect_numbers(page: Page, series: Mapping[str, float]) -> None:
         "step": "engine_steps_total",
     }.items():
         note = page.locator(f"#tile-{tile} .note")
-        await expect(note).to_contain_text(re.compile(rf"(^| ){series[name]:,.0f} (steps )?in all"))
+        await expect(note).to_contain_text(re.compile(rf"(^| )total: {series[name]:,.0f}($| )"))
 
 
 async def expect_tenants(page: Page, series: Mapping[str, float]) -> None:

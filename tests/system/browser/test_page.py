@@ -164,7 +164,7 @@ async def test_settings_and_figures(
     await page.get_by_role("button", name="Settings").click()
     await page.get_by_label("System prompt").fill("My name is Ada.")
     await page.get_by_label("Temperature").fill("0")
-    await page.get_by_label("Longest answer").fill("12")
+    await page.get_by_label("Max tokens").fill("12")
     await page.get_by_label("Dark").check()
     await page.get_by_role("button", name="Done").click()
     background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -186,7 +186,7 @@ async def test_settings_and_figures(
     )
     await page.get_by_role("button", name="Settings").click()
     await expect(page.get_by_label("Temperature")).to_have_value("0")
-    await page.get_by_role("button", name="Back to defaults").click()
+    await page.get_by_role("button", name="Reset to defaults").click()
     await expect(page.get_by_label("Temperature")).to_have_value("")
     await expect(page.get_by_label("Dark")).to_be_checked()
 

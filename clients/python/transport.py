@@ -1,5 +1,5 @@
-"""What both shells share: how httpx and websockets are set up, and what goes wrong in them as
-errors of this package."""
+"""Shared by `sync_io` and `async_io`: options of httpx and websockets, and their failures as this
+package's exceptions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .server import error_in
 from .steps import Request
 
 CONNECT_S = 10.0
-ANSWER_S = 600.0  # for an answer that comes in one piece
-SILENCE_S = 60.0  # on an event stream; the server fills silence with comments every 15 s
-CLOSE_S = 2.0  # for the other side to agree
+ANSWER_S = 600.0  # for an answer that is not a stream
+SILENCE_S = 60.0  # on an event stream; the server sends a comment every 15 s
+CLOSE_S = 2.0  # for the closing handshake
 MAX_MESSAGE_BYTES = 64 << 20
 
 
