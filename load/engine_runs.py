@@ -1,15 +1,16 @@
-"""Equal requests through an engine core of this process, step by step.
+"""Runs requests of equal lengths through an engine core in this process, step by step.
 
-All requests are offered at once. Their steps fall into three phases, of which only the first two
-say something of the engine's speed:
+All requests are submitted at once. The steps fall into three phases; only the first two say
+something about the engine's speed:
 
     prefill    until every sequence has its first token
-    decode     all sequences take a token each
-    tail       those whose prompt came first have ended
+    decode     every sequence gets a token in each step
+    tail       the first sequences have ended
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,13 @@ from typing import Literal
 
 import torch
 
+from penstock.engine.config import (
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+)
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.models.cpu_decoder import CpuDecoder, DrawnTokens
 from penstock.engine.models.decoder import Decoder
@@ -25,13 +33,15 @@ from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.sampling.sampler import ChosenTokens, Sampler
 from penstock.engine.scheduling import Scheduler
+from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.engine.text.detokenizer import OutputText
-from penstock.load.call_timer import CallTimer, Places, no_wait
+from penstock.engine.transport.messages import EngineInfo
+from penstock.load.machine import CallTimer, Places, no_wait
 
-# The parts of an engine's step: which calls make them up.
+# The parts of an engine's step, and the calls that make them up.
 #
-# What no part accounts for is `other`: moving blocks, making the result, the step loop itself.
+# Everything else is `other`: moving blocks, making the result, the step loop itself.
 
 _PLACES: Places = {
     "schedule": ((Scheduler, "schedule"),),
@@ -50,13 +60,13 @@ PARTS = (*_PLACES, OTHER)
 
 
 def step_timer(device: str) -> CallTimer:
-    """A timer of a step's parts; on a GPU each part waits for what it launched."""
+    """A timer of a step's parts; on a GPU it waits for the device after each part."""
     is_cuda = torch.device(device).type == "cuda"
     return CallTimer(_PLACES, wait=torch.cuda.synchronize if is_cuda else no_wait)
 
 
 def split_step(timer: CallTimer, step_s: float) -> dict[str, float]:
-    """Seconds of every part of the step that just took `step_s`; they add up to it."""
+    """Seconds of every part of the step that just took `step_s`; their sum is `step_s`."""
     parts = timer.take()
     return {**parts, OTHER: step_s - sum(parts.values())}
 
@@ -74,11 +84,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One iteration.
-
-    Attributes:
-        parts_s: seconds by part, which add up to `step_s`; empty where they were not timed.
-    """
+    """One iteration; `parts_s` are the seconds of its parts, empty where they were not timed."""
 
     phase: Phase
     step_s: float
@@ -103,7 +109,7 @@ class Run:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens; steps that also decode for those that came first count in full."""
+        """Prompt tokens per second; steps that also decode count in full."""
         return _rate(self.phase("prefill"), len(self.tokens) * self.lengths.prompt_tokens)
 
     @property
@@ -112,8 +118,18 @@ class Run:
         return _rate(steps, sum(step.num_tokens for step in steps))
 
 
+def build_engine(
+    parsed: argparse.Namespace, quantization: Quantization, device: DeviceConfig
+) -> tuple[EngineCore, EngineInfo]:
+    """An engine core by a bench's flags, in which `--num-seqs` sequences run at once."""
+    max_num_seqs = max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
+    model = ModelConfig(model=parsed.model, dtype=parsed.dtype, quantization=quantization)
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
+    return build_core(EngineConfig(model=model, scheduler=scheduler, device=device))
+
+
 def greedy_request(index: int, prompt: Iterable[int], num_output_tokens: int) -> Request:
-    """Of exactly so many tokens, the likeliest ones; it arrives after those of lower index."""
+    """A greedy request for exactly `num_output_tokens`; lower indices arrive first."""
     return Request(
         request_id=str(index),
         prompt_token_ids=tuple(prompt),
@@ -142,8 +158,8 @@ def run_requests(
     *,
     timer: CallTimer | None = None,
 ) -> Run:
-    """Step until all have ended; with the parts of each step if a timer is attached. Raises
-    RuntimeError for a request did not get all its tokens."""
+    """Step until all requests have ended; an attached timer splits each step. Raises RuntimeError
+    if a request did not get all its tokens."""
     for request in requests:
         core.add(request)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -185,7 +201,7 @@ def _phase(tokens: Mapping[str, Sequence[int]], lengths: Lengths) -> Phase:
 
 
 def _collect(outputs: Sequence[RequestOutput], tokens: Mapping[str, list[int]]) -> int:
-    """Sort a step's new tokens by request; how many there were."""
+    """Append a step's new tokens to their requests; return how many there were."""
     for output in outputs:
         tokens[output.request_id].extend(output.token_ids)
     return sum(len(output.token_ids) for output in outputs)

@@ -1,7 +1,4 @@
-"""Starting our own server for a bench: `penstock serve` of this checkout, in processes of its own.
-
-Says how long it took to be ready, which processes it has and what memory they hold.
-"""
+"""Starts our own server for a bench: `penstock serve` of this checkout, in its own processes."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _STOP_AND_CONTINUE = 'kill -STOP "$1" && sleep "$2"; kill -CONT "$1"'
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it, those that live."""
+    """A process and its live descendants."""
     try:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -52,8 +49,8 @@ def end(process: psutil.Process, *, within_s: float) -> None:
 
 
 async def freeze(process: psutil.Process, for_s: float) -> None:
-    """Stop a process for a time. A shell does it, which wakes the process also when this one is
-    killed meanwhile."""
+    """Stop a process for a time. A shell does it, which wakes the process even if this one is
+    killed."""
     shell = await asyncio.create_subprocess_exec(
         *("sh", "-c", _STOP_AND_CONTINUE, "sh", str(process.pid), str(for_s)),
         stderr=asyncio.subprocess.DEVNULL,  # it may be gone already
@@ -77,16 +74,13 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one process holds.
-
-    Attributes:
-        proportional_bytes: each shared page divided by its number of users. Sums over processes are
-            right. 0 where the system does not say (only Linux does).
+    """Memory of one process. `proportional_bytes` divides each shared page by its number of users,
+    so sums over processes are right; it is 0 where the system does not report it (only Linux does).
     """
 
     resident_bytes: int  # all its pages in memory, shared ones too
     proportional_bytes: int
-    unique_bytes: int  # pages of its own alone, which its end would free
+    unique_bytes: int  # private pages, which its end would free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +91,11 @@ class Started:
     launched_s: float  # when its process was made, in seconds of `time.perf_counter()`
     ready_s: float  # from then to its ready line
     process: psutil.Process  # the supervisor
-    log: Path  # what it has logged so far; gone after the server unless the caller named the file
+    log: Path  # its log; deleted after the server unless the caller named the file
 
     def family(self) -> dict[str, psutil.Process]:
-        """Its processes that live: `supervisor`, `gateway`, `engine`; a second gateway is
-        `gateway 2`."""
+        """Its live processes: `supervisor`, `gateway`, `engine`; a second gateway is `gateway
+        2`."""
         found = {"supervisor": self.process}
         for child in self.process.children():
             name = title = child.name().removeprefix("penstock-")
@@ -113,7 +107,7 @@ class Started:
         return found
 
     def memory(self) -> dict[str, Memory]:
-        """What each process of the family holds now."""
+        """The memory of each process of the family."""
         return {title: _memory(process) for title, process in self.family().items()}
 
 
@@ -125,15 +119,14 @@ def server(
     log: Path | None = None,
     stderr: int | None = None,
 ) -> Iterator[Started]:
-    """A server on a free port of this machine, stopped at the end, by force if it must be.
+    """Run a server on a free port, and stop it at the end, by force if need be.
 
     Args:
         model: None for the demo model.
-        flags: of `penstock serve`.
-        log: the file its log goes to; None for one that goes with the server.
+        log: the file for its log; None for one that is deleted with the server.
         stderr: a descriptor that it logs to instead; whoever reads it fills the file.
 
-    Raises ConfigError if it did not start; with the end of its log.
+    Raises ConfigError with the end of its log if it did not start.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-launch-") as directory:
         path = log or Path(directory) / "log"
@@ -191,12 +184,12 @@ def _launch(
             stdout=subprocess.PIPE,
             stderr=file if stderr is None else stderr,
             text=True,
-            process_group=0,  # Ctrl-C reaches the bench alone, which then stops the server
+            process_group=0,  # Ctrl-C reaches only the bench, which then stops the server
         )
 
 
 def _await_ready(process: subprocess.Popen[str], log: Path) -> str:
-    """Its base URL, from its one line."""
+    """The server's base URL, from its ready line."""
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], _READY_WITHIN_S)
     line = process.stdout.readline() if readable else ""
@@ -209,7 +202,7 @@ def _await_ready(process: subprocess.Popen[str], log: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End the whole family; children that outlive the supervisor too."""
+    """End the whole family, with children that outlive the supervisor."""
     if process.poll() is None:
         end(psutil.Process(process.pid), within_s=_STOP_WITHIN_S)
         process.wait()

@@ -1,8 +1,7 @@
 """The subcommands of `penstock bench`.
 
 Each is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only
-when it is asked for: some load torch. Only the standard library is used here, since the command
-line imports it.
+when asked for, since some load torch. The command line imports this module: standard library only.
 """
 
 from __future__ import annotations
@@ -14,27 +13,24 @@ from typing import Any
 
 # The name users type, which is that of the module, and what it shows.
 BENCHES: dict[str, str] = {
-    "serve": "a running server: latencies, throughput and every stream's integrity, over SSE or "
-    "WebSocket",
+    "serve": "a running server: latencies, throughput and stream integrity, over SSE or WebSocket",
     "sweep": "running servers, up to saturation: throughput and latency by concurrency or rate",
     "engine": "the engine alone: tokens per second, and where a step's time goes",
-    "kernels": "the kernels alone: their time against what the machine can do, and against torch",
-    "quantization": "int8 weights: how far logits move, and tokens per second, beside the "
-    "model's own dtype",
+    "kernels": "the kernels alone: their time compared with the machine's limits and with torch",
+    "quantization": "int8 weights compared with the model's own dtype: logits, tokens per second",
     "startup": "a server's start: seconds to ready and to a first token, memory of each process",
     "turns": "conversations: time to the first token of a later turn, and of its new tokens alone",
-    "soak": "minutes of mixed and hostile traffic: every stream right, nothing leaked",
+    "soak": "minutes of mixed and hostile traffic: checks every stream, and for leaks",
     "kv": "KV memory: waste and sequences held by paged and by contiguous allocation",
     "policy": "the scheduler: milliseconds of planning per step, by sequences and pool size",
     "fairness": "admission: one tenant's time to first token, alone and beside another's flood",
-    "gateway": "the gateway alone: CPU per streamed token and added latency, before an engine that "
-    "costs nothing",
+    "gateway": "the gateway alone: CPU per streamed token and added latency, with a stub engine",
     "overload": "preemption: tokens per second with more sequences than the KV pool holds",
 }
 
 
 def add_benches(parser: argparse.ArgumentParser) -> None:
-    """Give a parser one subcommand per bench; without any it prints its help."""
+    """Add one subcommand per bench to a parser; without a subcommand it prints its help."""
 
     def print_help(_: argparse.Namespace) -> int:
         parser.print_help()
@@ -48,7 +44,7 @@ def add_benches(parser: argparse.ArgumentParser) -> None:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default only where there is one to tell."""
+    """Shows a default only if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, ""):
@@ -57,7 +53,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _BenchParser(argparse.ArgumentParser):
-    """Learns its arguments from its module when it is about to read some."""
+    """Adds its arguments from its module when it parses."""
 
     def __init__(self, *, module: str, **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, **settings)

@@ -1,8 +1,8 @@
 """`penstock bench engine`: tokens per second of the engine alone, and where a step's time goes.
 
-No gateway, no other process: requests go through an engine core of this process, by the settings a
-server would have. Every count of sequences runs twice in turn, as it is for the speed and with the
-parts of its steps timed. On a CPU the rate that memory can be read at is measured beside each run.
+Requests go through an engine core in this process, configured as in a server; there is no gateway.
+Each number of sequences runs twice in turn: once unchanged for its speed, once with the parts of
+its steps timed. On a CPU, the rate at which memory can be read is measured beside each run.
 """
 
 from __future__ import annotations
@@ -25,30 +25,25 @@ from penstock.engine.config import (
     DTYPES,
     QUANTIZATIONS,
     DeviceConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.models.registry import read_model_config
-from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.engine.transport.messages import EngineInfo
-from penstock.load.call_timer import CallTimer
 from penstock.load.engine_runs import (
-    OTHER,
     PARTS,
     Lengths,
     Phase,
     Run,
     Step,
+    build_engine,
     detokenize_s_per_token,
     make_requests,
     run_requests,
     step_timer,
 )
-from penstock.load.machine import frozen_garbage
+from penstock.load.machine import CallTimer, frozen_garbage
 from penstock.load.memory_rate import MemoryReader
 from penstock.load.report.options import add_out, counts
 from penstock.load.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, new_figure
@@ -59,21 +54,15 @@ if TYPE_CHECKING:
     from matplotlib.container import BarContainer
 
 
-# What a decode step reads of memory, and at what share of the rate that memory can be read at.
-#
-# Weights are read once a step, whatever the number of sequences; keys and values once for each.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """What a decode step has to read: each number once.
+    """Bytes that a decode step has to read, each number once.
 
-    Attributes:
-        kv: of all sequences, at the mean length they have while they decode. All of the past
-            counts, of which a layer with a window would read less.
+    Weights are read once a step, keys and values once for each sequence: its whole past at the mean
+    length while decoding, although a layer with a window reads less.
     """
 
-    weights: int  # all matrices. Norms, biases and scales are too few to count.
+    weights: int  # all matrices; norms, biases and scales are too few to count
     kv: int
 
 
@@ -83,27 +72,24 @@ class MemoryUse:
 
     step_bytes: StepBytes
     rates: Sequence[float]  # bytes a second, of each run's decode steps
-    ceilings: Sequence[float]  # bytes a second that memory was read at just before each
+    ceilings: Sequence[float]  # bytes a second that memory was read at just before each run
 
     @property
     def share(self) -> float:
-        """Of the ceiling: the median over runs, each against its own."""
+        """Share of the ceiling: the median over runs, each against its own."""
         pairs = zip(self.rates, self.ceilings, strict=True)
         return statistics.median(rate / ceiling for rate, ceiling in pairs)
 
 
 def memory_use(info: EngineInfo, runs: Sequence[Run], ceilings: Sequence[float]) -> MemoryUse:
-    """Of runs of equally many sequences."""
-    step = step_bytes(info, runs[0].lengths, num_seqs=len(runs[0].tokens))
+    """The memory use of runs with the same number of sequences."""
+    lengths = runs[0].lengths
+    mean_len = lengths.prompt_tokens + lengths.output_tokens / 2
+    kv = len(runs[0].tokens) * mean_len * info.bytes_per_block / info.block_size
+    step = StepBytes(weights=_weight_bytes(info), kv=round(kv))
     times_s = [statistics.fmean(step.step_s for step in run.phase("decode")) for run in runs]
     rates = [(step.weights + step.kv) / time_s for time_s in times_s]
     return MemoryUse(step_bytes=step, rates=rates, ceilings=ceilings)
-
-
-def step_bytes(info: EngineInfo, lengths: Lengths, *, num_seqs: int) -> StepBytes:
-    mean_len = lengths.prompt_tokens + lengths.output_tokens / 2
-    kv = num_seqs * mean_len * info.bytes_per_block / info.block_size
-    return StepBytes(weights=_weight_bytes(info), kv=round(kv))
 
 
 def _weight_bytes(info: EngineInfo) -> int:
@@ -123,22 +109,36 @@ _WARM_UP_TOKENS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
-    add("--dtype", default="auto", choices=DTYPES, help="of the weights")
-    add("--quantization", default="none", choices=QUANTIZATIONS, help="of the layers' weights")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="for it")
+    add("--dtype", default="auto", choices=DTYPES, help="dtype of the weights")
+    add(
+        "--quantization",
+        default="none",
+        choices=QUANTIZATIONS,
+        help="quantization of the layers' weights",
+    )
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
-    add("--deterministic", action="store_true", help="refuse what the batch could change")
-    add("--num-seqs", type=counts, default="1,8,32", help="sequences at once, with commas")
-    add("--prompt-tokens", type=int, default=128, help="of every request")
-    add("--output-tokens", type=int, default=128, help="of every request")
-    add("--repeats", type=int, default=3, help="runs of each count, in turn")
-    add("--seed", type=int, default=0, help="of the prompts")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="forbid everything whose result depends on the batch",
+    )
+    add(
+        "--num-seqs",
+        type=counts,
+        default="1,8,32",
+        help="numbers of concurrent sequences, comma-separated",
+    )
+    add("--prompt-tokens", type=int, default=128, help="prompt tokens per request")
+    add("--output-tokens", type=int, default=128, help="output tokens per request")
+    add("--repeats", type=int, default=3, help="runs of each number of sequences, in turn")
+    add("--seed", type=int, default=0, help="seed of the prompts")
     add("--plot", action="store_true", help="also draw where a step's time goes")
     add_out(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run every count of sequences; print and write the tables; 0."""
+    """Measure every number of sequences; print and write the tables."""
     if parsed.prompt_tokens < 1 or parsed.output_tokens < 2 or parsed.repeats < 1:
         raise ConfigError("--prompt-tokens and --repeats must be at least 1, --output-tokens 2")
     lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
@@ -150,29 +150,17 @@ def run(parsed: argparse.Namespace) -> int:
         if info.device == "cpu":
             reader = stack.enter_context(MemoryReader(info.num_threads))
         stack.enter_context(frozen_garbage())
-        cells = measure(
-            core,
-            info,
-            lengths,
-            num_seqs=parsed.num_seqs,
-            repeats=parsed.repeats,
-            seed=parsed.seed,
-            reader=reader,
-        )
+        settings = {name: getattr(parsed, name) for name in ("num_seqs", "repeats", "seed")}
+        cells = measure(core, info, lengths, **settings, reader=reader)
+    types = info.dtype if info.quantization == "none" else f"{info.dtype} and {info.quantization}"
     title = (
-        f"{info.model}, {_types(info)} on {info.device}: {lengths.prompt_tokens} tokens in, "
+        f"{info.model}, {types} on {info.device}: {lengths.prompt_tokens} tokens in, "
         f"{lengths.output_tokens} out"
     )
     report = markdown(f"{title}; CPU threads: {info.num_threads}", cells)
-    print(report)
-    publish(
-        parsed.out,
-        "engine",
-        title="The engine alone",
-        report=report,
-        data=figures(info, lengths, cells),
-        draw=partial(draw, title, cells) if parsed.plot else None,
-    )
+    data = figures(info, lengths, cells)
+    picture = partial(draw, title, cells) if parsed.plot else None
+    publish(parsed.out, "engine", "The engine alone", report, data, draw=picture)
     return 0
 
 
@@ -186,7 +174,7 @@ def measure(
     seed: int,
     reader: MemoryReader | None = None,
 ) -> list[Cell]:
-    """Both kinds of runs for every count of sequences, all counts once before any comes again."""
+    """Run every number of sequences plain and timed; all of them once before any runs again."""
     rng, timer = random.Random(seed), step_timer(info.device)
 
     def run_once(count: int, timer: CallTimer | None, lengths: Lengths = lengths) -> Run:
@@ -223,8 +211,7 @@ def _cell(
 
 
 def _require_decode(run: Run) -> Run:
-    """The run. Raises ConfigError if the first output was complete before the last prompt was
-    computed."""
+    """The run. Raises ConfigError if an output was complete before the last prompt was computed."""
     if not run.phase("decode"):
         raise ConfigError(
             f"--output-tokens {run.lengths.output_tokens} is too few: not once did all "
@@ -233,31 +220,20 @@ def _require_decode(run: Run) -> Run:
     return run
 
 
-def _types(info: EngineInfo) -> str:
-    return info.dtype if info.quantization == "none" else f"{info.dtype} and {info.quantization}"
-
-
 def _build(parsed: argparse.Namespace) -> tuple[EngineCore, EngineInfo]:
-    return build_core(
-        EngineConfig(
-            model=ModelConfig(
-                model=parsed.model, dtype=parsed.dtype, quantization=parsed.quantization
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
-            ),
-            device=DeviceConfig(
-                device=parsed.device,
-                num_threads=parsed.num_threads or None,
-                deterministic=parsed.deterministic,
-            ),
-        )
+    return build_engine(
+        parsed,
+        parsed.quantization,
+        DeviceConfig(
+            device=parsed.device,
+            num_threads=parsed.num_threads or None,
+            deterministic=parsed.deterministic,
+        ),
     )
 
 
 def _check_fits(parsed: argparse.Namespace, info: EngineInfo) -> None:
-    """Refuse lengths that do not fit: a preempted sequence would be measured too. Raises
-    ConfigError: with the numbers."""
+    """Raises ConfigError if the lengths do not fit: preempted sequences would distort figures."""
     num_tokens = parsed.prompt_tokens + parsed.output_tokens
     if num_tokens > info.max_model_len:
         raise ConfigError(f"{num_tokens} tokens exceed the context of {info.max_model_len}")
@@ -296,7 +272,7 @@ Detokenising is the gateway's and no part of the step."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """All runs of one count of sequences."""
+    """All runs with one number of sequences."""
 
     num_seqs: int
     runs: Sequence[Run]  # as the engine is
@@ -308,7 +284,7 @@ class Cell:
         return [step for run in self.split_runs for step in run.phase(phase)]
 
     def policy_share(self) -> float:
-        """Policy, preparation and detokenising ÷ the decode step with detokenising."""
+        """(Policy, preparation and detokenising) ÷ (decode step and detokenising)."""
         steps = self.split_steps("decode")
         step_s = sum(step.step_s for step in steps)
         text_s = (self.detokenize_s_per_token or 0.0) * sum(step.num_tokens for step in steps)
@@ -318,7 +294,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTime:
-    """One part over many steps; `share` is of their whole time."""
+    """The time of one part over many steps; `share` is its share of their whole time."""
 
     median_ms: float
     p99_ms: float
@@ -327,24 +303,19 @@ class PartTime:
 
 
 def split(steps: Sequence[Step]) -> dict[str, PartTime]:
-    """Every part's time, and the whole step's as `step`."""
+    """The time of every part, and of the whole step as `step`."""
     values = {part: [step.parts_s[part] for step in steps] for part in PARTS}
     values["step"] = [step.step_s for step in steps]
-    total_s = sum(values["step"])
-    return {part: _part_time(times, total_s) for part, times in values.items()}
-
-
-def _part_time(times_s: Sequence[float], total_s: float) -> PartTime:
-    median, p99 = 1e3 * np.percentile(times_s, (50, 99))
-    return PartTime(
-        median_ms=float(median),
-        p99_ms=float(p99),
-        mean_ms=1e3 * statistics.fmean(times_s),
-        share=sum(times_s) / total_s,
-    )
-
-
-# -- words ------------------------------------------------------------------------------------
+    found = {}
+    for part, times_s in values.items():
+        median, p99 = (1e3 * np.percentile(times_s, (50, 99))).tolist()
+        found[part] = PartTime(
+            median_ms=median,
+            p99_ms=p99,
+            mean_ms=1e3 * statistics.fmean(times_s),
+            share=sum(times_s) / sum(values["step"]),
+        )
+    return found
 
 
 def markdown(title: str, cells: Sequence[Cell]) -> str:
@@ -374,37 +345,27 @@ def _speeds(cells: Sequence[Cell]) -> str:
     rows = []
     for cell in cells:
         rates = [run.output_tokens_per_s for run in cell.runs]
+        prefill = statistics.median(run.prefill_tokens_per_s for run in cell.runs)
+        decode = statistics.median(run.decode_tokens_per_s for run in cell.runs)
         text_s = cell.detokenize_s_per_token
-        median, p99 = np.percentile(
-            [1e3 * step.step_s for run in cell.runs for step in run.phase("decode")], (50, 99)
-        )
-        rows.append(
-            [
-                f"{cell.num_seqs:,}",
-                f"{statistics.median(rates):,.0f}",
-                f"{min(rates):,.0f}–{max(rates):,.0f}",
-                f"{statistics.median(run.prefill_tokens_per_s for run in cell.runs):,.0f}",
-                f"{statistics.median(run.decode_tokens_per_s for run in cell.runs):,.0f}",
-                f"{median:.2f}",
-                f"{p99:.2f}",
-                "–" if text_s is None else f"{1e6 * text_s:.1f}",
-            ]
-        )
+        steps_s = [step.step_s for run in cell.runs for step in run.phase("decode")]
+        shown = [f"{cell.num_seqs:,}", f"{statistics.median(rates):,.0f}"]
+        shown += [f"{min(rates):,.0f}–{max(rates):,.0f}", f"{prefill:,.0f}", f"{decode:,.0f}"]
+        shown += [f"{1e3 * value:.2f}" for value in np.percentile(steps_s, (50, 99))]
+        rows.append([*shown, "–" if text_s is None else f"{1e6 * text_s:.1f}"])
     return table(header, rows)
 
 
 def _memory_table(uses: Mapping[int, MemoryUse]) -> str:
-    return table_of(
-        uses.items(),
-        {
-            "sequences": lambda item: f"{item[0]:,}",
-            "weights MB": lambda item: f"{item[1].step_bytes.weights / 1e6:,.1f}",
-            "KV MB": lambda item: f"{item[1].step_bytes.kv / 1e6:,.1f}",
-            "read GB/s": lambda item: f"{statistics.median(item[1].rates) / 1e9:.1f}",
-            "at most GB/s": lambda item: f"{statistics.median(item[1].ceilings) / 1e9:.1f}",
-            "share": lambda item: f"{item[1].share:.0%}",
-        },
-    )
+    columns: dict[str, Callable[[tuple[int, MemoryUse]], str]] = {
+        "sequences": lambda item: f"{item[0]:,}",
+        "weights MB": lambda item: f"{item[1].step_bytes.weights / 1e6:,.1f}",
+        "KV MB": lambda item: f"{item[1].step_bytes.kv / 1e6:,.1f}",
+        "read GB/s": lambda item: f"{statistics.median(item[1].rates) / 1e9:.1f}",
+        "at most GB/s": lambda item: f"{statistics.median(item[1].ceilings) / 1e9:.1f}",
+        "share": lambda item: f"{item[1].share:.0%}",
+    }
+    return table_of(uses.items(), columns)
 
 
 def _split_table(cells: Sequence[Cell], phase: Phase, text: Callable[[PartTime], str]) -> str:
@@ -427,20 +388,16 @@ def _verdict(cells: Sequence[Cell]) -> str:
 
 def figures(info: EngineInfo, lengths: Lengths, cells: Sequence[Cell]) -> dict[str, Any]:
     """Everything measured, as plain data."""
+    rates = ("output_tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
     return {
-        "model": info.model,
-        "dtype": info.dtype,
-        "device": info.device,
-        "num_threads": info.num_threads,
+        **{name: getattr(info, name) for name in ("model", "dtype", "device", "num_threads")},
         "torch": torch.__version__,
         **asdict(lengths),
         "cells": [
             {
                 "num_seqs": cell.num_seqs,
                 "num_output_tokens": sum(map(len, cell.runs[0].tokens)),
-                "output_tokens_per_s": [run.output_tokens_per_s for run in cell.runs],
-                "prefill_tokens_per_s": [run.prefill_tokens_per_s for run in cell.runs],
-                "decode_tokens_per_s": [run.decode_tokens_per_s for run in cell.runs],
+                **{rate: [getattr(run, rate) for run in cell.runs] for rate in rates},
                 "detokenize_s_per_token": cell.detokenize_s_per_token,
                 "policy_share": cell.policy_share(),
                 "memory": cell.memory and {**asdict(cell.memory), "share": cell.memory.share},
@@ -460,18 +417,11 @@ def _plain(parts: Mapping[str, PartTime]) -> dict[str, dict[str, float]]:
 # -- the picture ------------------------------------------------------------------------------
 
 _FORWARD = "forward"
-_COLOURS = {
-    "schedule": BLUE,
-    "prepare": SKY,
-    _FORWARD: ORANGE,
-    "sample": GREEN,
-    "update": PURPLE,
-    OTHER: GREY,
-}
+_COLOURS = dict(zip(PARTS, (BLUE, SKY, ORANGE, GREEN, PURPLE, GREY), strict=True))
 
 
 def draw(title: str, cells: Sequence[Cell], path: Path) -> None:
-    """Draw a decode step's parts by the number of sequences, with and without the forward pass.
+    """Draw the parts of a decode step by number of sequences, with and without the forward pass.
     Raises ConfigError if matplotlib is not installed."""
     figure = new_figure(10, 4)
     figure.suptitle(f"Where a decode step's time goes\n{title}", x=0.01, ha="left", size=11)
@@ -492,13 +442,9 @@ def draw(title: str, cells: Sequence[Cell], path: Path) -> None:
 
 
 def _draw_bars(
-    axes: Axes,
-    names: Sequence[str],
-    splits: Sequence[Mapping[str, PartTime]],
-    *,
-    parts: Sequence[str],
+    axes: Axes, names: list[str], splits: list[dict[str, PartTime]], *, parts: Sequence[str]
 ) -> BarContainer:
-    """Stack the parts; the bars on top."""
+    """Stack the parts; return the top bars."""
     bottoms = [0.0] * len(names)
     for part in parts:
         heights = [each[part].mean_ms for each in splits]

@@ -1,9 +1,8 @@
-"""`penstock bench fairness`: what one tenant's flood does to another's time to first token.
+"""`penstock bench fairness`: how one tenant's flood affects another's time to first token.
 
-Starts a server with two tenants of equal weight. The small one keeps a few streams open, each
-followed by the next, first alone, then beside a flood that keeps `--times` as many. The flood's
-client is a process of its own that yields to all others (nice 19): a flood comes from other
-machines, and what its client computes is no cost of the server's.
+It starts a server with two tenants of equal weight. The small tenant keeps a few streams open,
+first alone, then beside a flood of `--times` as many. The flood's client is a separate process at
+nice 19: real floods come from other machines, so the server should not pay for this client's CPU.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,6 +30,7 @@ from penstock.load.client.records import Call, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.launch import server
 from penstock.load.report.options import add_out, positive
+from penstock.load.report.summary import ttft_ms
 from penstock.load.report.tables import publish, table_of
 from penstock.load.workloads.measure import ServerPages
 
@@ -45,7 +46,7 @@ tenant = "flood"
 [tenants.flood]
 """
 _PROMPT_TOKENS, _OUTPUT_TOKENS = (32, 96), (16, 64)  # shortest and longest
-_BACKOFF_S = 1.0  # of who is refused, as Retry-After has it
+_BACKOFF_S = 1.0  # after a refusal, as in Retry-After
 _STALL_S = 300.0
 _FLOOD_NICE = 19
 _TOKENS = "penstock:tenant_generation_tokens_total"
@@ -54,7 +55,7 @@ _FLOOD_START_S = 60.0  # of its process, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The small tenant's times to first token, in one run."""
+    """The small tenant's times to first token in one run."""
 
     name: str
     num_streams: int
@@ -62,23 +63,23 @@ class Wait:
     median_ms: float
     p99_ms: float
     flood_streams: int = 0  # the flood's at once
-    flood_tokens_per_s: float = 0.0  # what it has out of the server all the same
+    flood_tokens_per_s: float = 0.0  # its throughput nevertheless
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=None, help="a directory or a Hub id; default: the demo")
     add("--concurrency", type=positive, default=2, help="streams of the small tenant")
-    add("--times", type=positive, default=100, help="as many has the flood")
+    add("--times", type=positive, default=100, help="the flood has this many times as many streams")
     add("--flood-limit", type=int, default=0, help="the flood's requests at once; 0: no limit")
     add("--max-num-seqs", type=positive, default=16, help="sequences running at once")
-    add("--seconds", type=float, default=20.0, help="of each run")
-    add("--seed", type=int, default=0, help="of the requests")
+    add("--seconds", type=float, default=20.0, help="duration of each run")
+    add("--seed", type=int, default=0, help="seed of the requests")
     add_out(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Both runs; print and write the table; 1 if the flood more than doubles the p99."""
+    """Run both; print and write the table; return 1 if the flood more than doubles the p99."""
     with tempfile.TemporaryDirectory(prefix="penstock-fairness-") as directory:
         keys = Path(directory) / "keys.toml"
         limit = f"max_concurrent_requests = {parsed.flood_limit}" if parsed.flood_limit else ""
@@ -93,14 +94,8 @@ def run(parsed: argparse.Namespace) -> int:
         f"The flood's client runs at nice {_FLOOD_NICE}."
     )
     report = f"{_table(waits)}\n\n{verdict}"
-    print(report)
-    publish(
-        parsed.out,
-        "fairness",
-        title="A tenant beside another's flood",
-        report=report,
-        data={"runs": [asdict(wait) for wait in waits], "ratio": ratio},
-    )
+    data = {"runs": [asdict(wait) for wait in waits], "ratio": ratio}
+    publish(parsed.out, "fairness", "A tenant beside another's flood", report, data)
     return int(ratio > _BAR or any(wait.num_faulty for wait in waits))
 
 
@@ -120,19 +115,24 @@ async def _measure(base_url: str, parsed: argparse.Namespace) -> list[Wait]:
             num_tokens = await asyncio.to_thread(_num_flood_tokens, base_url) - before
     return [
         _wait("alone", alone),
-        _wait("beside the flood", flooded, flood=(num_flood, num_tokens / took_s)),
+        _wait(
+            "beside the flood",
+            flooded,
+            flood_streams=num_flood,
+            flood_tokens_per_s=num_tokens / took_s,
+        ),
     ]
 
 
 async def _await_flood(base_url: str) -> None:
-    """Until it has its first tokens: a process that yields to all others may start late."""
+    """Wait for the flood's first tokens: a process at nice 19 may start late."""
     async with asyncio.timeout(_FLOOD_START_S):
         while not await asyncio.to_thread(_num_flood_tokens, base_url):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
 def _num_flood_tokens(base_url: str) -> float:
-    """Output of the flood's so far, as the server counts it."""
+    """The flood's output tokens so far, as the server counts them."""
     families = text_string_to_metric_families(ServerPages(base_url).metrics() or "")
     samples = (sample for family in families for sample in family.samples)
     return sum(
@@ -148,7 +148,7 @@ def _transport(base_url: str, tenant: str) -> SseTransport:
 
 @contextmanager
 def _flood(base_url: str, num_streams: int, *, seed: int) -> Iterator[None]:
-    """Meanwhile another process keeps so many streams of the flood's open."""
+    """Keep `num_streams` streams of the flood open, from another process, during the block."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_run_flood, args=(base_url, num_streams, seed), daemon=True)
     process.start()
@@ -172,7 +172,7 @@ def _run_flood(base_url: str, num_streams: int, seed: int) -> None:
 async def _hold(
     transport: SseTransport, num_streams: int, rng: random.Random, *, seconds: float
 ) -> list[StreamRecord]:
-    """Keep so many streams open for a while; all that were."""
+    """Keep `num_streams` streams open for a while; return all their records."""
     records: list[StreamRecord] = []
     until_s = time.perf_counter() + seconds
 
@@ -199,35 +199,27 @@ def _call(rng: random.Random) -> Call:
     )
 
 
-def _wait(
-    name: str, records: Sequence[StreamRecord], *, flood: tuple[int, float] = (0, 0.0)
-) -> Wait:
-    times_ms = [
-        1e3 * (record.event_times_s[0] - record.scheduled_s)
-        for record in records
-        if record.is_clean and record.event_times_s
-    ]
+def _wait(name: str, records: Sequence[StreamRecord], **flood: Any) -> Wait:
+    timed = [record for record in records if record.is_clean and record.event_times_s]
+    times_ms = list(map(ttft_ms, timed))
     return Wait(
         name=name,
         num_streams=len(records),
         num_faulty=sum(not record.is_clean for record in records),
         median_ms=statistics.median(times_ms),
-        p99_ms=float(np.percentile(times_ms, 99)),  # of a single one, that
-        flood_streams=flood[0],
-        flood_tokens_per_s=flood[1],
+        p99_ms=float(np.percentile(times_ms, 99)),
+        **flood,
     )
 
 
 def _table(waits: Sequence[Wait]) -> str:
-    return table_of(
-        waits,
-        {
-            "small tenant": lambda wait: wait.name,
-            "streams": lambda wait: f"{wait.num_streams:,}",
-            "faulty": lambda wait: f"{wait.num_faulty}",
-            "TTFT p50 ms": lambda wait: f"{wait.median_ms:,.1f}",
-            "TTFT p99 ms": lambda wait: f"{wait.p99_ms:,.1f}",
-            "flood at once": lambda wait: f"{wait.flood_streams}",
-            "its tokens/s": lambda wait: f"{wait.flood_tokens_per_s:,.0f}",
-        },
-    )
+    columns: dict[str, Callable[[Wait], str]] = {
+        "small tenant": lambda wait: wait.name,
+        "streams": lambda wait: f"{wait.num_streams:,}",
+        "faulty": lambda wait: f"{wait.num_faulty}",
+        "TTFT p50 ms": lambda wait: f"{wait.median_ms:,.1f}",
+        "TTFT p99 ms": lambda wait: f"{wait.p99_ms:,.1f}",
+        "flood at once": lambda wait: f"{wait.flood_streams}",
+        "its tokens/s": lambda wait: f"{wait.flood_tokens_per_s:,.0f}",
+    }
+    return table_of(waits, columns)

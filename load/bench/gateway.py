@@ -1,8 +1,8 @@
-"""What the gateway costs: CPU per streamed token, and how much later a token is for it.
+"""`penstock bench gateway`: the gateway's CPU per streamed token, and how much latency it adds.
 
-A stub engine process sends one token id per stream per frame over the real wire; the gateway is the
-real process, with admission, detokenising, the response log and JSON; readers run in a process of
-their own. Lateness is from a frame's send to the receipt of the event that holds its token.
+A stub engine process sends one token id per stream and frame over the real transport. The gateway
+is the real process, with admission, detokenising, response log and JSON; readers run in their own
+process. Lateness is from a frame's send to the receipt of the event with its token.
 """
 
 from __future__ import annotations
@@ -46,15 +46,22 @@ _NOTES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--wires", nargs="+", choices=WIRES, default=WIRES, help="how streams travel")
-    add("--streams", type=counts, default=(100, 1000), help="at once, as 100,1000")
+    add("--wires", nargs="+", choices=WIRES, default=WIRES, help="APIs and transports to measure")
+    add(
+        "--streams",
+        type=counts,
+        default=(100, 1000),
+        help="numbers of concurrent streams, such as 100,1000",
+    )
     add("--intervals-ms", type=float, nargs="+", default=(0.0, 200.0),
                         help="--stream-interval-ms of the gateway: the least time between two "
                         "events of a response (/v1/responses)")  # fmt: skip
-    add("--frames-per-s", type=float, default=100.0, help="of the engine")
-    add("--window-s", type=float, default=5.0, help="measured, each")
-    add("--idle-sockets", type=positive, default=1000, help="of which memory is told")
-    add("--redis-url", help="keep response logs there")
+    add("--frames-per-s", type=float, default=100.0, help="the engine's frame rate")
+    add("--window-s", type=float, default=5.0, help="duration of each measurement")
+    add(
+        "--idle-sockets", type=positive, default=1000, help="open WebSockets to measure memory with"
+    )
+    add("--redis-url", help="store response logs in this Redis")
     add_out(parser)
 
 
@@ -75,15 +82,15 @@ class Row:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; print and write the table; 1 if a stream broke."""
+    """Measure; print and write the table; return 1 if a stream broke."""
     num_frames = parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)
     if num_frames > MAX_FRAMES:
-        raise ConfigError("--frames-per-s times --window-s is more than the clock file holds")
+        raise ConfigError("--frames-per-s times --window-s exceeds the size of the clock file")
     rows, is_clean = [], True
     for interval_ms in parsed.intervals_ms:
         for wire in parsed.wires:
             if wire == "chat" and interval_ms:
-                continue  # it merges only what its reader leaves behind
+                continue  # it merges events only for slow readers
             for num_streams in parsed.streams:
                 seen, row = _measure(parsed, wire, num_streams, interval_ms=interval_ms)
                 is_clean &= seen["num_lost"] == 0
@@ -94,13 +101,13 @@ def run(parsed: argparse.Namespace) -> int:
         f"{markdown(rows)}\n\n{_NOTES}\n\nAn idle WebSocket takes {num_bytes / 1024:.1f} KiB of "
         f"the gateway's memory (of {parsed.idle_sockets:,})."
     )
-    print("\n" + report)
+    print()
     data = {
         "settings": settings_of(parsed),
         "rows": [dataclasses.asdict(row) for row in rows],
         "idle_socket_bytes": num_bytes,
     }
-    publish(parsed.out, "gateway", title="The gateway", report=report, data=data)
+    publish(parsed.out, "gateway", "The gateway", report, data)
     return 0 if is_clean else 1
 
 
@@ -157,7 +164,7 @@ def _measure(
 
 
 def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
-    """Growth of the gateway's memory per WebSocket that is open and silent."""
+    """Growth of the gateway's memory per open, silent WebSocket."""
     with _servers(parsed, 0.0) as (port, gateway, clock_file):
         process = psutil.Process(gateway)
         before = process.memory_info().rss
@@ -177,7 +184,7 @@ def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
 
 @contextlib.contextmanager
 def _readers(settings: Mapping[str, Any]) -> Iterator[IO[str]]:
-    """A process of readers, from the begin of their window; what they print after it."""
+    """A process of readers, from the start of their window; yields its remaining output."""
     words = json.dumps({**settings, "model": "stub", "warm_up_s": _WARM_UP_S})
     command = [sys.executable, "-m", "penstock.load.gateway.readers", words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as readers:  # noqa: S603

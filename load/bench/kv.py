@@ -1,6 +1,6 @@
-"""`penstock bench kv`: one trace of lengths through three ways to allocate KV memory.
+"""`penstock bench kv`: replays one trace of lengths with three ways to allocate KV memory.
 
-Only counts: no model runs, and the same seed gives the same figures on every machine.
+No model runs; the same seed gives the same figures on every machine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# A trace replayed through three ways to allocate KV memory, in the same bytes, without a model.
+# Three ways to allocate KV memory, in the same number of bytes:
 #
-#     max length             each sequence reserves the model's whole context, in one piece
-#     prompt + max_tokens    each reserves what it declared it may need, in one piece
+#     max length             each sequence reserves the model's whole context, contiguously
+#     prompt + max_tokens    each reserves what its request may need, contiguously
 #     paged                  blocks as it grows: the engine's own scheduler and block manager
 #
-# All three admit in order of arrival under the same budget of tokens per step, and every running
-# sequence gets one token a step. A reserving scheme never has to preempt; the paged one recomputes
-# whom it preempts. Where an output ends is known to the device alone: it samples EOS there.
+# All three admit in order of arrival under the same token budget per step, and every running
+# sequence gets one token a step. The contiguous schemes never preempt; the paged one recomputes
+# preempted sequences. Only the device knows where an output ends: it samples EOS there.
 #
 # Source: PagedAttention (Kwon et al., SOSP 2023), sections 3 and 6.2, figure 2.
 
@@ -48,24 +48,20 @@ Trace = Sequence[TracedRequest]
 
 @dataclass(slots=True, kw_only=True)
 class Replay:
-    """What a replay counted, sampled while each step ran.
-
-    Attributes:
-        used: per step, slots that hold a token of a running sequence.
-        allocated: per step, slots set aside for running sequences.
-    """
+    """The counts of a replay. `used`, `allocated` and `running` have one sample per step: slots
+    that hold a token, slots allocated to running sequences, and running sequences."""
 
     scheme: str
     num_slots: int  # tokens the pool holds
     used: list[int] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
-    running: list[int] = field(default_factory=list)  # per step, sequences running
+    running: list[int] = field(default_factory=list)
     num_finished: int = 0
     num_preemptions: int = 0
-    num_before_preemption: int | None = None  # sequences running when memory first forced one out
-    num_computed_tokens: int = 0  # the work done; what was dropped is computed again
+    num_before_preemption: int | None = None  # sequences running at the first preemption
+    num_computed_tokens: int = 0  # with those computed again after a preemption
 
-    def sample(self, *, used: int, allocated: int, running: int) -> None:
+    def sample(self, used: int, allocated: int, running: int) -> None:
         self.used.append(used)
         self.allocated.append(allocated)
         self.running.append(running)
@@ -90,20 +86,20 @@ class Replay:
 
     @property
     def num_held(self) -> int:
-        """Sequences held at once before memory forced one out; without that, at most."""
+        """Sequences running at the first preemption; without one, the most that ever ran."""
         if self.num_before_preemption is not None:
             return self.num_before_preemption
         return max(self.running)
 
 
 class ContiguousPool:
-    """Token slots handed out in one piece each, from the first hole that is large enough."""
+    """Token slots allocated contiguously, from the first hole that is large enough."""
 
     def __init__(self, num_slots: int) -> None:
         self._holes = [(0, num_slots)]  # (start, size), by start; never adjacent
 
     def allocate(self, size: int) -> int | None:
-        """The start of a piece, or None if no hole is large enough."""
+        """The start of the allocation, or None if no hole is large enough."""
         for index, (start, hole) in enumerate(self._holes):
             if hole >= size:
                 rest = [(start + size, hole - size)] if hole > size else []
@@ -132,25 +128,18 @@ class _Reservation:
     num_computed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class ContiguousScheme:
-    """Reserves memory for a sequence's whole life before it starts.
+    """Reserves memory for a sequence's whole life before it starts."""
 
-    Args:
-        reserve: slots a request sets aside.
-        max_batched_tokens: tokens computed in one step.
-    """
-
-    def __init__(
-        self, name: str, reserve: Callable[[TracedRequest], int], *, max_batched_tokens: int
-    ) -> None:
-        self.name = name
-        self._reserve = reserve
-        self._max_batched_tokens = max_batched_tokens
+    name: str
+    reserve: Callable[[TracedRequest], int]  # slots that a request reserves
+    max_batched_tokens: int  # tokens computed in one step
 
     def replay(self, trace: Trace, *, num_slots: int) -> Replay:
-        """Run the trace to its end. Raises ConfigError if one request alone reserves more than the
-        pool."""
-        if max(map(self._reserve, trace)) > num_slots:
+        """Run the trace to its end. Raises ConfigError if one request reserves more than the pool
+        has."""
+        if max(map(self.reserve, trace)) > num_slots:
             raise ConfigError(f"the pool of {num_slots} tokens cannot hold one request")
         replay = Replay(scheme=self.name, num_slots=num_slots)
         pool = ContiguousPool(num_slots)
@@ -160,11 +149,8 @@ class ContiguousScheme:
             waiting.extend(arrived)
             self._admit(waiting, running, pool)
             replay.num_computed_tokens += self._compute(running)
-            replay.sample(
-                used=sum(row.num_computed for row in running),
-                allocated=sum(row.size for row in running),
-                running=len(running),
-            )
+            used = sum(row.num_computed for row in running)
+            replay.sample(used, sum(row.size for row in running), len(running))
             for row in running:
                 row.num_tokens += row.num_computed == row.num_tokens  # its next token
             ended = [row for row in running if row.num_tokens == row.request.num_tokens]
@@ -177,10 +163,10 @@ class ContiguousScheme:
     def _admit(
         self, waiting: deque[TracedRequest], running: list[_Reservation], pool: ContiguousPool
     ) -> None:
-        budget = self._max_batched_tokens
+        budget = self.max_batched_tokens
         budget -= sum(row.num_tokens - row.num_computed for row in running)
         while waiting and budget > 0:
-            size = self._reserve(waiting[0])
+            size = self.reserve(waiting[0])
             start = pool.allocate(size)
             if start is None:
                 return
@@ -189,37 +175,32 @@ class ContiguousScheme:
             budget -= request.num_prompt_tokens
 
     def _compute(self, running: list[_Reservation]) -> int:
-        """Bring sequences forward, in order of admission; the tokens computed."""
-        budget = self._max_batched_tokens
+        """Compute tokens in order of admission; return how many."""
+        budget = self.max_batched_tokens
         for row in running:
             num_new = min(row.num_tokens - row.num_computed, budget)
             row.num_computed += num_new
             budget -= num_new
-        return self._max_batched_tokens - budget
+        return self.max_batched_tokens - budget
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagedScheme:
-    """The engine's scheduler and block manager, with a device that computes nothing.
+    """The engine's scheduler and block manager, with a device that computes nothing."""
 
-    Args:
-        max_tokens: declared by each request.
-        max_model_len: tokens of prompt and output at most.
-        max_batched_tokens: tokens computed in one step.
-    """
+    block_size: int
+    max_tokens: int  # declared by each request
+    max_model_len: int
+    max_batched_tokens: int  # tokens computed in one step
 
-    def __init__(
-        self, *, block_size: int, max_tokens: int, max_model_len: int, max_batched_tokens: int
-    ) -> None:
-        self.name = f"paged, block {block_size}"
-        self._block_size = block_size
-        self._max_tokens = max_tokens
-        self._max_model_len = max_model_len
-        self._max_batched_tokens = max_batched_tokens
+    @property
+    def name(self) -> str:
+        return f"paged, block {self.block_size}"
 
     def replay(self, trace: Trace, *, num_slots: int) -> Replay:
         """Run the trace to its end. Raises ConfigError if the pool is smaller than one context."""
-        num_blocks = num_slots // self._block_size
-        replay = Replay(scheme=self.name, num_slots=num_blocks * self._block_size)
+        num_blocks = num_slots // self.block_size
+        replay = Replay(scheme=self.name, num_slots=num_blocks * self.block_size)
         # As many as there are may run, so that memory alone limits.
         scheduler = self._scheduler(num_blocks, max_num_seqs=len(trace))
         device = StandInDevice([request.num_output_tokens for request in trace])
@@ -234,9 +215,7 @@ class PagedScheme:
                 replay.num_before_preemption = num_running
             if batch.scheduled:
                 allocated, empty = scheduler.slots()
-                replay.sample(
-                    used=allocated - empty, allocated=allocated, running=scheduler.num_running
-                )
+                replay.sample(allocated - empty, allocated, scheduler.num_running)
             outputs = scheduler.update(batch, device.run(batch))
             replay.num_computed_tokens += batch.num_tokens
             replay.num_finished += sum(output.is_last for output in outputs)
@@ -244,22 +223,21 @@ class PagedScheme:
         return replay
 
     def _scheduler(self, num_blocks: int, *, max_num_seqs: int) -> Scheduler:
+        num_tokens = self.max_batched_tokens
         config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=self._max_batched_tokens,
-            preemption="recompute",
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, preemption="recompute"
         )
         blocks = BlockManager(
-            num_blocks=num_blocks, block_size=self._block_size, enable_prefix_caching=False
+            num_blocks=num_blocks, block_size=self.block_size, enable_prefix_caching=False
         )
-        return Scheduler(config, blocks, eos_token_ids=(_EOS,), max_model_len=self._max_model_len)
+        return Scheduler(config, blocks, eos_token_ids=(_EOS,), max_model_len=self.max_model_len)
 
     def _request(self, index: int, request: TracedRequest) -> Request:
         return Request(
             request_id=str(index),
             # The prompt says to the stand-in device which request it is.
             prompt_token_ids=(_FIRST_PROMPT_TOKEN + index,) * request.num_prompt_tokens,
-            sampling_params=SamplingParams(max_tokens=self._max_tokens),
+            sampling_params=SamplingParams(max_tokens=self.max_tokens),
             arrival_s=request.arrival,
         )
 
@@ -272,11 +250,8 @@ class _Row:
 
 
 class StandInDevice:
-    """Samples a word for every sequence that is due a token, and EOS where its output ends.
-
-    Args:
-        output_lengths: of the trace's requests; the last token is EOS.
-    """
+    """Samples a word for every sequence that is due a token, and EOS as the last token of its
+    output."""
 
     def __init__(self, output_lengths: Sequence[int]) -> None:
         self._output_lengths = output_lengths
@@ -304,7 +279,7 @@ class StandInDevice:
 
 
 def _arrivals(trace: Trace, has_work: Callable[[], bool]) -> Iterator[list[TracedRequest]]:
-    """Per step, who arrived since the last; idle steps are left out. Ends when all is done."""
+    """Per step, the requests that arrived since the last step; idle steps are skipped."""
     step, index = 0, 0
     while index < len(trace) or has_work():
         first = index
@@ -324,17 +299,27 @@ _POOL_BLOCK_SIZE = 16  # --num-blocks counts these, whatever the block sizes com
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--requests", type=int, default=_SPEC.num_requests, help="in the trace")
-    add("--seed", type=int, default=_SPEC.seed, help="of the trace")
+    add("--requests", type=int, default=_SPEC.num_requests, help="requests in the trace")
+    add("--seed", type=int, default=_SPEC.seed, help="seed of the trace")
     add("--rate", type=float, default=0.0, help="requests per step; 0: all at once")
     add("--prompt-mean", type=float, default=_SPEC.prompt_mean, help="tokens, before clipping")
     add("--output-mean", type=float, default=_SPEC.output_mean, help="tokens, before clipping")
-    add("--sigma", type=float, default=_SPEC.sigma, help="of the logarithm of either length")
-    add("--max-tokens", type=int, default=1024, help="declared by every request")
+    add(
+        "--sigma",
+        type=float,
+        default=_SPEC.sigma,
+        help="standard deviation of the logarithm of lengths",
+    )
+    add("--max-tokens", type=int, default=1024, help="max_tokens of every request")
     add("--max-model-len", type=int, default=2048, help="context in tokens")
-    add("--block-size", type=counts, default="8,16,32,64", help="sizes to compare, with commas")
+    add(
+        "--block-size",
+        type=counts,
+        default="8,16,32,64",
+        help="block sizes to compare, comma-separated",
+    )
     add("--num-blocks", type=int, default=2048, help=f"the pool, in blocks of {_POOL_BLOCK_SIZE}")
-    add("--max-num-batched-tokens", type=int, default=2048, help="tokens computed in one step")
+    add("--max-num-batched-tokens", type=int, default=2048, help="tokens computed per step")
     add_out(parser)
 
 
@@ -351,22 +336,13 @@ def run(parsed: argparse.Namespace) -> int:
     )
     short = replace(spec, prompt_mean=_SHORT_PROMPT, output_mean=_SHORT_OUTPUT)
     cases = [(spec, parsed.max_tokens), (spec, parsed.max_tokens // 2), (short, parsed.max_tokens)]
-    sections, workloads = [], []
-    for case, max_tokens in cases:
-        workloads.append(_replay(case, max_tokens, parsed))
-        sections.append(markdown(workloads[-1]))
-        print(sections[-1], end="\n\n", flush=True)
+    workloads = [_replay(case, max_tokens, parsed) for case, max_tokens in cases]
     block_size: int = 16 if 16 in parsed.block_size else parsed.block_size[0]
-    closing = [verdict(workloads[0], block_size=block_size), _NOTES]
-    print("\n\n".join(closing))
-    publish(
-        parsed.out,
-        "kv",
-        title="KV memory by allocation scheme",
-        report="\n\n".join([*sections, *closing]),
-        data={"workloads": [figures(workload) for workload in workloads]},
-        draw=partial(draw, workloads, block_size),
-    )
+    parts = [*map(markdown, workloads), verdict(workloads[0], block_size=block_size), _NOTES]
+    data = {"workloads": [figures(workload) for workload in workloads]}
+    picture = partial(draw, workloads, block_size)
+    title = "KV memory by allocation scheme"
+    publish(parsed.out, "kv", title, "\n\n".join(parts), data, draw=picture)
     return 0
 
 
@@ -374,26 +350,11 @@ def _replay(spec: TraceSpec, max_tokens: int, parsed: argparse.Namespace) -> Wor
     trace = cut_outputs(make_trace(spec), max_tokens)
     budget: int = parsed.max_num_batched_tokens
     context: int = parsed.max_model_len
-    contiguous = (
-        ContiguousScheme("max length", lambda _: context, max_batched_tokens=budget),
-        ContiguousScheme(
-            "prompt + max_tokens",
-            lambda request: request.num_prompt_tokens + max_tokens,
-            max_batched_tokens=budget,
-        ),
-        ContiguousScheme(
-            "prompt + exact output", lambda request: request.num_tokens, max_batched_tokens=budget
-        ),
-    )
-    paged = [
-        PagedScheme(
-            block_size=block_size,
-            max_tokens=max_tokens,
-            max_model_len=context,
-            max_batched_tokens=budget,
-        )
-        for block_size in parsed.block_size
-    ]
+    contiguous: dict[str, Callable[[TracedRequest], int]] = {
+        "max length": lambda _: context,
+        "prompt + max_tokens": lambda request: request.num_prompt_tokens + max_tokens,
+        "prompt + exact output": lambda request: request.num_tokens,
+    }
     num_slots = parsed.num_blocks * _POOL_BLOCK_SIZE
     prompt = sum(request.num_prompt_tokens for request in trace) / len(trace)
     output = sum(request.num_output_tokens for request in trace) / len(trace)
@@ -404,8 +365,19 @@ def _replay(spec: TraceSpec, max_tokens: int, parsed: argparse.Namespace) -> Wor
         label=label,
         # The last token of an output is sampled and never computed.
         num_tokens=sum(request.num_tokens - 1 for request in trace),
-        contiguous=[scheme.replay(trace, num_slots=num_slots) for scheme in contiguous],
-        paged=[scheme.replay(trace, num_slots=num_slots) for scheme in paged],
+        contiguous=[
+            ContiguousScheme(name, reserve, budget).replay(trace, num_slots=num_slots)
+            for name, reserve in contiguous.items()
+        ],
+        paged=[
+            PagedScheme(
+                block_size=block_size,
+                max_tokens=max_tokens,
+                max_model_len=context,
+                max_batched_tokens=budget,
+            ).replay(trace, num_slots=num_slots)
+            for block_size in parsed.block_size
+        ],
     )
 
 
@@ -430,7 +402,7 @@ _MAX_POINTS = 600  # of a curve; finer than the picture's pixels is lost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One trace and what every scheme made of it."""
+    """One trace and its replays."""
 
     title: str
     label: str
@@ -445,68 +417,52 @@ class Workload:
 
 def markdown(workload: Workload) -> str:
     """The workload's title and table."""
-    shown = table_of(
-        workload.replays,
-        {
-            "scheme": lambda replay: replay.scheme,
-            "waste": lambda replay: f"{replay.waste:.1%}",
-            "pool used": lambda replay: f"{replay.utilisation:.1%}",
-            "held at once": lambda replay: f"{replay.num_held:,}",
-            "mean running": lambda replay: f"{replay.mean_running:.1f}",
-            "steps": lambda replay: f"{replay.num_steps:,}",
-            "preemptions": lambda replay: f"{replay.num_preemptions:,}",
-            "recomputed": lambda replay: (
-                f"{1.0 - workload.num_tokens / replay.num_computed_tokens:.1%}"
-            ),
-        },
-    )
-    return f"## {workload.title}\n\n{shown}"
+    columns: dict[str, Callable[[Replay], str]] = {
+        "scheme": lambda replay: replay.scheme,
+        "waste": lambda replay: f"{replay.waste:.1%}",
+        "pool used": lambda replay: f"{replay.utilisation:.1%}",
+        "held at once": lambda replay: f"{replay.num_held:,}",
+        "mean running": lambda replay: f"{replay.mean_running:.1f}",
+        "steps": lambda replay: f"{replay.num_steps:,}",
+        "preemptions": lambda replay: f"{replay.num_preemptions:,}",
+        "recomputed": lambda replay: f"{1 - workload.num_tokens / replay.num_computed_tokens:.1%}",
+    }
+    return f"## {workload.title}\n\n{table_of(workload.replays, columns)}"
 
 
 def verdict(workload: Workload, *, block_size: int) -> str:
-    """What the paged scheme gains over the contiguous ones, beside the bars it is held to."""
+    """What the paged scheme gains over the contiguous ones, and the bars it must reach."""
     paged = next(item for item in workload.paged if item.scheme.endswith(f" {block_size}"))
-    ratios = [paged.num_held / item.num_held for item in workload.contiguous]
-    means = [paged.mean_running / item.mean_running for item in workload.contiguous]
-    names = [item.scheme for item in workload.contiguous]
-    lines = [
-        f"Paged in blocks of {block_size}: {paged.waste:.2%} of the allocated slots are empty "
-        "(bar: under 4 %).",
-        *(
-            f"Against {name}: {ratio:.1f} times the sequences at once, {mean:.1f} times on average."
-            for name, ratio, mean in zip(names, ratios, means, strict=True)
-        ),
-        "Bars for sequences at once: 4 times max length, 2 times prompt + max_tokens.",
+    gains = [
+        f"Against {item.scheme}: {paged.num_held / item.num_held:.1f} times the sequences at once, "
+        f"{paged.mean_running / item.mean_running:.1f} times on average."
+        for item in workload.contiguous
     ]
-    return "\n".join(lines)
+    waste = f"{paged.waste:.2%} of the allocated slots are empty (bar: under 4 %)."
+    bars = "Bars for sequences at once: 4 times max length, 2 times prompt + max_tokens."
+    return "\n".join([f"Paged in blocks of {block_size}: {waste}", *gains, bars])
+
+
+_FIGURES = (
+    "num_slots", "waste", "utilisation", "num_held", "mean_running", "num_steps",
+    "num_preemptions", "num_computed_tokens", "num_finished",
+)  # fmt: skip
 
 
 def figures(workload: Workload) -> dict[str, Any]:
     """The workload's figures as plain data."""
-    return {
-        "title": workload.title,
-        "schemes": {
-            replay.scheme: {
-                "num_slots": replay.num_slots,
-                "waste": replay.waste,
-                "utilisation": replay.utilisation,
-                "num_held": replay.num_held,
-                "mean_running": replay.mean_running,
-                "num_steps": replay.num_steps,
-                "num_preemptions": replay.num_preemptions,
-                "num_computed_tokens": replay.num_computed_tokens,
-                "num_finished": replay.num_finished,
-            }
-            for replay in workload.replays
-        },
+    schemes = {
+        replay.scheme: {name: getattr(replay, name) for name in _FIGURES}
+        for replay in workload.replays
     }
+    return {"title": workload.title, "schemes": schemes}
 
 
 # -- the picture ------------------------------------------------------------------------------
 
 
 def draw(workloads: Sequence[Workload], block_size: int, path: Path) -> None:
-    """Draw the first workload's pool over time per scheme, and all workloads' waste. Raises
+    """Draw the first workload's pool over time per scheme, and the waste in all workloads. Raises
     ConfigError if matplotlib is not installed."""
     first = workloads[0]
     shown = [

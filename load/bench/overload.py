@@ -1,12 +1,12 @@
-"""`penstock bench overload`: what preemption costs when more runs than the KV pool holds.
+"""`penstock bench overload`: the cost of preemption when the KV pool cannot hold all sequences.
 
-The same greedy requests, all offered at once, go through engine cores in this process:
+The same greedy requests, submitted at once, go through engine cores in this process:
 
     unpressed    as many at once as the pool surely holds
-    pressed      `--overload` times as many at once, same pool, by each kind of preemption
+    pressed      `--overload` times as many at once in the same pool, with each kind of preemption
     roomy        as many as pressed, in a pool that holds them all
 
-Every run must give each request the tokens of the unpressed one.
+Every run must give each request the same tokens as the unpressed run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from penstock.engine.config import (
@@ -47,8 +47,6 @@ other tokens: requests whose tokens are not those of the unpressed run (must be 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to run the requests."""
-
     name: str
     num_blocks: int
     max_num_seqs: int
@@ -57,8 +55,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One run."""
-
     tokens: tuple[tuple[int, ...], ...]  # by request, in order of submission
     elapsed_s: float
     longest_gap_s: float  # between two tokens of one stream
@@ -76,43 +72,37 @@ class Outcome:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
-    add("--dtype", default="float32", help="less exact types may part near ties")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="for it")
+    add("--dtype", default="float32", help="lower precision may change tokens at near ties")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
-    add("--concurrency", type=positive, default=8, help="sequences the pool holds")
-    add("--overload", type=positive, default=4, help="times as many when pressed")
-    add("--requests", type=int, default=0, help="in all; 0: as many as are pressed")
+    add("--concurrency", type=positive, default=8, help="sequences that the pool holds")
+    add("--overload", type=positive, default=4, help="factor of sequences when pressed")
+    add("--requests", type=int, default=0, help="total requests; 0: as many as are pressed")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on, what was dropped may be found again in either tier",
+        help="dropped blocks may then be found again in either tier",
     )
     add("--repeat", type=positive, default=3, help="runs of each case, in turn")
-    add("--seed", type=int, default=0, help="of the requests")
+    add("--seed", type=int, default=0, help="seed of the requests")
     add_out(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run every case; print and write the table; 1 if any request got other tokens."""
+    """Run every case; print and write the table; return 1 if any request got other tokens."""
     num_pressed = parsed.concurrency * parsed.overload
     lengths = _lengths(parsed.requests or num_pressed, parsed.seed)
     cases = _cases(parsed.concurrency, num_pressed, lengths)
-    num_host_blocks = sum(map(_num_blocks, lengths))  # so that only a choice recomputes
+    num_host_blocks = sum(map(_num_blocks, lengths))  # recomputing is then always a choice
     _run_case(cases[0], lengths[:2], num_host_blocks, parsed)  # the first run in a process is slow
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
     for _ in range(parsed.repeat):
         for case in cases:
             outcomes[case].append(_run_case(case, lengths, num_host_blocks, parsed))
     report = "\n\n".join([_table(outcomes), _verdict(outcomes), _NOTES])
-    print(report)
-    publish(
-        parsed.out,
-        "overload",
-        title="More sequences than the KV pool holds",
-        report=report,
-        data={"cases": [_figures(case, outcomes[case]) for case in cases]},
-    )
+    data = {"cases": [_figures(case, outcomes[case]) for case in cases]}
+    publish(parsed.out, "overload", "More sequences than the KV pool holds", report, data)
     unpressed = outcomes[cases[0]][0]
     return int(any(_num_other(each, unpressed) for runs in outcomes.values() for each in runs))
 
@@ -216,23 +206,24 @@ def _num_other(outcome: Outcome, expected: Outcome) -> int:
 
 def _table(outcomes: dict[Case, list[Outcome]]) -> str:
     unpressed, *_ = outcomes.values()
-    mib = 1 << 20
-    columns: dict[str, Callable[[Case, list[Outcome]], str]] = {
-        "run": lambda case, _: case.name,
-        "at once": lambda case, _: f"{case.max_num_seqs:,}",
-        "pool": lambda case, _: f"{case.num_blocks:,}",
-        "tokens/s": lambda _, runs: f"{_speed(runs):,.0f}",
-        "of unpressed": lambda _, runs: f"{_speed(runs) / _speed(unpressed):.2f}",
-        "swaps": lambda _, runs: f"{runs[-1].num_swaps:,}",
-        "recomputes": lambda _, runs: f"{runs[-1].num_recomputes:,}",
-        "fallbacks": lambda _, runs: f"{runs[-1].num_fallbacks:,}",
-        "MiB out": lambda _, runs: f"{runs[-1].swapped_out_bytes / mib:,.1f}",
-        "MiB in": lambda _, runs: f"{runs[-1].swapped_in_bytes / mib:,.1f}",
-        "longest gap ms": lambda _, runs: f"{1e3 * runs[-1].longest_gap_s:,.0f}",
-        "other tokens": lambda _, runs: f"{max(_num_other(run, unpressed[0]) for run in runs)}",
-    }
-    rows = [[text(*item) for text in columns.values()] for item in outcomes.items()]
-    return table(list(columns), rows)
+    rows = []
+    for case, runs in outcomes.items():
+        last, speed = runs[-1], _speed(runs)
+        counts = (last.num_swaps, last.num_recomputes, last.num_fallbacks)
+        moved = (last.swapped_out_bytes, last.swapped_in_bytes)
+        rows.append(
+            [
+                *(case.name, f"{case.max_num_seqs:,}", f"{case.num_blocks:,}"),
+                *(f"{speed:,.0f}", f"{speed / _speed(unpressed):.2f}"),
+                *(f"{count:,}" for count in counts),
+                *(f"{size / (1 << 20):,.1f}" for size in moved),
+                f"{1e3 * last.longest_gap_s:,.0f}",
+                f"{max(_num_other(run, unpressed[0]) for run in runs)}",
+            ]
+        )
+    header = ("run", "at once", "pool", "tokens/s", "of unpressed", "swaps", "recomputes",
+              "fallbacks", "MiB out", "MiB in", "longest gap ms", "other tokens")  # fmt: skip
+    return table(header, rows)
 
 
 def _verdict(outcomes: dict[Case, list[Outcome]]) -> str:

@@ -1,7 +1,7 @@
-"""`penstock bench policy`: what planning a step costs in plain Python, without a device.
+"""`penstock bench policy`: the cost of planning a step in plain Python, without a device.
 
-Every sequence decodes one token a step; prompts are staggered so that one in `block_size` of them
-takes a block in each. Timed are `schedule()` and `update()`; what a device would do is left out.
+Every sequence decodes one token a step; prompts are staggered so that in each step one in
+`block_size` sequences needs a new block. Only `schedule()` and `update()` are timed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from penstock.engine.batch import Batch, BatchResult
@@ -28,7 +28,7 @@ _VOCAB_SIZE = 50_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCost:
-    """Milliseconds per step, medians but for `p99_ms`."""
+    """Milliseconds per step; medians, except `p99_ms`."""
 
     num_sequences: int
     num_blocks: int
@@ -40,11 +40,21 @@ class PolicyCost:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--sequences", type=counts, default="32,64,128,256,512,1024", help="with commas")
-    add("--num-blocks", type=counts, default="1000,10000,100000,1000000", help="pools, with commas")
-    add("--block-size", type=positive, default=16, help="tokens in a block")
-    add("--prompt-tokens", type=positive, default=96, help="of the shortest prompt")
-    add("--steps", type=positive, default=300, help="timed for every cell")
+    add(
+        "--sequences",
+        type=counts,
+        default="32,64,128,256,512,1024",
+        help="numbers of sequences, comma-separated",
+    )
+    add(
+        "--num-blocks",
+        type=counts,
+        default="1000,10000,100000,1000000",
+        help="pool sizes, comma-separated",
+    )
+    add("--block-size", type=positive, default=16, help="tokens per block")
+    add("--prompt-tokens", type=positive, default=96, help="tokens of the shortest prompt")
+    add("--steps", type=positive, default=300, help="timed steps per cell")
     add(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
         help="hash blocks as they fill",
@@ -53,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Time every pool with every number of sequences it holds; print and write the table; 0."""
+    """Time every pool with every number of sequences that fits; print and write the table."""
     costs = [
         measure(num_sequences, num_blocks, parsed)
         for num_blocks in parsed.num_blocks
@@ -61,19 +71,13 @@ def run(parsed: argparse.Namespace) -> int:
         if _num_blocks_needed(num_sequences, parsed) <= num_blocks
     ]
     report = "\n\n".join([_tables(costs, parsed.num_blocks, parsed.sequences), _verdict(costs)])
-    print(report)
-    publish(
-        parsed.out,
-        "policy",
-        title="Cost of planning a step",
-        report=report,
-        data={"costs": [asdict(cost) for cost in costs]},
-    )
+    data = {"costs": [asdict(cost) for cost in costs]}
+    publish(parsed.out, "policy", "Cost of planning a step", report, data)
     return 0
 
 
 def measure(num_sequences: int, num_blocks: int, parsed: argparse.Namespace) -> PolicyCost:
-    """Time one cell of the table: all sequences decode at once, none ends, none is preempted."""
+    """Time one cell of the table: all sequences decode, none ends and none is preempted."""
     scheduler = _decoding(num_sequences, num_blocks, parsed)
     schedules, updates = [], []
     for step in range(_WARM_UP_STEPS + parsed.steps):
@@ -100,7 +104,7 @@ def measure(num_sequences: int, num_blocks: int, parsed: argparse.Namespace) -> 
 
 
 def _decoding(num_sequences: int, num_blocks: int, parsed: argparse.Namespace) -> Scheduler:
-    """A scheduler whose sequences all have their prompts behind them."""
+    """A scheduler whose sequences have all computed their prompts."""
     blocks = BlockManager(
         num_blocks=num_blocks,
         block_size=parsed.block_size,
@@ -132,51 +136,43 @@ def _decoding(num_sequences: int, num_blocks: int, parsed: argparse.Namespace) -
 
 
 def _sample(batch: Batch) -> BatchResult:
-    """A token for every sequence; they differ by sequence, so that no two share a block."""
+    """A token for every sequence; tokens differ by sequence, so that no two share a block."""
     return BatchResult(
         step=batch.step, token_ids={item.seq_id: (item.seq_id,) for item in batch.scheduled}
     )
 
 
 def _num_tokens(stagger: int, parsed: argparse.Namespace) -> int:
-    """Tokens of a sequence at the end of the measurement, at most."""
+    """The most tokens that a sequence has at the end of the measurement."""
     return int(parsed.prompt_tokens + stagger + _WARM_UP_STEPS + parsed.steps + 1)
 
 
 def _num_blocks_needed(num_sequences: int, parsed: argparse.Namespace) -> int:
-    """Blocks for all sequences to the end, with room for what admission keeps free."""
+    """Blocks for all sequences to the end, with what admission keeps free."""
     longest = -(-_num_tokens(parsed.block_size, parsed) // parsed.block_size)
     return num_sequences * int(longest) * 21 // 20
 
 
 def _tables(costs: Sequence[PolicyCost], pools: Sequence[int], sequences: Sequence[int]) -> str:
     by_cell = {(cost.num_sequences, cost.num_blocks): cost for cost in costs}
+    texts: dict[str, Callable[[PolicyCost], str]] = {
+        "Milliseconds per step of schedule() + update(), median / 99th percentile:": (
+            lambda cost: f"{cost.total_ms:.2f} / {cost.p99_ms:.2f}"
+        ),
+        "Of these, schedule() / update(), medians:": (
+            lambda cost: f"{cost.schedule_ms:.2f} / {cost.update_ms:.2f}"
+        ),
+    }
     header = ["sequences", *(f"{pool:,} blocks" for pool in pools)]
     sections = []
-    for title, text in (
-        ("Milliseconds per step of schedule() + update(), median / 99th percentile:", _total),
-        ("Of these, schedule() / update(), medians:", _parts),
-    ):
+    for title, text in texts.items():
+        cells = {count: [by_cell.get((count, pool)) for pool in pools] for count in sequences}
         rows = [
-            [
-                f"{count:,}",
-                *(
-                    text(by_cell[count, pool]) if (count, pool) in by_cell else "–"
-                    for pool in pools
-                ),
-            ]
-            for count in sequences
+            [f"{count:,}", *(text(cost) if cost else "–" for cost in row)]
+            for count, row in cells.items()
         ]
         sections.append(f"{title}\n\n{table(header, rows)}")
     return "\n\n".join([*sections, "–: the pool does not hold so many to the end."])
-
-
-def _total(cost: PolicyCost) -> str:
-    return f"{cost.total_ms:.2f} / {cost.p99_ms:.2f}"
-
-
-def _parts(cost: PolicyCost) -> str:
-    return f"{cost.schedule_ms:.2f} / {cost.update_ms:.2f}"
 
 
 def _verdict(costs: Sequence[PolicyCost]) -> str:

@@ -1,7 +1,8 @@
-"""`penstock bench quantization`: the same weights as they are and in int8, on the CPU.
+"""`penstock bench quantization`: a model's own dtype compared with int8 weights, on the CPU.
 
-First how far logits move, on text; then tokens per second of the engine alone, in turns: machines
-drift, so a figure is the median of the ratios of neighbouring runs.
+First it measures how far logits move, on conversations whose wordings the demo model was not
+trained on; then the engine's tokens per second. Machines drift, so both run in turn and a figure is
+the median of the ratios of neighbouring runs.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +26,8 @@ from penstock.engine.config import (
     DTYPES,
     QUANTIZATIONS,
     DeviceConfig,
-    EngineConfig,
     ModelConfig,
     Quantization,
-    SchedulerConfig,
 )
 from penstock.engine.demo.evaluate import Case, held_out_answers
 from penstock.engine.engine_core import EngineCore
@@ -37,18 +37,13 @@ from penstock.engine.model_files import resolve_model
 from penstock.engine.models.backends import LanguageModel, cpu_kernels, fastest
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
-from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.paged_layout import PagedLayout
-from penstock.load.engine_runs import Lengths, Run, make_requests, run_requests
+from penstock.load.engine_runs import Lengths, Run, build_engine, make_requests, run_requests
 from penstock.load.machine import frozen_garbage
 from penstock.load.report.options import add_out, counts
 from penstock.load.report.tables import publish, table, table_of
-
-# What int8 does to a model's logits: beside those of the same weights as they are.
-#
-# On conversations that the demo model was not trained on: questions in wordings kept from it.
 
 _BLOCK_SIZE = 16
 _TURNS_BEFORE = 5
@@ -61,7 +56,7 @@ _COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A conversation and, from `answer_start` on, the last answer in it."""
+    """A conversation; the last answer begins at `answer_start`."""
 
     token_ids: list[int]
     answer_start: int
@@ -69,12 +64,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Of all texts together.
+    """The errors over all texts.
 
-    Attributes:
-        relative_error: root mean square of the logits' change ÷ that of the logits, both about
-            their mean in each position (a shift of all logits changes nothing).
-        perplexity, int8_perplexity: of answers.
+    `relative_error` is the root mean square of the logits' change ÷ that of the logits, both about
+    their mean in each position, since a shift of all logits changes nothing. Perplexities are those
+    of answers.
     """
 
     num_texts: int
@@ -87,8 +81,8 @@ class Errors:
 
 
 def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -> list[Text]:
-    """Conversations of six turns for the model in a directory; longer ones than it takes are left
-    out. Without a chat template, lines of text. Raises ConfigError if none fits."""
+    """Conversations of six turns that fit the model's context; lines of text without a chat
+    template. Raises ConfigError if none fits."""
     tokenizer, template = Tokenizer.from_directory(path), ChatTemplate.from_directory(path)
     rng = random.Random(seed)
     cases = list(held_out_answers(rng, num_before=_TURNS_BEFORE))
@@ -108,7 +102,7 @@ def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -
 
 
 def _prompt(template: ChatTemplate, case: Case) -> str:
-    """Everything up to the last answer."""
+    """The conversation up to the last answer."""
     conversation, turn = case
     messages = [
         {"role": role, "content": content}
@@ -125,7 +119,7 @@ def _prompt(template: ChatTemplate, case: Case) -> str:
 def measure_errors(
     path: Path, *, dtype: str, texts: Sequence[Text], num_threads: int | None
 ) -> Errors:
-    """Run every text through the model in a directory, as it is and in int8, on the CPU."""
+    """Run every text through the model on the CPU, in its own dtype and in int8."""
     as_it_is, int8 = (
         _load(path, dtype, quantization, num_threads) for quantization in ("none", "int8")
     )
@@ -147,7 +141,7 @@ def measure_errors(
 
 
 def _compare(exact: Tensor, rounded: Tensor, text: Text) -> tuple[float, ...]:
-    """What `_COMPARED` names, of one text's logits [num_tokens, vocab_size]."""
+    """The `_COMPARED` sums of one text's logits [num_tokens, vocab_size]."""
     answers = slice(text.answer_start - 1, -1)  # where they are predicted
     answer = torch.tensor(text.token_ids[text.answer_start :])
     is_same = exact.argmax(1) == rounded.argmax(1)
@@ -178,7 +172,7 @@ def _load(
 
 
 def _pool(model: LanguageModel, num_tokens: int) -> Tensor:
-    """As `KVShape.allocate` gives it: room for so many tokens."""
+    """A KV pool for `num_tokens`, as `KVShape.allocate` makes it."""
     shape = KVShape.of(model.config, _BLOCK_SIZE, model.dtype)
     return shape.allocate(shape.num_blocks_for(num_tokens), torch.device("cpu"))
 
@@ -205,6 +199,8 @@ def _logits(model: LanguageModel, pool: Tensor, token_ids: Sequence[int]) -> Ten
 
 # -- the command --------------------------------------------------------------------------------
 
+Pairs: TypeAlias = dict[int, list[tuple[Run, Run]]]
+
 _WARM_UP_TOKENS = 8
 _NOTES = """\
 Error: root mean square of the logits' change, by that of the logits. Same top: positions whose
@@ -213,32 +209,30 @@ says nothing. tok/s: output tokens of a whole run, medians; times: medians of th
 turns, of the whole run, of its prompts and of the steps in which all sequences decode."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """Neighbouring runs of as many sequences."""
-
-    as_it_is: Run
-    int8: Run
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
-    add("--dtype", default="auto", choices=DTYPES, help="of what is not int8")
+    add("--dtype", default="auto", choices=DTYPES, help="dtype of everything that is not int8")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
-    add("--num-texts", type=int, default=20, help="to compare logits on")
-    add("--num-seqs", type=counts, default="1,8,32", help="sequences at once, with commas")
-    add("--prompt-tokens", type=int, default=128, help="of every request")
-    add("--output-tokens", type=int, default=64, help="of every request")
-    add("--repeats", type=int, default=3, help="runs of each count, in turn")
-    add("--seed", type=int, default=0, help="of texts and prompts")
+    add("--num-texts", type=int, default=20, help="texts on which logits are compared")
+    add(
+        "--num-seqs",
+        type=counts,
+        default="1,8,32",
+        help="numbers of concurrent sequences, comma-separated",
+    )
+    add("--prompt-tokens", type=int, default=128, help="prompt tokens per request")
+    add("--output-tokens", type=int, default=64, help="output tokens per request")
+    add("--repeats", type=int, default=3, help="runs of each number of sequences, in turn")
+    add("--seed", type=int, default=0, help="seed of texts and prompts")
     add_out(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure both; print and write the tables; 0."""
+    """Measure both; print and write the tables."""
     path = resolve_model(ModelConfig(model=parsed.model), weights=True)
-    cores = [_build(parsed, quantization) for quantization in QUANTIZATIONS]
+    device = DeviceConfig(device="cpu", num_threads=parsed.num_threads or None)
+    cores = [build_engine(parsed, quantization, device) for quantization in QUANTIZATIONS]
     info = cores[0][1]
     lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
     try:
@@ -257,33 +251,16 @@ def run(parsed: argparse.Namespace) -> int:
     )
     title = f"{info.model}, {info.dtype} and int8, CPU threads: {info.num_threads}"
     report = "\n\n".join([title, _error_table(errors), _speed_table(pairs), _NOTES])
-    print(report)
-    publish(
-        parsed.out,
-        "quantization",
-        title="int8",
-        report=report,
-        data={"model": info.model, "errors": asdict(errors), "speed": _figures(pairs)},
-    )
+    data = {"model": info.model, "errors": asdict(errors), "speed": _figures(pairs)}
+    publish(parsed.out, "quantization", "int8", report, data)
     return 0
-
-
-def _build(parsed: argparse.Namespace, quantization: Quantization) -> tuple[EngineCore, EngineInfo]:
-    return build_core(
-        EngineConfig(
-            model=ModelConfig(model=parsed.model, dtype=parsed.dtype, quantization=quantization),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
-            ),
-            device=DeviceConfig(device="cpu", num_threads=parsed.num_threads or None),
-        )
-    )
 
 
 def _measure_speed(
     cores: Sequence[tuple[EngineCore, EngineInfo]], lengths: Lengths, parsed: argparse.Namespace
-) -> dict[int, list[Pair]]:
-    """By count of sequences; all counts once before any comes again, and who is first changes."""
+) -> Pairs:
+    """Runs in the model's own dtype and in int8, by number of sequences; which is first alternates,
+    and all numbers run once before any runs again."""
     rng = random.Random(parsed.seed)
 
     def run_once(which: int, count: int, lengths: Lengths) -> Run:
@@ -294,30 +271,28 @@ def _measure_speed(
     warm_up = replace(lengths, output_tokens=min(_WARM_UP_TOKENS, lengths.output_tokens))
     for which, count in product((0, 1), parsed.num_seqs):  # the first run of a shape is slow
         run_once(which, count, warm_up)
-    pairs: dict[int, list[Pair]] = {count: [] for count in parsed.num_seqs}
+    pairs: Pairs = {count: [] for count in parsed.num_seqs}
     for repeat, count in product(range(parsed.repeats), parsed.num_seqs):
         first = repeat % 2
         runs = {which: run_once(which, count, lengths) for which in (first, 1 - first)}
-        pairs[count].append(Pair(as_it_is=runs[0], int8=runs[1]))
+        pairs[count].append((runs[0], runs[1]))
     return pairs
 
 
 def _error_table(errors: Errors) -> str:
-    return table_of(
-        [errors],
-        {
-            "texts": lambda each: f"{each.num_texts:,}",
-            "tokens": lambda each: f"{each.num_tokens:,}",
-            "error": lambda each: f"{each.relative_error:.2%}",
-            "same top": lambda each: f"{each.same_top_share:.2%}",
-            "in answers": lambda each: f"{each.answer_same_top_share:.2%}",
-            "perplexity": lambda each: f"{each.perplexity:,.4f}",
-            "in int8": lambda each: f"{each.int8_perplexity:,.4f}",
-        },
-    )
+    columns: dict[str, Callable[[Errors], str]] = {
+        "texts": lambda each: f"{each.num_texts:,}",
+        "tokens": lambda each: f"{each.num_tokens:,}",
+        "error": lambda each: f"{each.relative_error:.2%}",
+        "same top": lambda each: f"{each.same_top_share:.2%}",
+        "in answers": lambda each: f"{each.answer_same_top_share:.2%}",
+        "perplexity": lambda each: f"{each.perplexity:,.4f}",
+        "in int8": lambda each: f"{each.int8_perplexity:,.4f}",
+    }
+    return table_of([errors], columns)
 
 
-def _speed_table(pairs: Mapping[int, Sequence[Pair]]) -> str:
+def _speed_table(pairs: Pairs) -> str:
     header = ("sequences", "tok/s", "in int8", "times", "prefill times", "decode times")
     rows = [
         [
@@ -330,23 +305,23 @@ def _speed_table(pairs: Mapping[int, Sequence[Pair]]) -> str:
     return table(header, rows)
 
 
-def _figures(pairs: Mapping[int, Sequence[Pair]]) -> list[dict[str, float]]:
+def _figures(pairs: Pairs) -> list[dict[str, float]]:
     return [
         {
             "num_seqs": count,
-            "tokens_per_s": statistics.median(
-                each.as_it_is.output_tokens_per_s for each in several
-            ),
-            "int8_tokens_per_s": statistics.median(
-                each.int8.output_tokens_per_s for each in several
-            ),
-            "ratio": _ratio(several, lambda run: run.output_tokens_per_s),
-            "prefill_ratio": _ratio(several, lambda run: run.prefill_tokens_per_s),
-            "decode_ratio": _ratio(several, lambda run: run.decode_tokens_per_s),
+            "tokens_per_s": statistics.median(own.output_tokens_per_s for own, _ in runs),
+            "int8_tokens_per_s": statistics.median(int8.output_tokens_per_s for _, int8 in runs),
+            **{
+                name: statistics.median(rate(int8) / rate(own) for own, int8 in runs)
+                for name, rate in _RATES.items()
+            },
         }
-        for count, several in pairs.items()
+        for count, runs in pairs.items()
     ]
 
 
-def _ratio(pairs: Sequence[Pair], rate: Callable[[Run], float]) -> float:
-    return statistics.median(rate(pair.int8) / rate(pair.as_it_is) for pair in pairs)
+_RATES: dict[str, Callable[[Run], float]] = {
+    "ratio": lambda run: run.output_tokens_per_s,
+    "prefill_ratio": lambda run: run.prefill_tokens_per_s,
+    "decode_ratio": lambda run: run.decode_tokens_per_s,
+}

@@ -1,7 +1,7 @@
-"""What `make bench` prints: a server's start, memory, and speed with a few streams and with many.
+"""`make bench`: a server's start-up time and memory, and its speed with few and with many streams.
 
-Starts a server of its own and asks it as `penstock bench serve` would, so that the figures can be
-compared. In minutes; for more than a look there is `penstock bench`.
+It starts a server and sends the same requests as `penstock bench serve`, so that the figures are
+comparable. It takes minutes; `penstock bench` measures more.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import uvloop
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Endpoint
 from penstock.load.client.transport import TransportKind, open_transport
 from penstock.load.launch import Started, server
 from penstock.load.report.options import counts, positive
 from penstock.load.report.summary import Summary, summarize
 from penstock.load.report.tables import table
-from penstock.load.workloads.datasets import Lengths, RandomLengths
+from penstock.load.workloads.datasets import Lengths, RandomLengths, Words
 from penstock.load.workloads.driver import ClosedLoop
 from penstock.load.workloads.driver import run as drive
-from penstock.load.workloads.prompts import Words
 
 _PROMPT_TOKENS = 64  # words: a few more tokens of a small vocabulary
 _OUTPUT_TOKENS = 128
@@ -35,7 +34,7 @@ _MIN_REQUESTS, _WAVES = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """So many streams at once, and how they go over the wire."""
+    """A number of concurrent streams, and how they are sent."""
 
     num_streams: int
     transport: TransportKind = "sse"
@@ -43,12 +42,17 @@ class Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 if a stream had a fault, 2 if there was no server."""
+    """Measure and print; return 1 if a stream had a fault, 2 if the server did not start."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     add = parser.add_argument
     add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
-    add("--streams", type=counts, default="1,8,32", help="at once, with commas")
-    add("--output-tokens", type=positive, default=_OUTPUT_TOKENS, help="of each answer")
+    add(
+        "--streams",
+        type=counts,
+        default="1,8,32",
+        help="numbers of concurrent streams, comma-separated",
+    )
+    add("--output-tokens", type=positive, default=_OUTPUT_TOKENS, help="tokens per answer")
     add("flags", nargs="*", help="flags for the server, after --")
     parsed = parser.parse_args(arguments)
     try:
@@ -76,7 +80,8 @@ def _measure_all(started: Started, parsed: argparse.Namespace) -> int:
 
 
 def _cases(streams: Sequence[int]) -> list[Case]:
-    """Every number of streams as most clients send them; the most also as our own page does."""
+    """Every number of streams over chat completions; the largest also as our own web page sends
+    them."""
     most = max(streams)
     return [
         *(Case(num_streams=num_streams) for num_streams in streams),
@@ -88,7 +93,7 @@ def _cases(streams: Sequence[int]) -> list[Case]:
 async def _measure(
     case: Case, started: Started, parsed: argparse.Namespace, *, seed: int
 ) -> Summary:
-    """Keep the case's number of streams in flight; the first of them only warm the server up."""
+    """Keep the case's number of streams in flight, after a warm-up request."""
     num_requests = max(_MIN_REQUESTS, _WAVES * case.num_streams)
     dialogues = RandomLengths(
         num_dialogues=num_requests + 1,

@@ -1,7 +1,7 @@
-"""`penstock bench serve`: what a running server gives its users, from outside.
+"""`penstock bench serve`: latencies and throughput of a running server, as its clients see them.
 
-Any OpenAI-compatible server over SSE, and a penstock server over its WebSocket too. The exit code
-is 1 when any stream had a fault.
+It measures any OpenAI-compatible server over SSE, and a penstock server over WebSocket too. The
+exit code is 1 if any stream had a fault.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from penstock.load.report.summary import (
     Quantiles,
     Summary,
     itls_ms,
+    latency_table,
+    notes,
     num_output_tokens,
+    rate_table,
     read_metrics,
     summarize,
     ttft_ms,
+    warnings,
 )
 from penstock.load.report.tables import publish
-from penstock.load.report.text import latency_table, notes, rate_table, warnings
 from penstock.load.workloads.driver import Arrivals, ClosedLoop, RunResult
 from penstock.load.workloads.measure import Measured, measure, target_of, warm_up
 from penstock.load.workloads.options import (
@@ -50,18 +53,18 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="the server's address")
-    add("--num-warmups", type=int, default=1, help="requests sent before; jsonl: the file's first")
+    add("--num-warmups", type=int, default=1, help="warm-up requests; with jsonl, the file's first")
     add_wire_arguments(parser)
     add_dataset_arguments(parser, num_prompts=100)
     add_arrival_arguments(parser)
     add_report_arguments(parser)
-    add("--save-records", action="store_true", help="write what came of each request as JSONL")
+    add("--save-records", action="store_true", help="write the record of each request as JSONL")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; print and write the report; 1 if any stream had a fault."""
+    """Measure; print and write the report; return 1 if any stream had a fault."""
     if parsed.plot:
-        new_figure(1, 1)  # what is missing is missed now, not after the run
+        new_figure(1, 1)  # fail now, not after the run, without matplotlib
     wire, slo = wire_of(parsed), slo_of(parsed)
 
     def draw_dialogues(num_dialogues: int, seed: int) -> list[Dialogue]:
@@ -70,9 +73,8 @@ def run(parsed: argparse.Namespace) -> int:
     dialogues = draw_dialogues(parsed.num_prompts, parsed.seed)
     warm_ups = draw_dialogues(parsed.num_warmups, WARM_UP_SEED) if parsed.num_warmups > 0 else []
     arrivals = make_arrivals(parsed, dialogues)
-    target = target_of(
-        parsed.label or parsed.base_url, parsed.base_url, model=parsed.model, wire=wire
-    )
+    name = parsed.label or parsed.base_url
+    target = target_of(name, parsed.base_url, model=parsed.model, wire=wire)
     num_turns = sum(len(dialogue.turns) for dialogue in dialogues)
     title = (
         f"{target.name}: {target.model}, {num_turns:,} requests of {parsed.dataset}, "
@@ -89,27 +91,19 @@ def run(parsed: argparse.Namespace) -> int:
     has_cap = arrivals.max_concurrency is not None
     doubts = [f"warning: {text}" for text in warnings(summary, has_cap=has_cap)]
     parts = [latency_table(summary), rate_table(summary), notes(summary, server), *doubts]
-    report = "\n\n".join(parts)
-    print(f"\n{report}")
     stem = file_stem("serve", parsed.label)
-    others: list[Path] = []
-    if parsed.save_records:
-        others.append(parsed.out / f"{stem}-records.jsonl")
-        _write_records(measured.result, others[-1])
-    publish(
-        parsed.out,
-        stem,
-        title=title,
-        report=report,
-        data={
-            "settings": settings_of(parsed),
-            "model": target.model,
-            "summary": summary.to_json(),
-            "server": asdict(server) if server else None,
-        },
-        draw=partial(draw_run, measured.result, summary, title) if parsed.plot else None,
-        others=others,
-    )
+    others = [parsed.out / f"{stem}-records.jsonl"] if parsed.save_records else []
+    for path in others:
+        _write_records(measured.result, path)
+    data = {
+        "settings": settings_of(parsed),
+        "model": target.model,
+        "summary": summary.to_json(),
+        "server": asdict(server) if server else None,
+    }
+    picture = partial(draw_run, measured.result, summary, title) if parsed.plot else None
+    print()
+    publish(parsed.out, stem, title, "\n\n".join(parts), data, draw=picture, others=others)
     return int(summary.num_failed > 0)
 
 
@@ -134,7 +128,7 @@ def _write_records(result: RunResult, path: Path) -> None:
 
 
 def _plain(record: StreamRecord, began_s: float) -> dict[str, Any]:
-    """A record with its times from the start of the run."""
+    """A record with its times relative to the start of the run."""
     plain = asdict(record)
     for name in ("scheduled_s", "sent_s", "ended_s"):
         plain[name] -= began_s
@@ -154,42 +148,27 @@ _NUM_SLICES = 120  # of the run, for rates over time
 def draw_run(result: RunResult, summary: Summary, title: str, path: Path) -> None:
     """Draw a run and write the picture. Raises ConfigError if matplotlib is not installed."""
     figure = new_figure(13, 10)
-    figure.suptitle(
-        f"{title}\n{summary.output_tokens_per_s:,.0f} output tokens/s, "
-        f"{summary.requests_per_s:,.1f} requests/s",
-        x=0.01,
-        ha="left",
-        size=12,
-    )
+    tokens, requests = summary.output_tokens_per_s, summary.requests_per_s
+    rates = f"{tokens:,.0f} output tokens/s, {requests:,.1f} requests/s"
+    figure.suptitle(f"{title}\n{rates}", x=0.01, ha="left", size=12)
     grid = figure.add_gridspec(3, 2, height_ratios=(1, 1.5, 0.8))
     timed = [record for record in result.records if record.is_clean and record.event_times_s]
-    _draw_distribution(
-        figure.add_subplot(grid[0, 0]),
-        [ttft_ms(record) for record in timed],
-        summary.ttft_ms,
-        title="Time to first token",
-        of="requests",
-    )
-    _draw_distribution(
-        figure.add_subplot(grid[0, 1]),
-        [gap for record in timed for gap in itls_ms(record)],
-        summary.itl_ms,
-        title="Inter-token latency",
-        of="gaps",
-    )
+    gaps_ms = [gap for record in timed for gap in itls_ms(record)]
+    left, right = (figure.add_subplot(grid[0, column]) for column in (0, 1))
+    _draw_distribution(left, list(map(ttft_ms, timed)), summary.ttft_ms, of="requests")
+    left.set_title("Time to first token")
+    _draw_distribution(right, gaps_ms, summary.itl_ms, of="gaps")
+    right.set_title("Inter-token latency")
     timeline = figure.add_subplot(grid[1, :])
     _draw_timeline(timeline, result)
-    rates = figure.add_subplot(grid[2, :], sharex=timeline)
-    _draw_rates(rates, timed, result)
+    _draw_rates(figure.add_subplot(grid[2, :], sharex=timeline), timed, result)
     figure.savefig(path, dpi=150)
 
 
 def _draw_distribution(
-    axes: Axes, values_ms: Sequence[float], quantiles: Quantiles, *, title: str, of: str
+    axes: Axes, values_ms: Sequence[float], quantiles: Quantiles, *, of: str
 ) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("ms")
-    axes.set_ylabel(f"{of}, of {len(values_ms):,}")
+    axes.set(xlabel="ms", ylabel=f"{of}, of {len(values_ms):,}")
     if not values_ms:
         return
     high = max(values_ms)
@@ -199,21 +178,17 @@ def _draw_distribution(
     axes.hist(np.maximum(values_ms, low), spaced(low, high, _NUM_BINS + 1).tolist(), color=SKY)
     if is_log:
         make_log(axes, "x")
-    for name, value, style in (
-        ("p50", quantiles.p50, "-"),
-        ("p90", quantiles.p90, "--"),
-        ("p99", quantiles.p99, ":"),
-    ):
-        axes.axvline(
-            value, color=ORANGE, linestyle=style, linewidth=1.2, label=f"{name} {value:,.1f} ms"
-        )
+    for name, style in {"p50": "-", "p90": "--", "p99": ":"}.items():
+        value = getattr(quantiles, name)
+        label = f"{name} {value:,.1f} ms"
+        axes.axvline(value, color=ORANGE, linestyle=style, linewidth=1.2, label=label)
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, handlelength=1.2, columnspacing=1.0
     )
 
 
 def _draw_timeline(axes: Axes, result: RunResult) -> None:
-    """One bar a request, the first on top."""
+    """One bar per request, the first on top."""
     every = -(-len(result.records) // _MAX_BARS)
     shown = sorted(result.records, key=lambda record: record.scheduled_s)[::every]
     rows = np.arange(len(shown))
@@ -265,10 +240,6 @@ def _draw_rates(axes: Axes, timed: Sequence[StreamRecord], result: RunResult) ->
 
 
 def _moments(record: StreamRecord) -> tuple[float, float, float, float]:
-    """Due, sent, first token and last token; a fault's time where there was none."""
-    first_s, last_s = (
-        (record.event_times_s[0], record.event_times_s[-1])
-        if record.event_times_s
-        else (record.ended_s, record.ended_s)
-    )
-    return record.scheduled_s, record.sent_s, first_s, last_s
+    """When it was due, sent, had its first and its last token; without a token, when it ended."""
+    times_s = record.event_times_s or [record.ended_s]
+    return record.scheduled_s, record.sent_s, times_s[0], times_s[-1]

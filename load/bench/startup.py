@@ -1,8 +1,8 @@
-"""`penstock bench startup`: seconds to a server that is ready and to its first token, its memory.
+"""`penstock bench startup`: seconds until a server is ready and until its first token; its memory.
 
-Real servers are started and stopped, and each of their processes once more alone, in parts. What is
-imported is looked at first, which puts all files into the page cache: what a first start after boot
-takes is not measured.
+Real servers are started and stopped, and then each of their processes alone, split into parts.
+Measuring the imports first puts all files into the page cache: a first start after boot is not
+measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
@@ -30,17 +30,13 @@ from penstock.load.launch import Memory, Started, server
 from penstock.load.report.options import add_out
 from penstock.load.report.tables import publish, table
 
-# Where a process's start goes: its parts, and the packages it imports.
-#
-# Each process of the server is started alone for this (`probe`).
-
 _IMPORT_LINE = re.compile(r"import time:\s+(?P<self_us>\d+) \|\s+\d+ \|\s+(?P<name>\S+)")
 _TAIL_LINES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedModel:
-    """What the processes are started with."""
+    """The model that the processes are started with."""
 
     model: str
     dtype: str
@@ -53,15 +49,13 @@ def start_alone(process: str, model: ProbedModel) -> dict[str, float]:
 
 
 def import_times(process: str, model: ProbedModel) -> dict[str, float]:
-    """Seconds by top-level package, longest first, imported at any time of the start.
-
-    What one package imports of another counts for that other. Taking times makes imports slower.
-    """
+    """Seconds by top-level package, longest first, over the whole start. What one package imports
+    of another counts for that other. Taking times makes imports slower."""
     return parse_import_times(_probe(process, model, "-X", "importtime").stderr)
 
 
 def parse_import_times(text: str) -> dict[str, float]:
-    """The same from what `python -X importtime` writes."""
+    """Seconds by top-level package, from the output of `python -X importtime`."""
     seconds: Counter[str] = Counter()
     for line in text.splitlines():
         found = _IMPORT_LINE.match(line)
@@ -72,7 +66,7 @@ def parse_import_times(text: str) -> dict[str, float]:
 
 
 def _probe(process: str, model: ProbedModel, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the probe. Raises ConfigError if it failed, as with a model that cannot be loaded."""
+    """Run the probe. Raises ConfigError if it fails, for example if the model cannot be loaded."""
     probe = (*options, "-m", "penstock.load.bench.startup_probe", process)
     launched_s = time.perf_counter()
     done = subprocess.run(  # noqa: S603  (our own module)
@@ -96,31 +90,24 @@ _OUTPUT_TOKENS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
-    add("--dtype", default="auto", choices=DTYPES, help="of the weights")
-    add("--repeats", type=int, default=5, help="measured starts")
+    add("--dtype", default="auto", choices=DTYPES, help="dtype of the weights")
+    add("--repeats", type=int, default=5, help="number of starts")
     add_out(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Start, measure and stop; print and write the tables; 0."""
+    """Start, measure and stop; print and write the tables."""
     if parsed.repeats < 1:
         raise ConfigError("--repeats must be at least 1")
     model = ProbedModel(model=parsed.model, dtype=parsed.dtype)
     startup = measure(model, repeats=parsed.repeats)
-    report = markdown(model, startup)
-    print(report)
-    publish(
-        parsed.out,
-        "startup",
-        title="Start of a server",
-        report=report,
-        data=figures(model, startup),
-    )
+    data = figures(model, startup)
+    publish(parsed.out, "startup", "Start of a server", markdown(model, startup), data)
     return 0
 
 
 def measure(model: ProbedModel, *, repeats: int) -> Startup:
-    """Whole servers and single processes in turn."""
+    """Start whole servers and single processes in turn."""
     imports = {process: import_times(process, model) for process in IMPORTS}
     starts: list[Start] = []
     alone: dict[str, list[dict[str, float]]] = {process: [] for process in IMPORTS}
@@ -143,7 +130,8 @@ def start(model: ProbedModel) -> Start:
 
 
 async def _ask(started: Started, model: ProbedModel) -> float:
-    """A first request, to its end; when its first token came. Raises ConfigError if it failed."""
+    """Complete a first request; return when its first token came. Raises ConfigError if it
+    failed."""
     call = Call(
         model=model.model, max_tokens=_OUTPUT_TOKENS, ignore_eos=True, prompt_token_ids=_PROMPT
     )
@@ -170,11 +158,7 @@ it can be summed; unique would be free without the process."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of a server.
-
-    Attributes:
-        idle, used: memory of each process when ready, and after that request.
-    """
+    """One start of a server: the memory of each process when ready (`idle`) and after a request."""
 
     ready_s: float  # from the start of its process to its ready line
     first_token_s: float  # from a first request, sent then, to its first token
@@ -184,11 +168,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Startup:
-    """All that was measured.
-
-    Attributes:
-        alone: by process, the seconds of each part of each of its starts alone.
-    """
+    """Everything measured; `alone` has the seconds of each part, by process and start."""
 
     starts: Sequence[Start]
     alone: Mapping[str, Sequence[Mapping[str, float]]]
@@ -252,48 +232,33 @@ def _part_cells(runs: Sequence[Mapping[str, float]]) -> dict[str, tuple[str, str
 
 
 def _imports_table(imports: Mapping[str, Mapping[str, float]]) -> str:
+    def cells(name: str, seconds: float) -> tuple[str, str]:
+        return name, f"{1e3 * seconds:,.0f}"
+
     header = [title for process in imports for title in (process, "ms")]
-    longest = [list(packages.items())[:_NUM_PACKAGES] for packages in imports.values()]
-    rows = [
-        [cell for package in each for cell in _package_cells(package)]
-        for each in zip_longest(*longest, fillvalue=None)
-    ]
-    total = [
-        cell
+    longest = [
+        [cells(*package) for package in list(packages.items())[:_NUM_PACKAGES]]
         for packages in imports.values()
-        for cell in (_ALL, f"{1e3 * sum(packages.values()):,.0f}")
     ]
-    return table(header, [*rows, total])
-
-
-def _package_cells(package: tuple[str, float] | None) -> tuple[str, str]:
-    if package is None:
-        return ("–", "–")
-    name, seconds = package
-    return name, f"{1e3 * seconds:,.0f}"
+    lines = [*zip_longest(*longest, fillvalue=("–", "–"))]
+    lines.append(tuple(cells(_ALL, sum(packages.values())) for packages in imports.values()))
+    return table(header, [[cell for pair in line for cell in pair] for line in lines])
 
 
 def _memory_table(starts: Sequence[Start]) -> str:
     header = ("process", "resident", "proportional", "unique", "resident, used")
-    idle = [start.idle for start in starts]
-    used = [start.used for start in starts]
-    columns = [
-        _mebibytes(idle, lambda memory: memory.resident_bytes),
-        _mebibytes(idle, lambda memory: memory.proportional_bytes),
-        _mebibytes(idle, lambda memory: memory.unique_bytes),
-        _mebibytes(used, lambda memory: memory.resident_bytes),
-    ]
+    sizes = ("resident_bytes", "proportional_bytes", "unique_bytes")
+    columns = [_mebibytes([start.idle for start in starts], size) for size in sizes]
+    columns.append(_mebibytes([start.used for start in starts], "resident_bytes"))
     rows = [[process, *(f"{column[process]:,.0f}" for column in columns)] for process in columns[0]]
     _, proportional, unique, _ = (f"{sum(column.values()):,.0f}" for column in columns)
     return table(header, [*rows, ["together", "–", proportional, unique, "–"]])
 
 
-def _mebibytes(
-    starts: Sequence[Mapping[str, Memory]], size: Callable[[Memory], int]
-) -> dict[str, float]:
+def _mebibytes(starts: Sequence[Mapping[str, Memory]], size: str) -> dict[str, float]:
     """The median of a size over all starts, by process."""
     return {
-        process: statistics.median(size(start[process]) for start in starts) / (1 << 20)
+        process: statistics.median(getattr(start[process], size) for start in starts) / (1 << 20)
         for process in starts[0]
     }
 

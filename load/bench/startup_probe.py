@@ -1,7 +1,7 @@
-"""One process of the server started alone and in parts, told on its standard output as JSON.
+"""Starts one process of the server alone and prints the seconds of each part as JSON.
 
 Run as `python -m penstock.load.bench.startup_probe gateway|engine LAUNCHED_S MODEL DTYPE`, where
-LAUNCHED_S is `time.perf_counter()` of whoever made the process: that clock is the machine's. Only
+LAUNCHED_S is `time.perf_counter()` when the process was made: all processes share that clock. Only
 the standard library is imported before the parts begin.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.load.call_timer import CallTimer
+from penstock.load.machine import CallTimer
 
 # What each process imports before it reads its settings. Torch by itself, since it is most of it.
 IMPORTS = {
@@ -31,14 +31,14 @@ class Laps:
         self.seconds: dict[str, float] = {}
 
     def end(self, part: str) -> None:
-        """The part that began with the end of the last one is over."""
+        """End the part that began when the last one ended."""
         now_s = time.perf_counter()
         self.seconds[part] = now_s - self._last_s
         self._last_s = now_s
 
 
 def probe(process: str, *, launched_s: float, model: str, dtype: str) -> dict[str, float]:
-    """Start one process's work up to where it would wait for requests; seconds by part."""
+    """Start one process up to where it would wait for requests; return seconds by part."""
     laps = Laps(launched_s)
     laps.end("interpreter")
     for name in IMPORTS[process]:

@@ -1,10 +1,9 @@
 """`penstock bench sweep`: running servers measured at one load after another, up to saturation.
 
-A load is a number of dialogues in flight, or a rate. At each, all servers take turns (A B A B …)
-with the same prompts, so that a machine that drifts wrongs none. The prompts of one load are never
-those of another, or a prefix cache would know them (but `jsonl` has only its file's). A server that
-is saturated (`report.sweep`) is sent no higher load. The exit code is 1 when any stream had a
-fault.
+A load is a number of dialogues in flight, or a rate. At each load all servers take turns (A B A B
+…) with the same prompts, so that a drifting machine favours none. Each load has prompts of its own,
+since a prefix cache would know repeated ones (`jsonl` only has those of its file). A saturated
+server gets no higher load. The exit code is 1 if any stream had a fault.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvloop
 
@@ -29,9 +29,8 @@ from penstock.load.report.options import (
     slo_of,
 )
 from penstock.load.report.plots import BLUE, GREEN, ORANGE, SKY, make_log, new_figure, plain
-from penstock.load.report.summary import Slo, Summary, summarize
+from penstock.load.report.summary import Slo, Summary, summarize, warnings
 from penstock.load.report.tables import publish, table
-from penstock.load.report.text import warnings
 from penstock.load.workloads.driver import Arrivals, ClosedLoop, OpenLoop, gamma_offsets
 from penstock.load.workloads.measure import Target, measure, target_of, warm_up
 from penstock.load.workloads.options import (
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--server",
         action="append",
         metavar="NAME=URL",
-        help="may be repeated: all go into one picture; else " + _DEFAULT_SERVER,
+        help="may be repeated; all are in one picture; default: " + _DEFAULT_SERVER,
     )
     loads = group.add_mutually_exclusive_group()
     add = loads.add_argument
@@ -66,27 +65,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=counts,
         default="1,2,4,8,16,32,64,128,256",
-        help="dialogues in flight, ascending, with commas",
+        help="numbers of dialogues in flight, comma-separated",
     )
-    add("--rates", type=rates, help="dialogues a second instead, as 0.5,1,2")
+    add("--rates", type=rates, help="dialogues per second instead, such as 0.5,1,2")
     add_burstiness(group)
     add = group.add_argument
-    add("--seconds", type=float, default=10.0, help="that a rate lasts; more if --num-prompts asks")
+    add("--seconds", type=float, default=10.0, help="duration of each rate, at least")
     add(
         "--min-gain",
         type=float,
         default=0.05,
-        help="a server that gains less in throughput, and answers later, is saturated; 0: no load "
-        "is left out",
+        help="a server is saturated when throughput gains less and latency grows; 0: run all loads",
     )
-    add("--repeat", type=int, default=1, help="runs at each load, of each server")
+    add("--repeat", type=int, default=1, help="runs of each server at each load")
     add_wire_arguments(parser)
     add_dataset_arguments(parser, num_prompts=32)
     add_report_arguments(parser)
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """Positive numbers with commas between them. Raises ValueError if it is none."""
+    """Comma-separated positive numbers. Raises ValueError otherwise."""
     numbers = tuple(float(number) for number in text.split(","))
     if not all(0 < number < math.inf for number in numbers):
         raise ValueError(text)
@@ -94,9 +92,9 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Sweep; print and write the report; 1 if any stream had a fault."""
+    """Sweep; print and write the report; return 1 if any stream had a fault."""
     if parsed.plot:
-        new_figure(1, 1)  # what is missing is missed now, not after the runs
+        new_figure(1, 1)  # fail now, not after the runs, without matplotlib
     if parsed.repeat < 1:
         raise ConfigError("--repeat must be at least 1")
     if parsed.burstiness != 1.0 and not parsed.rates:
@@ -117,16 +115,11 @@ def run(parsed: argparse.Namespace) -> int:
     doubts = sorted({text for run in runs for text in warnings(run, has_cap=not parsed.rates)})
     parts = [sweep_table(curves), verdicts(curves), *(f"warning: {text}" for text in doubts)]
     report = "\n\n".join(parts)
-    print(f"\n{report}")
+    print()
     load_name = "dialogues a second" if parsed.rates else "dialogues in flight"
-    publish(
-        parsed.out,
-        file_stem("sweep", parsed.label),
-        title=title,
-        report=report,
-        data={"settings": settings_of(parsed), "curves": figures(curves)},
-        draw=partial(draw_sweep, curves, title, load_name) if parsed.plot else None,
-    )
+    data = {"settings": settings_of(parsed), "curves": figures(curves)}
+    picture = partial(draw_sweep, curves, title, load_name) if parsed.plot else None
+    publish(parsed.out, file_stem("sweep", parsed.label), title, report, data, draw=picture)
     return int(any(run.num_failed for run in runs))
 
 
@@ -135,7 +128,7 @@ def _servers(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, _, base_url = text.partition("=")
         if not name or not base_url or name in servers:
-            raise ConfigError(f"--server {text!r}: each needs a name of its own, as NAME=URL")
+            raise ConfigError(f"--server {text!r}: must be NAME=URL with a unique name")
         servers[name] = base_url
     return servers
 
@@ -143,7 +136,7 @@ def _servers(texts: Sequence[str]) -> dict[str, str]:
 async def _measure(
     parsed: argparse.Namespace, targets: Sequence[Target], wire: Wire, slo: Slo
 ) -> list[Curve]:
-    """All servers' curves; a saturated one ends early."""
+    """All servers' curves; that of a saturated server ends early."""
 
     def dialogues_of(num_dialogues: int, seed: int) -> list[Dialogue]:
         return make_dialogues(parsed, wire.endpoint, num_dialogues=num_dialogues, seed=seed)
@@ -155,7 +148,7 @@ async def _measure(
     live = targets
     for index, load in enumerate(sorted(set(parsed.rates or parsed.concurrency))):
         runs: dict[str, list[Summary]] = {target.name: [] for target in live}
-        # Enough of them for a load to last.
+        # Enough dialogues for a load to last.
         enough = math.ceil(load * (parsed.seconds if parsed.rates else _PROMPTS_PER_STREAM))
         for repeat in range(parsed.repeat):
             seed = parsed.seed + index * parsed.repeat + repeat
@@ -167,12 +160,10 @@ async def _measure(
         for name in runs:
             points[name].append(Point(load, runs[name]))
             _tell(name, points[name][-1])
-        live = [
-            target
-            for target in live
-            if parsed.min_gain <= 0
-            or not Curve("", points[target.name]).is_saturated(min_gain=parsed.min_gain)
-        ]
+        if parsed.min_gain > 0:
+            curves = {target.name: Curve("", points[target.name]) for target in live}
+            gain: float = parsed.min_gain
+            live = [each for each in live if not curves[each.name].is_saturated(min_gain=gain)]
     return [Curve(name, points[name]) for name in points]
 
 
@@ -184,7 +175,7 @@ def _arrivals(parsed: argparse.Namespace, load: float, num: int, seed: int) -> A
 
 
 def _tell(name: str, point: Point) -> None:
-    """A line as it goes: a sweep takes long."""
+    """Print a progress line, since a sweep takes long."""
     summary = point.summary
     print(
         f"{name} at {point.load:g}: {summary.output_tokens_per_s:,.0f} tokens/s, TTFT "
@@ -231,8 +222,8 @@ class Curve:
         """Whether more load gives no more tokens, only more waiting.
 
         That is: at the last load, output tokens per second grew by less than `min_gain` over the
-        best load before, and the median E2E latency is at least 1.2 times the one before. A load
-        at which nothing was completed is too much in any case.
+        best earlier load, and the median E2E latency is at least 1.2 times that of the load before.
+        A load at which nothing completed is always too much.
         """
         if not self.points or not self.points[-1].summary.num_completed:
             return bool(self.points)
@@ -257,7 +248,7 @@ request was due. good: share of all requests that kept to the objectives."""
 
 
 def verdicts(curves: Sequence[Curve]) -> str:
-    """The best load of each server, a line each."""
+    """One line per server: its best load."""
     return "\n".join(
         f"- {curve.name}: at most {curve.best.summary.output_tokens_per_s:,.0f} output tokens/s, "
         f"at a load of {curve.best.load:g}"
@@ -266,34 +257,24 @@ def verdicts(curves: Sequence[Curve]) -> str:
 
 
 def figures(curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """The curves as plain data, every run among them."""
-    return [
-        {
-            "server": curve.name,
-            "points": [
-                {"load": point.load, "runs": [run.to_json() for run in point.runs]}
-                for point in curve.points
-            ],
-        }
-        for curve in curves
-    ]
+    """The curves with every run, as plain data."""
+
+    def points(curve: Curve) -> list[dict[str, Any]]:
+        return [{"load": p.load, "runs": [run.to_json() for run in p.runs]} for p in curve.points]
+
+    return [{"server": curve.name, "points": points(curve)} for curve in curves]
 
 
 def _row(name: str, point: Point) -> list[str]:
     summary = point.summary
     rates = [run.output_tokens_per_s for run in point.runs]
+    spread = f"{max(rates) / min(rates):.2f}" if min(rates) > 0 else "–"
+    latencies = (summary.ttft_ms.p50, summary.ttft_ms.p99, summary.itl_ms.p50, summary.itl_ms.p99)
     return [
-        name,
-        f"{point.load:g}",
-        f"{summary.output_tokens_per_s:,.0f}",
-        f"{max(rates) / min(rates):.2f}" if min(rates) > 0 else "–",
+        *(name, f"{point.load:g}", f"{summary.output_tokens_per_s:,.0f}", spread),
         f"{summary.requests_per_s:,.2f}",
-        f"{summary.ttft_ms.p50:,.1f}",
-        f"{summary.ttft_ms.p99:,.1f}",
-        f"{summary.itl_ms.p50:,.1f}",
-        f"{summary.itl_ms.p99:,.1f}",
-        f"{summary.e2e_ms.p50:,.0f}",
-        f"{summary.e2e_ms.p99:,.0f}",
+        *(f"{latency:,.1f}" for latency in latencies),
+        *(f"{latency:,.0f}" for latency in (summary.e2e_ms.p50, summary.e2e_ms.p99)),
         f"{summary.goodput.share:.0%}" if summary.goodput else "–",
         f"{sum(run.num_failed for run in point.runs):,}",
     ]
@@ -307,29 +288,21 @@ _STYLES = tuple(
 _NAMED_FROM = 0.1  # of the best throughput
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Panel:
+class _Panel(NamedTuple):
     """One pair of axes: what is drawn of each point."""
 
     title: str
-    x_label: str
-    y_label: str
+    labels: tuple[str, str]  # of x and y
     x: Callable[[Point], float]
     y: Callable[[Summary], float]
-    tail: Callable[[Summary], float] | None = None  # drawn dashed: a p99
-    has_log_x: bool = False
-    has_log_y: bool = False
+    tail: Callable[[Summary], float] | None = None  # a p99, drawn dashed
+    log: str = ""  # the logarithmic axes
     names_loads: bool = False
 
 
 def draw_sweep(curves: Sequence[Curve], title: str, load_name: str, path: Path) -> None:
-    """Draw all servers' curves and write the picture.
-
-    Args:
-        load_name: what a load counts.
-
-    Raises ConfigError if matplotlib is not installed.
-    """
+    """Draw all servers' curves; `load_name` is what a load counts. Raises ConfigError if matplotlib
+    is not installed."""
     figure = new_figure(13, 9)
     figure.suptitle(title, x=0.01, ha="left", size=12)
     for place, panel in enumerate(_panels(load_name), start=1):
@@ -344,41 +317,37 @@ def draw_sweep(curves: Sequence[Curve], title: str, load_name: str, path: Path) 
 
 
 def _panels(load_name: str) -> tuple[_Panel, ...]:
+    rate = attrgetter("output_tokens_per_s")
     return (
         _Panel(
-            title="Throughput by load",
-            x_label=load_name,
-            y_label="output tokens/s",
+            "Throughput by load",
+            (load_name, "output tokens/s"),
             x=lambda point: point.load,
-            y=lambda summary: summary.output_tokens_per_s,
-            has_log_x=True,
+            y=rate,
+            log="x",
         ),
         _Panel(
-            title="Throughput against speed for one user: up and to the right is better",
-            x_label="tokens/s of one stream (1 ÷ median TPOT)",
-            y_label="output tokens/s of all",
+            "Throughput against speed for one user: up and to the right is better",
+            ("tokens/s of one stream (1 ÷ median TPOT)", "output tokens/s of all"),
             x=lambda point: 1e3 / point.summary.tpot_ms.p50,
-            y=lambda summary: summary.output_tokens_per_s,
+            y=rate,
             names_loads=True,
         ),
         _Panel(
-            title="Time to first token: median, and p99 dashed",
-            x_label=load_name,
-            y_label="ms",
+            "Time to first token: median, and p99 dashed",
+            (load_name, "ms"),
             x=lambda point: point.load,
-            y=lambda summary: summary.ttft_ms.p50,
-            tail=lambda summary: summary.ttft_ms.p99,
-            has_log_x=True,
-            has_log_y=True,
+            y=attrgetter("ttft_ms.p50"),
+            tail=attrgetter("ttft_ms.p99"),
+            log="xy",
         ),
         _Panel(
-            title="Latency against throughput: E2E median, and p99 dashed",
-            x_label="output tokens/s",
-            y_label="ms",
+            "Latency against throughput: E2E median, and p99 dashed",
+            ("output tokens/s", "ms"),
             x=lambda point: point.summary.output_tokens_per_s,
-            y=lambda summary: summary.e2e_ms.p50,
-            tail=lambda summary: summary.e2e_ms.p99,
-            has_log_y=True,
+            y=attrgetter("e2e_ms.p50"),
+            tail=attrgetter("e2e_ms.p99"),
+            log="y",
             names_loads=True,
         ),
     )
@@ -392,29 +361,23 @@ def _draw_curve(axes: Axes, curve: Curve, panel: _Panel, colour: str, marker: st
     if panel.tail is not None:
         tails = [panel.tail(point.summary) for point in points]
         axes.plot(xs, tails, color=colour, linestyle="--", linewidth=1)
-    if panel.names_loads:
-        for x, y, point in zip(xs, ys, points, strict=True):
-            if point.summary.output_tokens_per_s < _NAMED_FROM * _best(curve):
-                continue  # they lie on top of each other
+    named_from = _NAMED_FROM * curve.best.summary.output_tokens_per_s  # others overlap
+    for x, y, point in zip(xs, ys, points, strict=True):
+        if panel.names_loads and point.summary.output_tokens_per_s >= named_from:
             axes.annotate(
                 f"{point.load:g}", (x, y), (4, 4), textcoords="offset points", size=7, color=colour
             )
 
 
-def _best(curve: Curve) -> float:
-    return curve.best.summary.output_tokens_per_s
-
-
 def _finish(axes: Axes, panel: _Panel) -> None:
     axes.set_title(panel.title)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
+    axes.set(xlabel=panel.labels[0], ylabel=panel.labels[1])
     axes.grid(visible=True, which="both", linewidth=0.3)
-    if panel.has_log_x:
+    if "x" in panel.log:
         axes.set_xscale("log", base=2)
     else:
         axes.set_xlim(left=0)
-    if panel.has_log_y:
+    if "y" in panel.log:
         make_log(axes, "y")
     else:
         axes.set_ylim(bottom=0)

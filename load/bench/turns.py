@@ -1,8 +1,8 @@
-"""`penstock bench turns`: what a conversation's past costs its next turn.
+"""`penstock bench turns`: how much a conversation's history slows down its next turn.
 
-Conversations over one system prompt, one at a time. After each a request is sent that has as many
-new tokens as the last turn, and no past. With a past that is cached and quickly found, both take
-nearly as long to their first token: what remains is that new tokens attend to the past.
+Conversations share one system prompt and run one at a time. After each, a request without history
+is sent that has as many new tokens as the last turn. If the history is cached and found quickly,
+both take nearly as long to their first token: only attention over the history remains.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from penstock.load.launch import server
 from penstock.load.report.options import add_out, settings_of
 from penstock.load.report.summary import ttft_ms
 from penstock.load.report.tables import publish, table_of
-from penstock.load.workloads.datasets import Conversations, Lengths
+from penstock.load.workloads.datasets import (
+    Conversations,
+    Lengths,
+    PromptMaker,
+    Words,
+    load_tokenizer,
+)
 from penstock.load.workloads.driver import ClosedLoop
 from penstock.load.workloads.driver import run as drive
 from penstock.load.workloads.measure import ServerPages
 from penstock.load.workloads.options import WARM_UP_SEED, Wire
-from penstock.load.workloads.prompts import PromptMaker, Words, load_tokenizer
 
 _BAR = 1.2
 _NUM_WARM_UPS = 4
@@ -42,32 +47,32 @@ them. The request without a past comes after each conversation; the ratio is of 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base-url", help="a running server; else one is started")
-    add("--model", help=f"of the server; else {DEMO_MODEL}, or the first it lists")
-    add("--tokenizer", type=Path, help="model directory; else the started server's")
-    add("--endpoint", choices=("chat", "responses"), default="chat", help="asked")
+    add("--base-url", help="a running server; default: start one")
+    add("--model", help=f"default: {DEMO_MODEL}, or the first that the server lists")
+    add("--tokenizer", type=Path, help="model directory; default: the started server's")
+    add("--endpoint", choices=("chat", "responses"), default="chat", help="API to use")
     add(
         "--history",
         choices=("full", "previous_response_id"),
         default="full",
         help="how later turns refer to earlier ones",
     )
-    add("--conversations", type=int, default=16, help="that are measured")
-    add("--turns", type=int, default=4, help="of each conversation")
+    add("--conversations", type=int, default=16, help="number of measured conversations")
+    add("--turns", type=int, default=4, help="turns per conversation")
     add("--prefix-len", type=int, default=512, help="tokens of the system prompt")
-    add("--input-len", type=int, default=32, help="tokens of what a user says")
+    add("--input-len", type=int, default=32, help="tokens of a user's message")
     add("--output-len", type=int, default=32, help="tokens of an answer")
-    add("--seed", type=int, default=0, help="of all that is drawn")
-    add("flags", nargs="*", help="flags of the server that is started, after --")
+    add("--seed", type=int, default=0, help="seed of everything random")
+    add("flags", nargs="*", help="flags for the started server, after --")
     add_out(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; print and write the table; 1 if a stream had a fault."""
+    """Measure; print and write the table; return 1 if a stream had a fault."""
     if min(parsed.conversations, parsed.prefix_len, parsed.input_len, parsed.output_len) < 1:
         raise ConfigError("--conversations and all lengths must be at least 1")
     if parsed.turns < 2:
-        raise ConfigError("--turns must be at least 2: a first turn has no past")
+        raise ConfigError("--turns must be at least 2: the first turn has no history")
     wire = Wire(endpoint=parsed.endpoint, history=parsed.history, extra={"temperature": 0})
     with _server(parsed) as target:
         records = uvloop.run(_measure(target, wire, parsed))
@@ -78,26 +83,20 @@ def run(parsed: argparse.Namespace) -> int:
         return 1
     turns = _sort(records, parsed.turns)
     title = f"{target.model}, {wire.endpoint}, history: {wire.history}"
+    data = {
+        "settings": settings_of(parsed),
+        "model": target.model,
+        "ratio": ratio(turns),
+        "turns": [asdict(turn) for turn in turns],
+    }
     report = f"{title}\n\n{markdown(turns)}"
-    print(report)
-    publish(
-        parsed.out,
-        "turns",
-        title="Turns of a conversation",
-        report=report,
-        data={
-            "settings": settings_of(parsed),
-            "model": target.model,
-            "ratio": ratio(turns),
-            "turns": [asdict(turn) for turn in turns],
-        },
-    )
+    publish(parsed.out, "turns", "Turns of a conversation", report, data)
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The server asked, and the tokenizer it has, if that is known."""
+    """The measured server; `prompts` use its tokenizer if it is known."""
 
     base_url: str
     model: str
@@ -106,7 +105,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTimes:
-    """The same turn of all conversations, or the requests without a past."""
+    """The same turn of all conversations, or the requests without history."""
 
     name: str
     prompt_tokens: Sequence[int]
@@ -116,7 +115,7 @@ class TurnTimes:
 
 @contextmanager
 def _server(parsed: argparse.Namespace) -> Iterator[Target]:
-    """The one named, or one that runs until the end of the block."""
+    """The named server, or one that runs until the end of the block."""
     directory = parsed.tokenizer
     if parsed.base_url is not None:
         model = parsed.model or ServerPages(parsed.base_url).first_model()
@@ -134,9 +133,10 @@ def _target(base_url: str, model: str, directory: Path | None) -> Target:
 
 
 async def _measure(target: Target, wire: Wire, parsed: argparse.Namespace) -> list[StreamRecord]:
-    """Of conversations (even dialogues) and of the request after each. Some that are not measured
-    tell first by how much that request must be longer than what the user says: templates and the
-    answer before add a few tokens to a turn, and a beginning like others' is cached.
+    """Run conversations (even dialogues), each followed by its request without history.
+
+    A warm-up first finds how much longer that request must be than a user's text: the chat template
+    and the answer before add tokens to a turn, and a beginning shared with others is cached.
     """
     async with wire.open(target.base_url) as transport:
 
@@ -167,7 +167,7 @@ async def _measure(target: Target, wire: Wire, parsed: argparse.Namespace) -> li
 def _dialogues(
     target: Target, parsed: argparse.Namespace, *, num: int, seed: int, num_more: int = 0
 ) -> list[Dialogue]:
-    """Conversations, each followed by a request with num_more tokens more than a turn of it."""
+    """Conversations, each followed by a request with `num_more` more tokens than a turn."""
     conversations = Conversations(
         num_dialogues=num,
         num_turns=parsed.turns,
@@ -186,12 +186,13 @@ def _dialogues(
 
 
 def _num_new(record: StreamRecord) -> int:
-    """Tokens of the prompt that had to be computed; all of them where the server does not say."""
+    """Prompt tokens that had to be computed; all of them where the server does not report cached
+    ones."""
     return record.prompt_tokens - max(record.cached_tokens, 0)
 
 
 def _sort(records: Sequence[StreamRecord], num_turns: int) -> list[TurnTimes]:
-    """By turn; the requests without a past last."""
+    """The times by turn; the requests without history come last."""
     groups = {
         f"turn {number + 1}": [
             record for record in records if record.dialogue % 2 == 0 and record.turn == number
@@ -214,7 +215,7 @@ def _sort(records: Sequence[StreamRecord], num_turns: int) -> list[TurnTimes]:
 
 
 def ratio(turns: Sequence[TurnTimes]) -> float:
-    """TTFT of the last turn by that without a past: the median over neighbours."""
+    """TTFT of the last turn ÷ TTFT without history: the median over neighbouring pairs."""
     *_, last, alone = turns
     pairs = zip(last.ttft_ms, alone.ttft_ms, strict=True)
     return statistics.median(with_past / without for with_past, without in pairs)

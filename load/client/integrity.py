@@ -1,10 +1,9 @@
-"""What every stream must be, checked as its events come in: data in, a `StreamRecord` out.
+"""Checks every stream as its events come in, and fills its `StreamRecord`.
 
     chat, completions   chunks with text, the finish chunk, a usage chunk, `[DONE]`
     responses           events numbered from 0, one terminal event that repeats the text
 
-A stream that goes wrong is read on as far as it goes: the first fault is seldom all there is to
-see.
+A stream with a fault is read as far as it goes, since the first fault is seldom the only one.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Any
 
 import orjson
 
-from penstock.load.client.records import Fault, StreamRecord
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Endpoint, Fault, StreamRecord
 
 _MAX_DETAIL_CHARS = 300
 _DONE = b"[DONE]"
@@ -29,9 +27,8 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning")  # servers differ
 class StreamCheck(abc.ABC):
     """Fills the record of one stream.
 
-    Attributes:
-        is_ended: the terminal event came, or nothing more can; what comes still is a fault.
-        heard_s: when the last event came; before the first, when the request was sent.
+    `is_ended`: the terminal event came, or nothing more can; later events are faults. `heard_s`:
+    when the last event came; before the first event, when the request was sent.
     """
 
     def __init__(self, record: StreamRecord) -> None:
@@ -41,7 +38,7 @@ class StreamCheck(abc.ABC):
         self._pieces: list[str] = []
 
     def take(self, data: bytes, now_s: float) -> None:
-        """An event, as it came."""
+        """Check an event, as received."""
         if data == _DONE and not self.is_ended:
             self.heard_s = now_s
             self._take_done(now_s)
@@ -54,7 +51,7 @@ class StreamCheck(abc.ABC):
             self.take_event(event, now_s)
 
     def take_event(self, event: dict[str, Any], now_s: float) -> None:
-        """An event, parsed."""
+        """Check a parsed event."""
         if self.is_ended:
             self._take_junk(_excerpt(orjson.dumps(event)), now_s)
             return
@@ -65,34 +62,34 @@ class StreamCheck(abc.ABC):
             self._take_junk(f"{error!r} in {_excerpt(orjson.dumps(event))}", now_s)
 
     def take_stray(self, data: bytes, now_s: float) -> None:
-        """Something among the events of several streams that does not say whose it is."""
+        """Note an event that does not say which of several streams it belongs to."""
         self._take_junk(f"an event of no stream: {_excerpt(data)}", now_s)
 
     def fail(self, fault: Fault, detail: str, now_s: float) -> None:
-        """Something ended the stream that is no event."""
+        """End the stream with a fault that is not an event."""
         self.record.fault(fault, detail)
         self._end(now_s)
 
     def close(self, now_s: float) -> None:
-        """No more will come."""
+        """End the stream: no more events will come."""
         if not self.is_ended:
             self.fail(Fault.CUT, "the connection ended without a terminal event", now_s)
         self.settle()
 
     def settle(self) -> None:
-        """Put into the record what is kept aside while events come."""
+        """Put what was collected during the stream into the record."""
         self.record.text = "".join(self._pieces)
 
     @abc.abstractmethod
     def _take(self, event: dict[str, Any], now_s: float) -> None:
-        """An event before the end; may raise whatever a wrong shape raises."""
+        """An event before the end; may raise what an unexpected shape raises."""
 
     @abc.abstractmethod
     def _take_done(self, now_s: float) -> None:
         """`[DONE]`."""
 
     def _take_junk(self, detail: str, now_s: float) -> None:
-        if self.is_ended:  # does not count as heard, or a stream might never be let go
+        if self.is_ended:  # does not count as heard, or a stream might never end
             self.record.fault(Fault.AFTER_END, detail)
         else:
             self.heard_s = now_s
@@ -106,8 +103,15 @@ class StreamCheck(abc.ABC):
         self.record.event_times_s.append(now_s)
         self._pieces.append(text)
 
+    def _note_usage(self, usage: dict[str, Any], output: str, prompt: str) -> None:
+        """The counts of a usage object, under the endpoint's names."""
+        record, details = self.record, usage.get(f"{prompt}_details") or {}
+        record.output_tokens = _count_of(usage.get(output))
+        record.prompt_tokens = _count_of(usage.get(prompt))
+        record.cached_tokens = _count_of(details.get("cached_tokens"))
+
     def _compare(self, num_seen: int, num_wanted: int, *, wanted_by: str) -> None:
-        """Note tokens lost or added; a negative count is an unknown one."""
+        """Note lost or extra tokens; a negative count is unknown."""
         if min(num_seen, num_wanted) < 0 or num_seen == num_wanted:
             return
         fault = Fault.LOST_TOKENS if num_seen < num_wanted else Fault.EXTRA_TOKENS
@@ -115,9 +119,9 @@ class StreamCheck(abc.ABC):
 
 
 class ChunkCheck(StreamCheck):
-    """Chat completions and completions, of one choice.
+    """Chat completions and completions with one choice.
 
-    Tokens whose text is not there yet (half a character) count into the next event that has text.
+    Tokens whose text is still incomplete (half a character) count into the next event with text.
     """
 
     def __init__(self, record: StreamRecord) -> None:
@@ -180,7 +184,7 @@ class ChunkCheck(StreamCheck):
         record = self.record
         self._compare(self._num_seen, record.output_tokens, wanted_by="in the usage")
         self._compare(record.output_tokens, record.expected_tokens, wanted_by="asked for")
-        # An event with text brings a token at least.
+        # An event with text has at least one token.
         most = record.output_tokens if record.output_tokens >= 0 else record.expected_tokens
         if 0 <= most < len(record.event_times_s):
             record.fault(
@@ -189,15 +193,11 @@ class ChunkCheck(StreamCheck):
 
     def settle(self) -> None:
         super().settle()
-        record, usage = self.record, self._usage
-        record.output_tokens = _count_of(usage.get("completion_tokens"))
-        record.prompt_tokens = _count_of(usage.get("prompt_tokens"))
-        details = usage.get("prompt_tokens_details") or {}
-        record.cached_tokens = _count_of(details.get("cached_tokens"))
+        self._note_usage(self._usage, "completion_tokens", "prompt_tokens")
 
 
 class ResponseCheck(StreamCheck):
-    """Responses, over SSE and WebSocket alike."""
+    """Responses, over SSE and WebSocket."""
 
     def __init__(self, record: StreamRecord) -> None:
         super().__init__(record)
@@ -224,42 +224,32 @@ class ResponseCheck(StreamCheck):
             self._take_ending(kind, event["response"])
 
     def _check_number(self, number: int) -> None:
-        if number > self._next_number:
-            self.record.fault(Fault.GAP, f"number {number} came for {self._next_number}")
-        elif number < self._next_number:
-            self.record.fault(Fault.REPEAT, f"number {number} came for {self._next_number}")
+        if number != self._next_number:
+            fault = Fault.GAP if number > self._next_number else Fault.REPEAT
+            self.record.fault(fault, f"number {number} came for {self._next_number}")
         self._next_number = max(self._next_number, number + 1)
 
     def _take_error(self, event: dict[str, Any], now_s: float) -> None:
-        # On a WebSocket this is how a request is refused, and then it has a status.
+        # This is how a WebSocket request is refused; then the event has a status.
         status = event.get("status")
-        detail = _message_of(event.get("error") or event)
-        if self._next_number == 0 and status is not None:
-            self.record.status = int(status)
-            self.fail(Fault.REFUSED, detail, now_s)
-        else:
-            self.fail(Fault.FAILED, detail, now_s)
+        is_refusal = self._next_number == 0 and status is not None
+        if is_refusal:
+            self.record.status = int(event["status"])
+        fault = Fault.REFUSED if is_refusal else Fault.FAILED
+        self.fail(fault, _message_of(event.get("error") or event), now_s)
 
     def _take_ending(self, kind: str, response: dict[str, Any]) -> None:
         record = self.record
         why = response.get("incomplete_details") or {}
         record.finish_reason = why.get("reason") or response["status"]
-        usage = response.get("usage") or {}
-        record.output_tokens = _count_of(usage.get("output_tokens"))
-        record.prompt_tokens = _count_of(usage.get("input_tokens"))
-        details = usage.get("input_tokens_details") or {}
-        record.cached_tokens = _count_of(details.get("cached_tokens"))
+        self._note_usage(response.get("usage") or {}, "output_tokens", "input_tokens")
         if kind == "response.failed":
             record.fault(Fault.FAILED, _message_of(response.get("error") or kind))
             return
         self._compare(record.output_tokens, record.expected_tokens, wanted_by="asked for")
-        stated = "".join(
-            part["text"]
-            for item in response["output"]
-            if item["type"] == "message"
-            for part in item["content"]
-            if part["type"] == "output_text"
-        )
+        messages = [item for item in response["output"] if item["type"] == "message"]
+        parts = [part for item in messages for part in item["content"]]
+        stated = "".join(part["text"] for part in parts if part["type"] == "output_text")
         self._compare_text("".join(self._pieces), stated, kind)
 
     def _compare_text(self, seen: str, stated: str, where: str) -> None:
@@ -279,7 +269,7 @@ def check_of(endpoint: Endpoint, record: StreamRecord) -> StreamCheck:
 
 
 def refusal_of(body: bytes) -> str:
-    """What a refused request's body says: the API's message if it has one."""
+    """The error message in a refused request's body, or the body's first words."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -312,11 +302,8 @@ def _excerpt(data: bytes) -> str:
 
 
 class StallTimer:
-    """Calls `on_stall` once, when a stream has had no event for `stall_s`.
-
-    Args:
-        check: knows when the last event came.
-    """
+    """Calls `on_stall` once, when a stream has had no event for `stall_s`; the check knows when
+    the last event came."""
 
     def __init__(self, check: StreamCheck, *, stall_s: float, on_stall: Callable[[], None]) -> None:
         self._check = check

@@ -1,8 +1,9 @@
 """What a measuring client is asked to do, and what it saw.
 
-A `Dialogue` is the unit of a workload: one turn for most datasets, several for conversations. A
-`Call` is one turn as it goes over the wire, and a `StreamRecord` what its client saw of it. Nothing
-here knows a transport, a clock or a file.
+A `Dialogue` is the unit of a workload: one turn in most datasets, several in conversations. A
+`Call` is one turn as sent, and a `StreamRecord` is what its client saw of it. `body_of` makes
+the JSON body of a call: always a stream with usage; `extra` overrides every field, and None
+drops one for servers that refuse it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
+
+from penstock.engine.errors import ConfigError
 
 Prompt: TypeAlias = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a user says, and how long the answer is to be."""
+    """What a user says, and how long the answer shall be."""
 
     text: Prompt  # words, or token ids where the endpoint takes them (`/v1/completions`)
     max_tokens: int  # of the answer; exactly so many with `ignore_eos`
@@ -27,11 +31,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """Turns that follow each other; each sees all before it.
-
-    Attributes:
-        at_s: when it starts, from the start of the run, where the dataset says so (a trace).
-    """
+    """Successive turns; each sees all before it. `at_s` is its start in a trace, from the start
+    of the run."""
 
     turns: tuple[Turn, ...]
     system: str = ""
@@ -55,10 +56,9 @@ class Message:
 class Call:
     """One request.
 
-    Attributes:
-        messages: the history to send and the new turn, last; empty when `prompt_token_ids` is set.
-        previous_response_id: of the answer that holds the history, which is then not sent again.
-        extra: further fields of the body (sampling parameters).
+    `messages` is the history to send, with the new turn last; it is empty if `prompt_token_ids`
+    is set. `previous_response_id` names the answer whose history is not sent again. `extra` has
+    further fields of the body (sampling parameters).
     """
 
     model: str
@@ -71,7 +71,7 @@ class Call:
 
 
 class Fault(StrEnum):
-    """What a client can see go wrong with one stream."""
+    """What a client can see go wrong in one stream."""
 
     UNREACHABLE = "unreachable"  # no connection
     REFUSED = "refused"  # an error before the stream began: a status of 400 or more
@@ -91,13 +91,10 @@ class Fault(StrEnum):
 class StreamRecord:
     """One request as its client saw it. Times are seconds of `time.perf_counter()`.
 
-    Attributes:
-        dialogue, turn: which it was, from 0.
-        scheduled_s: when the workload wanted it sent. Latencies count from here, so that a client
-            that falls behind shows in them (no coordinated omission).
-        event_times_s: arrival of each event that brought new text.
-        event_tokens: tokens in each of these, where the server says how many; else empty.
-        prompt_tokens, cached_tokens, output_tokens: as the server counts them; -1: not said.
+    Latencies count from `scheduled_s`, when the workload wanted it sent, so that a client that
+    falls behind shows in them (no coordinated omission). `event_times_s` are the arrivals of
+    events with new text, and `event_tokens` the tokens in each of them, empty where the server
+    does not say. Token counts are the server's; -1 means unknown.
     """
 
     dialogue: int = 0
@@ -116,14 +113,89 @@ class StreamRecord:
     text: str = ""
     status: int = 0
     faults: list[Fault] = field(default_factory=list)
-    detail: str = ""  # what a fault said, for people
+    detail: str = ""  # the details of a fault
 
     @property
     def is_clean(self) -> bool:
         return not self.faults
 
     def fault(self, fault: Fault, detail: str = "") -> None:
-        """Note a fault, once of each kind; the first detail stays."""
+        """Note a fault, each kind once; the first detail is kept."""
         if fault not in self.faults:
             self.faults.append(fault)
         self.detail = self.detail or detail
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A server's address."""
+
+    is_tls: bool
+    host: str
+    port: int
+    netloc: str  # host and port as the Host header has them
+    prefix: str  # the path that the API lies below, `/v1` not included
+
+    @classmethod
+    def parse(cls, base_url: str) -> Self:
+        """Parse `http://host:port`, with or without `/v1`. Raises ConfigError if it is invalid."""
+        try:
+            parts = urlsplit(base_url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{base_url!r} is not a server address: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise ConfigError(f"{base_url!r} is not a server address such as http://host:port")
+        is_tls = parts.scheme == "https"
+        return cls(
+            is_tls=is_tls,
+            host=parts.hostname,
+            port=port or (443 if is_tls else 80),
+            netloc=parts.netloc.rpartition("@")[2],
+            prefix=parts.path.rstrip("/").removesuffix("/v1"),
+        )
+
+
+Endpoint: TypeAlias = Literal["completions", "chat", "responses"]
+
+PATHS: Mapping[Endpoint, str] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+}
+# A token count in every chunk, since chunks may hold several tokens, or half of one.
+_STREAM_OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def body_of(endpoint: Endpoint, call: Call) -> dict[str, Any]:
+    """The body of a call. Raises ConfigError if the endpoint cannot take it."""
+    if call.prompt_token_ids and endpoint != "completions":
+        raise ConfigError(f"{PATHS[endpoint]} takes no token ids; {PATHS['completions']} does")
+    if call.previous_response_id is not None and endpoint != "responses":
+        raise ConfigError(f"previous_response_id works only with {PATHS['responses']}")
+    body: dict[str, Any] = {"model": call.model, "stream": True}
+    if endpoint == "completions":
+        # It has no roles: the model continues the text.
+        text = "".join(message.content for message in call.messages)
+        body["prompt"] = call.prompt_token_ids or text
+        body["max_tokens"] = call.max_tokens
+        body["stream_options"] = _STREAM_OPTIONS
+    elif endpoint == "chat":
+        body["messages"] = _messages(call)
+        body["max_tokens"] = call.max_tokens
+        body["stream_options"] = _STREAM_OPTIONS
+    else:
+        body["input"] = _messages(call)
+        body["max_output_tokens"] = call.max_tokens
+        if call.previous_response_id is not None:
+            body["previous_response_id"] = call.previous_response_id
+    if call.ignore_eos:
+        body["ignore_eos"] = True
+    return {name: value for name, value in {**body, **call.extra}.items() if value is not None}
+
+
+def _messages(call: Call) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in call.messages]

@@ -1,30 +1,33 @@
-"""Calls over HTTP with server-sent events: any OpenAI-compatible server.
-
-Lives here: the pool of connections, and what of an exchange is a fault.
-"""
+"""Calls over HTTP with server-sent events, to any OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import httptools
 import orjson
 
 from penstock.load.client.integrity import StallTimer, StreamCheck, check_of, refusal_of
-from penstock.load.client.records import Call, Fault, StreamRecord
-from penstock.load.client.requests import PATHS, Address, Endpoint, body_of
-
-# Server-sent events out of bytes.
-#
-# Data in, data out, after the WHATWG specification. Names and ids of events are left aside: every
-# dialect that is read here says in the data what an event is.
+from penstock.load.client.records import (
+    PATHS,
+    Address,
+    Call,
+    Endpoint,
+    Fault,
+    StreamRecord,
+    body_of,
+)
 
 
 class EventStreamParser:
-    """Takes a stream in pieces, cut anywhere, and gives the data of each event that is whole."""
+    """Takes a stream in arbitrary pieces and returns the data of each complete event.
+
+    It follows the WHATWG specification, but ignores event names and ids: in every dialect read
+    here the data says what an event is.
+    """
 
     __slots__ = ("_is_after_cr", "_rest")
 
@@ -33,7 +36,7 @@ class EventStreamParser:
         self._is_after_cr = False
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The events that this piece completes. What a stream's end cuts off is no event."""
+        """The events that this piece completes. An event cut off by the stream's end is dropped."""
         if b"\r" in piece or self._is_after_cr:
             piece = self._with_plain_ends(piece)
         rest = self._rest
@@ -71,43 +74,23 @@ def _data_of(events: bytes) -> list[bytes]:
     return found
 
 
-# One HTTP/1.1 connection that posts, and hands on what comes back as it is read.
-#
-# No coroutine runs per read: the event loop calls the parser, and the parser calls the reader. On
-# the two cores that a client shares with the server it measures, this matters.
-
-
-class ResponseReader(Protocol):
-    """Takes one response as it comes."""
-
-    def head(self, status: int, content_type: str, now_s: float) -> None: ...
-
-    def body(self, piece: bytes, now_s: float) -> None:
-        """Part of the body. All that one read of the socket brings has one time."""
-
-    def end(self, now_s: float) -> None:
-        """The body is whole, or the connection was lost."""
-
-    def malformed(self, detail: str, now_s: float) -> None:
-        """It is not HTTP; the connection is closed."""
-
-
 class HttpConnection(asyncio.Protocol):
-    """A connection, for one request at a time.
+    """An HTTP/1.1 connection, for one POST at a time; `is_reusable` once its last response was
+    read completely.
 
-    Attributes:
-        is_reusable: it is open, and its last response was read to the end.
+    No coroutine runs per read: the event loop calls the parser, and the parser calls the reader.
+    That matters on two cores that the client shares with the measured server.
     """
 
     def __init__(self) -> None:
         self.is_reusable = True
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._reader: ResponseReader | None = None
+        self._reader: _Exchange | None = None
         self._content_type = ""
         self._now_s = 0.0
 
-    def post(self, request: bytes, reader: ResponseReader) -> None:
+    def post(self, request: bytes, reader: _Exchange) -> None:
         """Send a request, head and body."""
         assert self.is_reusable
         assert self._transport is not None, "not connected"
@@ -117,7 +100,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(request)
 
     def abort(self) -> None:
-        """Close at once; the reader hears no more."""
+        """Close at once; the reader is not called again."""
         self.is_reusable = False
         self._reader = None
         if self._transport is not None:
@@ -158,7 +141,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._reader is not None:
-            self._reader.head(self._parser.get_status_code(), self._content_type, self._now_s)
+            self._reader.head(self._parser.get_status_code(), self._content_type)
 
     def on_body(self, piece: bytes) -> None:
         if self._reader is not None:
@@ -182,17 +165,18 @@ def request_of(path: str, headers: dict[str, str], body: bytes) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-# Servers close idle connections after 5 s (uvicorn, cpp-httplib); a request must not meet that.
+# Servers close idle connections after 5 s (uvicorn, cpp-httplib), which no request may hit.
 _MAX_IDLE_S = 2.0
 _MAX_REFUSAL_BYTES = 64 << 10
 
 
 class SseTransport:
-    """Posts calls to one endpoint of one server. Connections are kept for the next call.
+    """Posts calls to one endpoint of one server.
 
     Args:
-        max_connections: calls at once, others wait here; 0: no bound.
-        stall_s: silence, comments aside, that is a fault.
+        max_connections: calls at once, others wait; 0: no limit.
+        keeps_connections: for the next call; else each call has a connection of its own.
+        stall_s: silence, apart from comments, that is a fault.
     """
 
     def __init__(
@@ -202,11 +186,13 @@ class SseTransport:
         *,
         api_key: str | None = None,
         max_connections: int = 0,
+        keeps_connections: bool = True,
         stall_s: float = 60.0,
     ) -> None:
         self._address = Address.parse(base_url)
         self._endpoint = endpoint
         self._stall_s = stall_s
+        self._keeps_connections = keeps_connections
         self._path = self._address.prefix + PATHS[endpoint]
         self._headers = {"Host": self._address.netloc, "Accept": "text/event-stream"}
         if api_key:
@@ -226,8 +212,8 @@ class SseTransport:
         await asyncio.sleep(0)  # for sockets to close
 
     async def stream(self, call: Call, record: StreamRecord) -> None:
-        """Send it and read to the end of the answer. Raises ConfigError if the endpoint cannot be
-        asked this."""
+        """Send a call and read its whole answer. Raises ConfigError if the endpoint cannot take
+        it."""
         body = orjson.dumps(body_of(self._endpoint, call))
         request = request_of(self._path, self._headers, body)
         async with self._slots:
@@ -256,7 +242,7 @@ class SseTransport:
         finally:
             timer.cancel()
             check.settle()
-            if connection.is_reusable:
+            if connection.is_reusable and self._keeps_connections:
                 self._idle.append((time.perf_counter(), connection))
             else:
                 connection.abort()
@@ -286,8 +272,7 @@ class _Exchange:
         self._other = bytearray()  # the body where it is no stream of events
         self._is_stream = False
 
-    def head(self, status: int, content_type: str, now_s: float) -> None:
-        del now_s
+    def head(self, status: int, content_type: str) -> None:
         self._check.record.status = status
         self._is_stream = status == 200 and content_type.startswith("text/event-stream")
 

@@ -1,12 +1,11 @@
-"""The seam between a workload and the wire."""
+"""The interface between a workload and its connections."""
 
 from __future__ import annotations
 
 from typing import Literal, Protocol, Self, TypeAlias
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Call, StreamRecord
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Call, Endpoint, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.client.websocket import WebSocketTransport
 
@@ -19,11 +18,8 @@ class Transport(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     async def stream(self, call: Call, record: StreamRecord) -> None:
-        """Send it and read to the end.
-
-        Whatever goes wrong is noted as a fault of the record; nothing is raised but
-        cancellation, which closes the connection (that is how a client walks away).
-        """
+        """Send a call and read its whole answer. Errors become faults of the record; only
+        cancellation is raised, and closes the connection: that is how a client leaves."""
         ...
 
 
@@ -38,13 +34,13 @@ def open_transport(
     api_key: str | None = None,
     stall_s: float = 60.0,
 ) -> Transport:
-    """A transport, to be entered. Raises ConfigError if the transport does not speak to that
-    endpoint, or the address is none."""
+    """A transport, to be entered. Raises ConfigError if it does not support the endpoint, or the
+    address is invalid."""
     if kind == "sse":
         return SseTransport(base_url, endpoint, api_key=api_key, stall_s=stall_s)
     if endpoint != "responses":
         raise ConfigError(
-            f"the WebSocket speaks responses alone, not {endpoint}: choose the endpoint responses, "
+            f"WebSocket supports only the endpoint responses, not {endpoint}: choose responses, "
             "or the transport sse"
         )
     return WebSocketTransport(base_url, api_key=api_key, stall_s=stall_s)

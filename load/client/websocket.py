@@ -1,8 +1,4 @@
-"""Calls over our WebSocket mode of `/v1/responses`: many streams on few sockets.
-
-Lives here: the sockets, which stream runs on which lane of which socket, and what of that is a
-fault.
-"""
+"""Calls over our WebSocket mode of `/v1/responses`: many streams on few sockets."""
 
 from __future__ import annotations
 
@@ -16,11 +12,10 @@ import aiohttp
 import orjson
 
 from penstock.load.client.integrity import ResponseCheck, StallTimer
-from penstock.load.client.records import Call, Fault, StreamRecord
-from penstock.load.client.requests import PATHS, Address, body_of
+from penstock.load.client.records import PATHS, Address, Call, Fault, StreamRecord, body_of
 
-# A server takes 16 responses in flight on a socket. Half of these, because one whose end we have
-# just read may still count there.
+# A server allows 16 responses in flight on a socket. We use half, because a response that just
+# ended may still count there.
 LANES_PER_SOCKET = 8
 _CLOSE_S = 1.0
 
@@ -28,12 +23,10 @@ _CLOSE_S = 1.0
 class WebSocketTransport:
     """Runs calls on sockets to one server.
 
-    A call takes the socket with the fewest streams; where all lanes are taken, one more socket is
-    opened. A socket that is lost cuts its streams, and is no longer used.
-
-    Args:
-        num_sockets: opened at once, so that no call of theirs waits for a handshake.
-        stall_s: silence of one stream that is a fault.
+    A call takes the socket with the fewest streams; if all lanes are in use, another socket is
+    opened. The streams of a lost socket are cut, and it is not used again. `num_sockets` are
+    opened at the start, so that their calls need not wait for a handshake; `stall_s` of silence
+    is a fault.
     """
 
     def __init__(
@@ -58,7 +51,7 @@ class WebSocketTransport:
             headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
         )
         sockets = [self._open() for _ in range(self._num_sockets)]
-        # Calls will tell of an error.
+        # Calls report errors.
         await asyncio.gather(*(socket.opening for socket in sockets), return_exceptions=True)
         return self
 
@@ -68,11 +61,8 @@ class WebSocketTransport:
         await self._session.close()
 
     async def stream(self, call: Call, record: StreamRecord) -> None:
-        """Send it and read to the end of the answer.
-
-        Cancelled, it has the server cancel the response: others share the socket. Raises
-        ConfigError if the endpoint cannot be asked this.
-        """
+        """Send a call and read its whole answer; if cancelled, cancel the response, since others
+        share the socket. Raises ConfigError if the endpoint cannot take the call."""
         body = body_of("responses", call)
         del body["stream"]
         record.sent_s = time.perf_counter()
@@ -94,10 +84,8 @@ class WebSocketTransport:
 class _Lane:
     """Runs one stream after the other.
 
-    Attributes:
-        check: of the stream that runs, or of the last one, for what comes after its end.
-        done: of the stream that runs, while somebody waits for it.
-        is_free: the server has ended all that was sent on it.
+    `check` and `done` belong to the running stream; afterwards `check` still sees late events.
+    `is_free`: the server has ended everything sent on it.
     """
 
     def __init__(self, stream_id: str) -> None:
@@ -113,24 +101,20 @@ class _Lane:
         return self.done
 
     def finish(self) -> None:
-        """Tell who waits, if anybody does."""
+        """Wake the waiting call, if any."""
         if self.done is not None and not self.done.done():
             self.done.set_result(None)
         self.done = None
 
     def abandon(self) -> None:
-        """Nobody waits any more, and the record is left as it is; the server still has to end."""
+        """Leave the record as it is: no call waits any more, but the server still has to end the
+        stream."""
         self.finish()
         self.check = ResponseCheck(StreamRecord(scheduled_s=0.0))
 
 
 class _Socket:
-    """One connection and the streams on it.
-
-    Attributes:
-        opening: done when the socket can be used, or is lost.
-        is_lost: it cannot be used any more.
-    """
+    """One connection and its streams; `opening` is done when the socket can be used or is lost."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, stall_s: float) -> None:
         self.is_lost = False
@@ -243,7 +227,7 @@ class _Socket:
             self._release(lane)
 
     def _take_stray(self, data: bytes, now_s: float) -> None:
-        """What is no event of one of our streams spoils them all."""
+        """An event that belongs to none of our streams is a fault of them all."""
         for lane in self._lanes.values():
             if not lane.is_free and lane.check is not None:
                 lane.check.take_stray(data, now_s)
@@ -258,7 +242,7 @@ class _Socket:
         self._stop(lane, is_sent=True)
 
     def _stop(self, lane: _Lane, *, is_sent: bool) -> None:
-        """Walk away from the stream that runs."""
+        """Leave the running stream."""
         if not is_sent:
             self._release(lane)
             return

@@ -1,8 +1,8 @@
-"""Many streams read as cheaply as possible, each on a connection of its own.
+"""Reads many streams as cheaply as possible, each on its own connection.
 
-The wire's syntax is not parsed: the token is one letter, so the text of a delta tells how many
-came, and with the engine's clock file how late each is. Run as a process of its own, so that the
-readers' CPU is not the gateway's: `python -m penstock.load.gateway.readers '{"…": …}'`.
+The wire's syntax is not parsed: the token is one letter, so the text of a delta says how many
+came, and the engine's clock file says how late each is. It runs as a separate process, so that
+its CPU is not counted as the gateway's: `python -m penstock.load.gateway.readers '{"…": …}'`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-# What the stub engine did when, shared with the readers through a mapped file.
-#
-# times[frame] monotonic seconds at which a frame was sent starts[stream] the frame that held a
-# stream's first token
-
 MAX_FRAMES = 1 << 16
 MAX_STREAMS = 1 << 14
 
 
 class ClockFile:
-    """Both arrays; the engine writes, readers read."""
+    """What the stub engine did when, in a mapped file that the engine writes and readers read.
+
+    `times[frame]` is the monotonic time at which a frame was sent, and `starts[stream]` the
+    frame that held a stream's first token.
+    """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         if create:
@@ -56,11 +55,7 @@ _CONNECTS_AT_ONCE = 64
 
 @dataclass(slots=True)
 class Tally:
-    """What all streams saw within the window.
-
-    Attributes:
-        lateness_s: per token: from its frame's send to its event's receipt.
-    """
+    """What all streams saw within the window; `lateness_s` has one value per token."""
 
     begin_s: float
     end_s: float
@@ -110,7 +105,7 @@ class Reader(asyncio.Protocol):
 
 
 def requests_of(wire: str, number: int, settings: dict[str, Any]) -> list[bytes]:
-    """What opens a stream, one after the other; `wire` is chat, responses, websocket or idle."""
+    """The requests that open a stream; `wire` is chat, responses, websocket or idle."""
     model, num_tokens = settings["model"], settings["num_tokens"]
     shared = {"model": model, "seed": number, "ignore_eos": True, "stream": True}
     host = f"Host: 127.0.0.1:{settings['port']}\r\n"
@@ -147,7 +142,7 @@ def _text_frame(payload: bytes) -> bytes:
 
 
 async def read_all(settings: dict[str, Any]) -> dict[str, Any]:
-    """Open the streams, wait for the window, and tell what was seen in it."""
+    """Open the streams, wait for the window, and return what was seen in it."""
     clock = ClockFile(Path(settings["clock_file"]))
     tally = Tally(begin_s=float("inf"), end_s=float("inf"))
     loop = asyncio.get_running_loop()

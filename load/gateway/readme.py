@@ -1,4 +1,4 @@
-"""The README's table of the gateway's cost, from a run's JSON:
+"""Writes the README's table of the gateway's cost, from a run's JSON:
 
 python -m penstock.load.gateway.readme load/results/DATE-gateway.json
 """
@@ -17,7 +17,7 @@ NAME = "gateway: written by load.gateway.readme"
 
 
 def summary(path: Path) -> str:
-    """The table, and what an idle socket takes."""
+    """The table, and the memory of an idle socket."""
     data = json.loads(path.read_text("utf-8"))
     rows = [Row(**row) for row in data["rows"]]
     idle = f"An idle WebSocket takes {data['idle_socket_bytes'] / 1024:.1f} KiB."

@@ -1,7 +1,7 @@
-"""An engine process without a model: the real transport, and one token per stream per frame.
+"""An engine process without a model: the real transport, and one token per stream and frame.
 
-Every request gets the same token again and again until its `max_tokens`; its seed says which
-stream of the bench it is. Run as `python -m penstock.load.gateway.stub_engine`, as a child.
+Every request gets the same token until its `max_tokens`; its seed is the number of its stream.
+It runs as a child process, `python -m penstock.load.gateway.stub_engine`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ _CONTEXT = 1 << 20
 
 
 class StubEngine:
-    """Sends `frames_per_s` frames a second, late ones at once.
-
-    Args:
-        token_id: what every stream says.
-    """
+    """Sends `frames_per_s` frames a second, late ones at once; every stream gets `token_id`."""
 
     def __init__(
         self, transport: Transport, clock: ClockFile, *, token_id: int, frames_per_s: float
@@ -84,7 +80,7 @@ class StubEngine:
 
 
 def serve(settings: Mapping[str, Any], status: Status) -> None:
-    """The process, until it is killed."""
+    """Run the process until it is killed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     info = EngineInfo(
         model="stub", model_path="", max_model_len=_CONTEXT, vocab_size=settings["vocab_size"],

@@ -1,10 +1,9 @@
-"""Our writer of event streams beside sse-starlette's: CPU of the server per event.
+"""Our writer of event streams compared with sse-starlette's: the server's CPU per event.
 
-python -m penstock.load.gateway.writers
+    python -m penstock.load.gateway.writers
 
-Each in a server process of its own, before the same streams: one event of a delta's size per
-stream and tick, on a raw connection each. What wins is on the token path
-(`gateway/http/event_stream.py`).
+Each runs in its own server process and writes one event of a delta's size per stream and tick.
+The faster one is on the token path (`gateway/http/event_stream.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _LISTEN_FD = "PENSTOCK_LISTEN_FD"
 
 
 class Ticker:
-    """Wakes all streams so many times a second."""
+    """Wakes all streams `ticks_per_s` times a second."""
 
     def __init__(self, ticks_per_s: float) -> None:
         self._period_s = 1.0 / ticks_per_s
@@ -92,7 +91,7 @@ def app_of(writer: str, ticks_per_s: float) -> Starlette:
 
 
 def serve(writer: str, ticks_per_s: float) -> None:
-    """The server process, on the socket it inherited."""
+    """Run the server process on the socket it inherited."""
     limits = HttpLimits(max_connections=10_000, header_timeout_s=_START_S, body_timeout_s=_START_S)
     config = uvicorn.Config(
         app_of(writer, ticks_per_s),
@@ -135,7 +134,7 @@ async def _read(port: int, num_streams: int, pid: int, window_s: float) -> tuple
 
 
 def measure(writer: str, parsed: argparse.Namespace) -> tuple[float, float]:
-    """Events a second, and CPU microseconds of the server per event."""
+    """Events a second, and the server's CPU microseconds per event."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)

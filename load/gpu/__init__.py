@@ -1,1 +1,1 @@
-"""`make gpu`: how near the kernels and the engine come to what the card can do."""
+"""The GPU bench."""

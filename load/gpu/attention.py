@@ -1,8 +1,8 @@
-"""Attention of one layer: decode against copy bandwidth, prefill against matrix products.
+"""Attention of one layer: decode compared with copy bandwidth, prefill with matrix products.
 
 Decode reads every key and value once for the heads that share it, so its bytes are those of the
-KV. Its contiguous rival is the same kernel with the look-up of the table compiled out, in the
-fastest of several configurations; paged, a sequence lies in random blocks.
+KV. It is compared with the same kernel without the block table look-up, over contiguous KV and
+in the fastest of several configurations; paged sequences lie in random blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.load.gpu.bench import FEW_DECODE, AttentionSizes, Bench, fastest_s
-from penstock.load.gpu.inputs import PagedKV, attend, contiguous, in_fp8, make_layout, random_kv
+from penstock.load.gpu.inputs import (
+    PagedKV,
+    attend,
+    attention_inputs,
+    contiguous,
+)
 from penstock.load.gpu.operations import COPY, MATMUL
 
 _BACKENDS = {
@@ -31,7 +36,7 @@ Run = Callable[[], Tensor]
 
 
 def fastest_sdpa(bench: Bench, runs: dict[str, Run]) -> tuple[str, float]:
-    """The fastest of some ways to ask for the same, over all backends: its name and seconds."""
+    """The fastest of some equivalent calls over all backends: its name and seconds."""
     seconds = {}
     for form, run in runs.items():
         for name, backend in _BACKENDS.items():
@@ -46,9 +51,7 @@ def fastest_sdpa(bench: Bench, runs: dict[str, Run]) -> tuple[str, float]:
 
 def decode_runs(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Run]:
     """query [batch, num_heads, head_dim]; keys, values [batch, context, num_kv_heads, head_dim].
-
-    The heads that share a KV head may stand in the place of query positions.
-    """
+    The heads of a KV head may be passed as query positions."""
     batch, _, num_kv_heads, head_dim = keys.shape
     by_head = query[:, :, None]  # [batch, num_heads, 1, head_dim]
     grouped = query.view(batch, num_kv_heads, -1, head_dim)  # [batch, num_kv_heads, group, …]
@@ -74,7 +77,7 @@ _FIXED_SPLIT_LEN = 1024  # a length that no batch changes: what determinism cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCell:
-    """One token each for `batch` sequences of `context` tokens."""
+    """One token for each of `batch` sequences of `context` tokens."""
 
     batch: int
     context: int
@@ -82,7 +85,7 @@ class DecodeCell:
     is_fp8: bool = False
 
     def num_bytes(self, sizes: AttentionSizes) -> int:
-        """Keys and values, each once for each KV head."""
+        """Keys and values of each KV head."""
         num_bytes = self.batch * self.context * sizes.kv_bytes_per_token
         return num_bytes // 2 if self.is_fp8 else num_bytes
 
@@ -98,32 +101,22 @@ def measure_decode(bench: Bench) -> None:
         DecodeCell(batch=batch, context=context, block_size=sizes.block_size)
         for context, batch in product(sizes.contexts, sizes.batches)
     ]
-    in_fp8 = DecodeCell(
-        batch=sizes.sweep_batch,
-        context=sizes.long_context,
-        block_size=sizes.block_size,
-        is_fp8=True,
+    one = DecodeCell(
+        batch=sizes.sweep_batch, context=sizes.long_context, block_size=sizes.block_size
     )
-    rows = {
-        cell: _decode_row(bench, cell)
-        for cell in bench.in_time("decode_attention", [*cells, in_fp8])
-    }
+    in_fp8 = replace(one, is_fp8=True)
+    in_time = bench.in_time("decode_attention", [*cells, in_fp8])
+    rows = {cell: _decode_row(bench, cell) for cell in in_time}
     rows.pop(in_fp8, None)
-    is_long = [cell.context >= sizes.long_context for cell in cells]
-    bench.conclude(
-        "decode_attention_of_copy",
-        [row["of_copy"] for cell, row in rows.items() if cell.context >= sizes.long_context],
-        num_cells=sum(is_long),
-    )
-    bench.conclude(
-        "paged_over_contiguous",
-        [row["over_contiguous"] for row in rows.values()],
-        num_cells=len(cells),
-    )
+    long = [cell for cell in cells if cell.context >= sizes.long_context]
+    of_copy = [rows[cell]["of_copy"] for cell in long if cell in rows]
+    bench.conclude("decode_attention_of_copy", of_copy, num_cells=len(long))
+    ratios = [row["over_contiguous"] for row in rows.values()]
+    bench.conclude("paged_over_contiguous", ratios, num_cells=len(cells))
 
 
 def measure_block_sizes(bench: Bench) -> None:
-    """One batch of decodes with its KV in blocks of every size."""
+    """One batch of decodes with every block size."""
     sizes = bench.sizes.attention
     cells = [
         DecodeCell(batch=sizes.sweep_batch, context=sizes.long_context, block_size=block_size)
@@ -137,7 +130,7 @@ def measure_block_sizes(bench: Bench) -> None:
 
 
 def measure_prefill(bench: Bench) -> None:
-    """A prompt computed whole, of every length."""
+    """Whole prompts of every length."""
     sizes = bench.sizes.attention
     for length in bench.in_time("prefill_attention", sizes.prefills):
         row = _prefill_row(bench, length)
@@ -146,7 +139,7 @@ def measure_prefill(bench: Bench) -> None:
 
 
 def causal_flop(sizes: AttentionSizes, length: int) -> int:
-    """Of scores and of mixing values, for every pair of positions of which one sees the other."""
+    """FLOP of scores and of mixing values, over all pairs of visible positions."""
     return 4 * sizes.num_heads * sizes.head_dim * (length * (length + 1) // 2)
 
 
@@ -187,36 +180,26 @@ def _decode_share(bench: Bench, cell: DecodeCell, seconds: float) -> dict[str, A
 
 def _prefill_row(bench: Bench, length: int) -> Mapping[str, Any]:
     sizes = bench.sizes.attention
-    layout = make_layout(bench, [length], [length], block_size=sizes.block_size)
-    kv = random_kv(bench, layout, sizes)
-    query = bench.random(length, sizes.num_heads, sizes.head_dim)
+    query, kv = attention_inputs(bench, sizes, [length], [length])
     seconds = bench.timer.median_s(lambda: attend(query, kv))
     keys, values = (bench.random(length, sizes.num_kv_heads, sizes.head_dim) for _ in range(2))
     backend, sdpa_s = fastest_sdpa(bench, prefill_runs(query, keys, values))
     rate = causal_flop(sizes, length) / seconds
-    row = {
-        "prompt": length,
-        "ms": 1e3 * seconds,
-        "flop_per_s": rate,
-        "of_matmul": rate / bench.results.ceilings[MATMUL],
-        "sdpa": backend,
-        "over_sdpa": seconds / sdpa_s,
-    }
+    row: dict[str, Any] = {"prompt": length, "ms": 1e3 * seconds, "flop_per_s": rate}
+    row |= {"of_matmul": rate / bench.results.ceilings[MATMUL]}
+    row |= {"sdpa": backend, "over_sdpa": seconds / sdpa_s}
     bench.results.add_row("prefill_attention", row)
     return row
 
 
 def _decode_inputs(bench: Bench, cell: DecodeCell) -> tuple[Tensor, PagedKV]:
     sizes = replace(bench.sizes.attention, block_size=cell.block_size)
-    seq_lens, query_lens = [cell.context] * cell.batch, [1] * cell.batch
-    layout = make_layout(bench, seq_lens, query_lens, block_size=cell.block_size)
-    kv = random_kv(bench, layout, sizes)
-    query = bench.random(cell.batch, sizes.num_heads, sizes.head_dim)
-    return query, in_fp8(bench, kv) if cell.is_fp8 else kv
+    lens = [cell.context] * cell.batch
+    return attention_inputs(bench, sizes, lens, [1] * cell.batch, is_fp8=cell.is_fp8)
 
 
 def _in_sequence(kv: PagedKV, cell: DecodeCell) -> list[Tensor]:
-    """Keys and values as [batch, context, num_kv_heads, head_dim], in whatever order."""
+    """Keys and values as [batch, context, num_kv_heads, head_dim], in any order."""
     return [
         cache.view(cell.batch, -1, *cache.shape[2:])[:, : cell.context]
         for cache in (kv.key_cache, kv.value_cache)

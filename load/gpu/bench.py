@@ -1,4 +1,4 @@
-"""What every section of the GPU bench is given: device, sizes, clock, results, time left."""
+"""What every section of the GPU bench gets: device, sizes, timer, results, time left."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSizes:
-    """Shapes of one layer's attention.
-
-    Attributes:
-        batches, contexts: decode runs every pair of them.
-        prefills: lengths of a prompt computed whole; the bar holds for `bar_prefill`.
-    """
+    """Shapes of one layer's attention. Decode runs every pair of `batches` and `contexts`;
+    `prefills` are lengths of whole prompts, and the bar holds for `bar_prefill`."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -44,13 +40,13 @@ class AttentionSizes:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In 16-bit numbers: keys and values, each once for each KV head."""
+        """In 16-bit numbers: keys and values of each KV head."""
         return 2 * self.num_kv_heads * self.head_dim * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
-    """Decode steps of the whole engine: a prompt of so many tokens, then so many steps."""
+    """Decode steps of the whole engine: `prompt_tokens`, then `output_tokens` steps."""
 
     batches: tuple[int, ...] = (1, 4, 16, 64)
     prompt_tokens: int = 1024
@@ -59,12 +55,9 @@ class DecodeSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndToEndSizes:
-    """A workload for the engine and for Hugging Face.
-
-    Attributes:
-        hf_batches: sizes of a static batch; the whole workload at once is tried as well.
-        hf_limit_s: seconds for one of them: then its rate is that of the batches it has done.
-    """
+    """A workload for the engine and for Hugging Face, whose static batches have the sizes
+    `hf_batches`, or the whole workload's. After `hf_limit_s` seconds, the rate is that of the
+    completed batches."""
 
     trace: TraceSpec
     hf_batches: tuple[int, ...] = (1, 8, 32, 128)
@@ -73,11 +66,8 @@ class EndToEndSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Everything that is chosen once for a run.
-
-    Attributes:
-        matmuls: n of the n × n matrix products; the fastest is the ceiling.
-    """
+    """Everything that is chosen once for a run. `matmuls` are n of the n × n products; the
+    fastest is the ceiling."""
 
     copy_bytes: int = 4 * GIB  # of the buffer copied on the device for its bandwidth
     pinned_bytes: int = GIB  # of the one copied over the link
@@ -97,7 +87,7 @@ class Sizes:
 
 
 def full_sizes() -> Sizes:
-    """For a card: the model is an 8B Llama's shape (Llama 3.1)."""
+    """For a card: the model has the shape of an 8B Llama (Llama 3.1)."""
     return Sizes(
         model=llama(
             hidden_size=4096,
@@ -127,21 +117,16 @@ def llama(**fields: Any) -> dict[str, Any]:
     }
 
 
-# Seconds that a call takes a device, from cold caches: the median of many.
-#
-# Between two timed calls a buffer larger than any cache is read, not written: what is left dirty in
-# a cache would be written back in the time of what is measured. It also keeps the device busy while
-# the next call is launched, so that launching is in no time. On a CPU the clock is the wall's.
-
 _NUM_WARM_UPS = 3  # the first compiles
 
 
 class Timer:
-    """A stopwatch for one device.
+    """Median seconds of a call on a device, from cold caches.
 
-    Args:
-        flush_bytes: read between calls.
-        num_repeats: timed calls.
+    Between two timed calls a buffer larger than any cache is read, not written: dirty cache
+    lines would be written back during the measured call. The read also keeps the device busy
+    while the next call is launched, so that launching is not timed. On a CPU, wall time is
+    measured.
     """
 
     def __init__(self, device: torch.device, *, flush_bytes: int, num_repeats: int) -> None:
@@ -151,7 +136,7 @@ class Timer:
         self._sum = torch.empty((), device=device)
 
     def median_s(self, call: Callable[[], object]) -> float:
-        """Seconds of one call from launch to end, everything before it done."""
+        """Seconds of one call on the device, after all earlier work."""
         for _ in range(_NUM_WARM_UPS if self._device.type == "cuda" else 1):
             call()
         if self._device.type == "cuda":
@@ -159,7 +144,7 @@ class Timer:
         return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
 
     def wall_s(self, call: Callable[[], object]) -> float:
-        """The same by the wall's clock, with launching: for calls that use several streams."""
+        """Wall time of one call with launching, for calls that use several streams."""
         call()
         return statistics.median(self._on_wall(call) for _ in range(self._num_repeats))
 
@@ -206,7 +191,7 @@ PREFILL: tuple[Config, ...] = tuple(
     {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
     for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3))
 )
-# Of DECODE, for where there is no time for all.
+# Some of DECODE, where there is no time for all.
 FEW_DECODE: tuple[Config, ...] = (
     {"BLOCK_N": 32, "num_warps": 2, "num_stages": 4},
     {"BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
@@ -217,7 +202,7 @@ FEW_DECODE: tuple[Config, ...] = (
 
 
 def sampling(own: Config) -> tuple[Config, ...]:
-    """Over what the launcher chooses for a vocabulary."""
+    """Variations of the launcher's own choice for a vocabulary."""
     return tuple(
         {**own, "BLOCK": block, "num_warps": num_warps}
         for block, num_warps in product((1024, 2048, 4096, 8192), (4, 8, 16))
@@ -225,7 +210,7 @@ def sampling(own: Config) -> tuple[Config, ...]:
 
 
 def seconds_of(timer: Timer, call: Callable[[], object]) -> float:
-    """Seconds of a call; infinite if its configuration takes more than the device has."""
+    """Seconds of a call; infinite if its configuration needs more than the device has."""
     triton = importlib.import_module("triton")  # not before it is known whether to interpret
     try:
         return timer.median_s(call)
@@ -234,7 +219,7 @@ def seconds_of(timer: Timer, call: Callable[[], object]) -> float:
 
 
 def fastest_s(timer: Timer, run: Callable[..., object], configs: Sequence[Config]) -> float:
-    """Seconds with the best of them, or with what the launcher chooses, if that is faster."""
+    """Seconds with the best of the configurations and the launcher's own choice."""
     return min(seconds_of(timer, partial(run, config=config)) for config in (None, *configs))
 
 
@@ -265,7 +250,7 @@ class Bench:
         return max(0.0, self.deadline_s - time.perf_counter())
 
     def in_time(self, section: str, cells: Iterable[T]) -> Iterator[T]:
-        """The cells, until the section's time is up; what is left out is noted."""
+        """The cells, until the section's time is up; the rest is noted."""
         left_out = []
         for cell in cells:
             if self.remaining_s > 0:
@@ -279,7 +264,7 @@ class Bench:
             )
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers, others in every run."""
+        """Normal numbers, different in every run."""
         numbers = torch.empty(shape, dtype=dtype or self.sizes.dtype, device=self.device)
         return numbers.normal_(generator=self._generator)
 
@@ -288,7 +273,7 @@ class Bench:
         return torch.randperm(size, generator=self._generator, device=self.device)
 
     def conclude(self, figure: str, values: Sequence[float], *, num_cells: int) -> None:
-        """Set a figure to the worst of its cells, if there are as many as its bar speaks of."""
+        """Set a figure to the worst of its cells, if all of them were measured."""
         is_whole = len(values) == num_cells
         self.results.add_figure(figure, BARS[figure].worst(values) if is_whole else None)
 

@@ -1,7 +1,7 @@
-"""Is every kernel right? Asked before anything is timed: a fast wrong answer is worth nothing.
+"""Checks every kernel before anything is timed: a fast wrong answer is worth nothing.
 
-Each runs on fresh random numbers of odd shapes, with NaN in all memory that nobody has written, and
-is compared with the same in float64.
+Each runs on new random numbers of odd shapes, with NaN in all unwritten memory, and is compared
+with the same in float64.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from penstock.load.gpu.bench import AttentionSizes, Bench, Check
 from penstock.load.gpu.inputs import (
     PagedKV,
     attend,
+    attention_inputs,
     bound_of,
     contiguous,
-    in_fp8,
-    make_layout,
     num_wrong_bytes,
     poison_unowned,
     poisoned,
-    random_kv,
     worst_row,
 )
 
@@ -47,11 +45,8 @@ _MAX_CHUNK = 200  # new tokens of a sequence: the rest was computed before
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Which attention, beside its shapes.
-
-    Attributes:
-        is_contiguous: sequences lie in neighbouring blocks, and the table is not looked up.
-    """
+    """One kind of attention. `is_contiguous`: sequences lie in neighbouring blocks, and no table
+    is read."""
 
     name: str
     sizes: AttentionSizes
@@ -65,7 +60,7 @@ class Case:
 
 
 def attention_checks(bench: Bench) -> Iterator[Check]:
-    """Every case for decodes, for whole prompts, and for chunks beside decodes."""
+    """Every case for decodes, whole prompts, and chunks beside decodes."""
     seq_lens = bench.sizes.check_lens
     chunks = [min(length, _MAX_CHUNK - index) for index, length in enumerate(seq_lens)]
     for case in _attention_cases(bench.sizes.attention):
@@ -94,26 +89,14 @@ def _attention_cases(measured: AttentionSizes) -> list[Case]:
 
 def _attention_error(bench: Bench, case: Case, seq_lens: list[int], query_lens: list[int]) -> float:
     sizes = case.sizes
-    layout = make_layout(bench, seq_lens, query_lens, block_size=sizes.block_size)
-    kv = random_kv(bench, layout, sizes)
-    kv = in_fp8(bench, kv) if case.is_fp8 else kv
+    query, kv = attention_inputs(bench, sizes, seq_lens, query_lens, is_fp8=case.is_fp8)
     kv = contiguous(kv) if case.is_contiguous else kv
     poison_unowned(kv)
-    query = bench.random(sum(query_lens), sizes.num_heads, sizes.head_dim)
     sinks = bench.random(sizes.num_heads) if case.has_sinks else None
-    result = poisoned(
-        lambda: attend(
-            query,
-            kv,
-            window=case.window,
-            soft_cap=case.soft_cap,
-            sinks=sinks,
-            split_len=case.split_len,
-            is_invariant=case.is_invariant,
-            is_contiguous=case.is_contiguous,
-        )
-    )
-    starts = layout.query_start_loc.tolist()
+    names = ("window", "soft_cap", "split_len", "is_invariant", "is_contiguous")
+    options = {name: getattr(case, name) for name in names}
+    result = poisoned(lambda: attend(query, kv, sinks=sinks, **options))
+    starts = kv.layout.query_start_loc.tolist()
     exact = [
         _exact(query[start:stop].double(), *_keys_and_values(kv, seq, seq_len), case, sinks)
         for seq, (seq_len, (start, stop)) in enumerate(zip(seq_lens, pairwise(starts), strict=True))
@@ -122,13 +105,8 @@ def _attention_error(bench: Bench, case: Case, seq_lens: list[int], query_lens: 
 
 
 def _exact(query: Tensor, keys: Tensor, values: Tensor, case: Case, sinks: Tensor | None) -> Tensor:
-    """One sequence in float64.
-
-    Args:
-        query: [query_len, num_heads, head_dim], of the last positions
-        keys, values: [seq_len, num_kv_heads, head_dim]
-        sinks: [num_heads]
-    """
+    """One sequence in float64. query [query_len, num_heads, head_dim], of the last positions;
+    keys and values [seq_len, num_kv_heads, head_dim]; sinks [num_heads]."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[2] ** -0.5
@@ -146,7 +124,7 @@ def _exact(query: Tensor, keys: Tensor, values: Tensor, case: Case, sinks: Tenso
 
 
 def _keys_and_values(kv: PagedKV, seq: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Of one sequence: float64 [seq_len, num_kv_heads, head_dim]."""
+    """The keys and values of one sequence: float64 [seq_len, num_kv_heads, head_dim]."""
     blocks = kv.layout.block_tables[seq].long()
 
     def numbers(cache: Tensor, scale: Tensor | None) -> Tensor:
@@ -227,7 +205,7 @@ def _stores(bench: Bench) -> Iterator[Check]:
 
 
 def _moves(bench: Bench) -> Iterator[Check]:
-    """Blocks of NaN of all kinds among them, and a chain: what is overwritten is copied before."""
+    """With blocks of NaN, and a chain: blocks are copied before they are overwritten."""
     plane = (_BLOCK_SIZE, _KV_HEADS, _HEAD_DIM)
     pool = bench.random(3, 2, 5, *plane)
     pool[:, :, 1] = torch.nan
@@ -247,7 +225,7 @@ def _moves(bench: Bench) -> Iterator[Check]:
 
 
 def _sampling(bench: Bench) -> Iterator[Check]:
-    """Rows with and without each kind of truncation, and greedy ones: the very same tokens."""
+    """Rows with and without each truncation, and greedy ones: exactly the same tokens."""
     rows = torch.arange(16, device=bench.device)
 
     def where(bit: int, value: float, otherwise: float) -> Tensor:
@@ -288,13 +266,13 @@ def _nan_caches(like: Tensor, count: int) -> list[Tensor]:
 
 
 def _num_unlike(*pairs: tuple[Tensor, Tensor]) -> float:
-    """Rows in which one of some results is not what it should be."""
+    """Rows in which any result is wrong."""
     unlike = [result != exact for result, exact in pairs]
     return float(torch.stack(unlike).any(0).sum())
 
 
 def run(bench: Bench) -> bool:
-    """Whether all are right; what each came to is in the results."""
+    """Whether all kernels are right; each check is in the results."""
     print("checks", flush=True)
     is_right = True
     for name, error, bound in chain(operation_checks(bench), attention_checks(bench)):

@@ -1,10 +1,10 @@
-"""`make gpu-bench`: checks, then ceilings, then figures, on the GPU of this machine.
+"""`make gpu-bench`: checks, then ceilings, then figures, on this machine's GPU.
 
     PYTHONPATH=.namespace python3 -m penstock.load.gpu [--only SECTION,…] [--budget-s SECONDS]
 
-A wrong result of any kernel ends it before anything is timed. Then sections run in turn, each
-within its share of the budget; what was measured is on disk at every moment, under
-`load/results/gpu` and, if `$OUT` is set, there too.
+It stops before timing anything if a kernel is wrong. Then sections run in turn, each within its
+share of the budget. Every result is on disk at once, under `load/results/gpu` and, if `$OUT` is
+set, there too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.load.gpu.bench import Bench, Section, Sizes, full_sizes
 from penstock.load.gpu.report import RESULTS, Results, details
 from penstock.load.machine import commit
 
-# In order, with the share of the budget that each may take; what it leaves goes to the others.
+# In order, with their shares of the budget; unused time goes to later sections.
 SECTIONS: dict[str, tuple[Section, float]] = {
     "decode_attention": (attention.measure_decode, 0.15),
     "prefill_attention": (attention.measure_prefill, 0.05),
@@ -40,7 +40,7 @@ SECTIONS: dict[str, tuple[Section, float]] = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0; 1 if a kernel was wrong or a section failed; 2 without a GPU."""
+    """Returns 1 if a kernel was wrong or a section failed, 2 without a GPU."""
     parsed = parser().parse_args(words)
     if not has_gpu():
         return 2
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether torch finds one; else it is said."""
+    """Whether torch finds a GPU; prints an error if not."""
     is_there = torch.cuda.is_available()
     if not is_there:
         print("penstock: error: torch finds no GPU here", file=sys.stderr)
@@ -59,7 +59,7 @@ def has_gpu() -> bool:
 def measure(
     parsed: argparse.Namespace, device: torch.device, sizes: Sizes, *, device_name: str
 ) -> int:
-    """What `main` does, on a device of any kind."""
+    """`main` for any kind of device."""
     about = _about(parsed, device, device_name)
     results = Results(about=about, paths=_paths(parsed, about))
     bench = Bench(device=device, sizes=sizes, results=results)
@@ -67,7 +67,7 @@ def measure(
 
 
 def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
-    """Check, measure, print; what `main` returns."""
+    """Check, measure, print; return the exit code."""
     results, ends_s = bench.results, time.perf_counter() + budget_s
     if not checks.run(bench):
         print(details(results.as_json()))
@@ -83,7 +83,7 @@ def run(bench: Bench, *, only: Sequence[str], budget_s: float) -> int:
         print(f"{name}: {bench.remaining_s:.0f} s at most", flush=True)
         try:
             SECTIONS[name][0](bench)
-        except Exception as error:  # the others may still tell something
+        except Exception as error:  # the other sections may still work
             traceback.print_exc()
             results.add_note(name, f"failed: {type(error).__name__}: {error}")
             has_failed = True
@@ -98,15 +98,15 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m penstock.load.gpu", description=__doc__)
     add = made.add_argument
     add("--only", type=_names, default=tuple(SECTIONS), help=", ".join(SECTIONS))
-    add("--budget-s", type=float, default=480.0, help="for all of it")
-    add("--commit", help="of these sources, where there is no git to ask")
+    add("--budget-s", type=float, default=480.0, help="time for everything")
+    add("--commit", help="commit of these sources, where git is not available")
     add("--out", type=Path, help="folder for the JSON")
     return made
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Sections with commas between them, in their order. Raises argparse.ArgumentTypeError if there
-    is none of that name."""
+    """Comma-separated sections, in their order. Raises argparse.ArgumentTypeError for an unknown
+    one."""
     chosen = text.split(",")
     for name in chosen:
         if name not in SECTIONS:
@@ -128,7 +128,7 @@ def _about(parsed: argparse.Namespace, device: torch.device, device_name: str) -
 
 
 def _paths(parsed: argparse.Namespace, about: dict[str, Any]) -> tuple[Path, ...]:
-    """Where the JSON goes. A part of the sections does not stand where all of them would."""
+    """The JSON's paths; a run of some sections does not replace a run of all."""
     device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
     words = [about["date"], device]
     if parsed.only != tuple(SECTIONS):

@@ -1,7 +1,7 @@
-"""The engine's decode step, against the time to read weights and KV once at copy bandwidth.
+"""The engine's decode step, compared with reading weights and KV once at copy bandwidth.
 
-In the engine's own mode at every batch, and in others that say what graphs, overlap and determinism
-bring or cost.
+The engine's own mode runs at every batch; others show the effect of graphs, overlap and
+determinism.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODES: dict[str, Mode] = {
 
 
 def measure(bench: Bench) -> None:
-    """The engine's own mode at every batch, of which the figure is; others at the smallest and the
+    """The engine's own mode at every batch gives the figure; others run at the smallest and
     largest."""
     with checkpoint(bench.sizes) as model:
         shares = {mode: _measure_mode(bench, model, mode) for mode in MODES}
@@ -71,7 +71,7 @@ def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: flo
 
 
 def _measure_mode(bench: Bench, model: ModelConfig, mode: str) -> list[float]:
-    """The shares of every batch, as far as there is time."""
+    """The roofline share of every batch that is in time."""
     sizes = bench.sizes.decode
     batches = sizes.batches if mode == OWN_MODE else (sizes.batches[0], sizes.batches[-1])
     if bench.remaining_s <= 0:  # no time to load it either
@@ -90,7 +90,7 @@ def _measure_mode(bench: Bench, model: ModelConfig, mode: str) -> list[float]:
 
 
 def _step_s(core: EngineCore, info: EngineInfo, batch: int, sizes: DecodeSizes) -> float:
-    """The median of the steps in which all sequences take a token each."""
+    """The median of the steps in which every sequence gets a token."""
     lengths = Lengths(prompt_tokens=sizes.prompt_tokens, output_tokens=sizes.output_tokens)
     rng = random.Random(batch)
     for _ in range(2):  # kernels are compiled, and pools filled, in the first
@@ -101,25 +101,14 @@ def _step_s(core: EngineCore, info: EngineInfo, batch: int, sizes: DecodeSizes) 
 
 
 def _add_row(bench: Bench, info: EngineInfo, mode: str, batch: int, step_s: float) -> float:
-    """Note a cell; its share of the roofline."""
-    sizes = bench.sizes.decode
+    """Note a cell; return its share of the roofline."""
+    sizes, rate = bench.sizes.decode, bench.results.ceilings[COPY]
     context = sizes.prompt_tokens + sizes.output_tokens / 2  # on average
-    bound_s = roofline_s(
-        info, batch=batch, context=context, bytes_per_s=bench.results.ceilings[COPY]
-    )
-    share = bound_s / step_s
-    bench.results.add_row(
-        _SECTION,
-        {
-            "mode": mode,
-            "batch": batch,
-            "context": context,
-            "step_ms": 1e3 * step_s,
-            "roofline_ms": 1e3 * bound_s,
-            "of_roofline": share,
-        },
-    )
-    return share
+    bound_s = roofline_s(info, batch=batch, context=context, bytes_per_s=rate)
+    row = {"mode": mode, "batch": batch, "context": context, "step_ms": 1e3 * step_s}
+    row |= {"roofline_ms": 1e3 * bound_s, "of_roofline": bound_s / step_s}
+    bench.results.add_row(_SECTION, row)
+    return bound_s / step_s
 
 
 def _config(model: ModelConfig, sizes: DecodeSizes, bench: Bench, mode: Mode) -> EngineConfig:

@@ -1,8 +1,8 @@
-"""A whole workload through the engine and through Hugging Face, on the same weights.
+"""A whole workload through the engine and through Hugging Face, with the same weights.
 
-The engine decides itself what runs together. `generate` is told: batches of every size, sorted by
-the prompts' lengths, and the best of them once more sorted by the outputs' lengths, which no
-caller knows beforehand.
+The engine decides by itself what runs together. `generate` gets batches of every size, sorted by
+prompt length, and the best of them again sorted by output length, which no caller knows
+beforehand.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from penstock.load.gpu.model import (
     make_jobs,
 )
 from penstock.load.machine import frozen_garbage
+from penstock.load.peers.workers.hf import padded
 
 _NO_TOKEN = -1
 _NUM_HF_WARM_UP_TOKENS = 2
@@ -40,11 +41,7 @@ _CPU_BLOCKS: dict[str, Any] = {"page_size": 16, "num_blocks": 64, "max_batch_tok
 
 @dataclass(kw_only=True)
 class Throughput:
-    """What was done of a workload.
-
-    Attributes:
-        outputs: tokens by the index of a job, for those that were run.
-    """
+    """The part of a workload that was done; `outputs` has tokens by job index."""
 
     batch_size: int = 0  # of static batches; 0 where there are none
     num_tokens: int = 0
@@ -57,13 +54,10 @@ class Throughput:
 
 
 def run_static(model: Any, jobs: Sequence[Job], *, batch_size: int, limit_s: float) -> Throughput:
-    """Batch after batch of `generate`, until the limit; one at least.
+    """Run `generate` batch by batch up to the limit, but at least one.
 
-    A batch runs until its longest output is there; only the tokens that were asked for count.
-
-    Args:
-        jobs: in the order in which they are batched.
-        batch_size: halved until a batch fits into the device's memory.
+    A batch runs until its longest output is complete; only the requested tokens count.
+    `batch_size` is halved until a batch fits into the device's memory.
     """
     while True:
         try:
@@ -94,15 +88,9 @@ def _run_static(model: Any, jobs: Sequence[Job], batch_size: int, limit_s: float
 def run_continuous(
     model: Any, jobs: Sequence[Job], warm_up: Sequence[Job], *, limit_s: float
 ) -> Throughput:
-    """The whole workload, submitted at once.
-
-    Args:
-        warm_up: run before; of other prompts, since it may find those of `jobs` in its cache.
-
-    Raises:
-        TimeoutError: it takes longer than the limit.
-        RuntimeError: it failed.
-    """
+    """Run the whole workload, submitted at once, after a warm-up with other prompts, since the
+    manager may cache prompts. Raises TimeoutError if it exceeds the limit, RuntimeError if it
+    fails."""
     is_cuda = model.device.type == "cuda"
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
@@ -119,13 +107,8 @@ def run_continuous(
 
 
 def _generate(model: Any, batch: Sequence[Job], *, num_tokens: int) -> list[list[int]]:
-    """Greedy outputs of one batch, padded on the left."""
-    width = max(len(job.prompt) for job in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, job in enumerate(batch):
-        ids[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
-        mask[row, width - len(job.prompt) :] = 1
+    """Greedy outputs of one batch."""
+    ids, mask = padded([job.prompt for job in batch])
     output = model.generate(
         input_ids=ids.to(model.device),
         attention_mask=mask.to(model.device),
@@ -133,7 +116,7 @@ def _generate(model: Any, batch: Sequence[Job], *, num_tokens: int) -> list[list
             do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=num_tokens
         ),
     )
-    rows: list[list[int]] = output[:, width:].tolist()  # waits for the device
+    rows: list[list[int]] = output[:, ids.shape[1] :].tolist()  # waits for the device
     assert len(rows[0]) == num_tokens, "an output ended early"
     return rows
 
@@ -230,8 +213,8 @@ def _run_engine(
 
 
 def _run_generate(bench: Bench, model: Any, jobs: Sequence[Job], ours: Throughput) -> None:
-    """Batches of every size; the figure is of the fastest. That one then knows the outputs'
-    lengths too."""
+    """Batches of every size; the figure is that of the fastest, which then runs once more with
+    known output lengths."""
     sizes, runs = bench.sizes.end_to_end, []
     for batch in bench.in_time(_SECTION, [*sizes.hf_batches, len(jobs)]):
         limit_s = min(sizes.hf_limit_s, bench.remaining_s)
@@ -261,18 +244,14 @@ def _run_continuous(
 
 
 def _add_row(bench: Bench, name: str, run: Throughput, ours: Throughput) -> None:
-    """Note a run, and in how many of its jobs the engine's tokens are the same."""
-    outputs = run.outputs
-    equal = [outputs[index] == ours.outputs[index] for index in outputs]
-    first = [outputs[index][0] == ours.outputs[index][0] for index in outputs]
-    bench.results.add_row(
-        _SECTION,
-        {
-            "system": name,
-            "jobs": len(outputs),
-            "tokens_per_s": run.tokens_per_s,
-            "speedup": ours.tokens_per_s / run.tokens_per_s,
-            "equal_first_tokens": sum(first) / len(first),
-            "equal_outputs": sum(equal) / len(equal),
-        },
-    )
+    """Note a run, and in how many of its jobs the tokens are the same as the engine's."""
+    pairs = [(tokens, ours.outputs[index]) for index, tokens in run.outputs.items()]
+    row = {
+        "system": name,
+        "jobs": len(pairs),
+        "tokens_per_s": run.tokens_per_s,
+        "speedup": ours.tokens_per_s / run.tokens_per_s,
+        "equal_first_tokens": sum(its[0] == own[0] for its, own in pairs) / len(pairs),
+        "equal_outputs": sum(its == own for its, own in pairs) / len(pairs),
+    }
+    bench.results.add_row(_SECTION, row)

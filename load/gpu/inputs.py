@@ -1,4 +1,4 @@
-"""Sequences with their KV in blocks: what attention is checked and measured on."""
+"""Sequences with their KV in blocks, for attention's checks and measurements."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from penstock.load.gpu.bench import AttentionSizes, Bench
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Caches [num_blocks, block_size, num_kv_heads, head_dim] and where sequences lie in them.
-
-    Attributes:
-        key_scale, value_scale: float32 [num_kv_heads], where the caches are in FP8.
-    """
+    """Caches [num_blocks, block_size, num_kv_heads, head_dim] and the sequences in them. Scales
+    are float32 [num_kv_heads], for FP8 caches."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -73,6 +70,21 @@ def random_kv(bench: Bench, layout: PagedLayout, sizes: AttentionSizes) -> Paged
     return PagedKV(bench.random(*shape), bench.random(*shape), layout)
 
 
+def attention_inputs(
+    bench: Bench,
+    sizes: AttentionSizes,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    is_fp8: bool = False,
+) -> tuple[Tensor, PagedKV]:
+    """A random query [num_tokens, num_heads, head_dim] and KV."""
+    layout = make_layout(bench, seq_lens, query_lens, block_size=sizes.block_size)
+    kv = random_kv(bench, layout, sizes)
+    query = bench.random(sum(query_lens), sizes.num_heads, sizes.head_dim)
+    return query, in_fp8(bench, kv) if is_fp8 else kv
+
+
 def in_fp8(bench: Bench, kv: PagedKV) -> PagedKV:
     """The caches rounded to FP8, and some scales."""
     fp8, num_kv_heads = torch.float8_e4m3fn, kv.key_cache.shape[2]
@@ -81,15 +93,15 @@ def in_fp8(bench: Bench, kv: PagedKV) -> PagedKV:
 
 
 def contiguous(kv: PagedKV) -> PagedKV:
-    """The same caches, in which each sequence now lies in neighbouring blocks: others' tokens, of
-    which there are as many."""
+    """The same caches, read as if each sequence lay in neighbouring blocks: other tokens, but as
+    many."""
     tables = kv.layout.block_tables
     in_order = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device)
     return replace(kv, layout=replace(kv.layout, block_tables=in_order.view(tables.shape)))
 
 
 def poison_unowned(kv: PagedKV) -> None:
-    """NaN in every slot that holds no token of a sequence."""
+    """Write NaN to every slot that holds no token of a sequence."""
     slots = _slots(kv.layout.block_tables.long(), kv.key_cache.shape[1])
     positions = torch.arange(slots.shape[1], device=slots.device)
     unowned = slots[positions >= kv.layout.seq_lens[:, None]]
@@ -98,7 +110,7 @@ def poison_unowned(kv: PagedKV) -> None:
 
 
 def _slots(tables: Tensor, block_size: int) -> Tensor:
-    """tables int64 [num_seqs, num_columns] → the slot of each position, a row for each sequence."""
+    """tables int64 [num_seqs, num_columns] → the slot of each position, one row per sequence."""
     offsets = torch.arange(block_size, device=tables.device)
     return (tables[:, :, None] * block_size + offsets).flatten(1)
 
@@ -132,8 +144,8 @@ T = TypeVar("T")
 
 
 def worst_row(result: Tensor, exact: Tensor) -> float:
-    """The largest ‖result − exact‖ ÷ ‖exact‖ of all rows (over the last dimension); NaN if a number
-    of the result is."""
+    """The largest ‖result − exact‖ ÷ ‖exact‖ of all rows (over the last dimension); NaN if any
+    number of the result is."""
     differences = (result.double() - exact).norm(dim=-1)
     return float((differences / exact.norm(dim=-1)).max())
 
@@ -144,13 +156,13 @@ def num_wrong_bytes(result: Tensor, exact: Tensor) -> float:
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """What `worst_row` may be: numbers are rounded to `dtype` a few times on their way."""
+    """The limit of `worst_row`: numbers are rounded to `dtype` a few times on their way."""
     return 2 * torch.finfo(dtype).eps
 
 
 def poisoned(call: Callable[[], T]) -> T:
-    """The result of a call for which torch fills new tensors with NaN: nothing unwritten looks
-    right."""
+    """The result of a call for which torch fills new tensors with NaN, so that unwritten memory
+    shows."""
     settings: Any = torch.utils.deterministic
     assert settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,7 +1,7 @@
-"""The random checkpoint that decode steps and whole workloads are measured on.
+"""The random checkpoint for decode steps and whole workloads.
 
-Only a `config.json`: its weights follow from a seed (`--load-format dummy`), so that the engine and
-Hugging Face each make the same ones.
+It is only a `config.json`: the weights follow from a seed (`--load-format dummy`), so that the
+engine and Hugging Face make the same ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.load.workloads.lengths import TraceSpec, make_trace
 
 @contextmanager
 def checkpoint(sizes: Sizes) -> Iterator[ModelConfig]:
-    """The model, as the engine is configured to load it, while the context lasts."""
+    """The model's configuration for the engine, valid during the block."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(sizes.model), encoding="utf-8")
         yield ModelConfig(model=folder, load_format="dummy")
@@ -50,7 +50,7 @@ def kv_shape(sizes: Sizes, *, dtype: torch.dtype) -> KVShape:
 
 
 def num_weights_read(config: DecoderConfig) -> int:
-    """Numbers that a step must read of the weights: all but the embedding, which is looked up."""
+    """Numbers of the weights that a step must read: all but the embedding, which is looked up."""
     query, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     attention = config.hidden_size * 2 * (query + kv)
     mlp = 3 * config.hidden_size * config.intermediate_size
@@ -59,7 +59,7 @@ def num_weights_read(config: DecoderConfig) -> int:
 
 
 def hugging_face_model(config: ModelConfig, device: torch.device) -> Any:
-    """`transformers`' model with the very weights that the engine makes for `config`."""
+    """`transformers`' model with the same weights that the engine makes for `config`."""
     path = Path(config.model)
     decoder = load_model(config, path, device)
     with torch.device(device):
@@ -72,14 +72,14 @@ def hugging_face_model(config: ModelConfig, device: torch.device) -> Any:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more, models above all."""
+    """Release unused memory, above all that of models."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _checkpoint_tensors(decoder: Decoder, path: Path) -> dict[str, torch.Tensor]:
-    """The decoder's weights by the names of a checkpoint: fused matrices in their parts."""
+    """The decoder's weights by their names in a checkpoint: fused matrices in their parts."""
     architecture, _ = read_model_config(path)
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in decoder.named_parameters():
@@ -105,7 +105,7 @@ class Job:
 
 
 def make_jobs(spec: TraceSpec, *, vocab_size: int, seed: int) -> list[Job]:
-    """The jobs of a trace. Seeds differ in tokens, not in lengths."""
+    """The jobs of a trace. Seeds change tokens, not lengths."""
     rng, tokens = random.Random(seed), range(vocab_size)
     return [
         Job(
@@ -118,17 +118,17 @@ def make_jobs(spec: TraceSpec, *, vocab_size: int, seed: int) -> list[Job]:
 
 
 def by_prompt(jobs: Sequence[Job]) -> list[Job]:
-    """Prompts of like lengths together: what a caller can do, since it knows them."""
+    """Sorted by prompt length, which callers know."""
     return sorted(jobs, key=lambda job: len(job.prompt))
 
 
 def by_output(jobs: Sequence[Job]) -> list[Job]:
-    """Outputs of like lengths together: a batch ends at once, but no caller knows them."""
+    """Sorted by output length, so that a batch ends at once; no caller knows it."""
     return sorted(jobs, key=lambda job: job.num_output_tokens)
 
 
 def batches(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
-    """Static batches of neighbours, in random order: the first ones stand for all."""
+    """Static batches of neighbours, in random order, so that the first ones are representative."""
     starts = list(range(0, len(jobs), size))
     random.Random(0).shuffle(starts)
     for start in starts:

@@ -1,4 +1,4 @@
-"""The operations that only move memory, as shares of what a plain copy moves.
+"""The operations that only move memory, relative to a plain copy.
 
 Bytes count once for each number that must be read or written. Each reads more than any cache
 holds.
@@ -49,7 +49,7 @@ def _link(bench: Bench) -> None:
 
 
 def _products(bench: Bench) -> None:
-    """The fastest of several sizes; random numbers, since zeros are multiplied faster."""
+    """The fastest of several sizes; with random numbers, since zeros are multiplied faster."""
     rates = []
     for size in bench.sizes.matmuls:
         left, right = bench.random(size, size), bench.random(size, size)
@@ -76,23 +76,17 @@ class Operation:
 
 
 def measure(bench: Bench) -> None:
-    """One row for each; they have no bar of their own."""
+    """One row per operation; they have no bars."""
     for operation in bench.in_time(_SECTION, _operations(bench)):
         seconds = bench.timer.median_s(operation.call)
         rate = operation.num_bytes / seconds
-        bench.results.add_row(
-            _SECTION,
-            {
-                "operation": operation.name,
-                "ms": 1e3 * seconds,
-                "bytes_per_s": rate,
-                "of_copy": rate / bench.results.ceilings[COPY],
-            },
-        )
+        share = rate / bench.results.ceilings[COPY]
+        row = {"operation": operation.name, "ms": 1e3 * seconds, "bytes_per_s": rate}
+        bench.results.add_row(_SECTION, {**row, "of_copy": share})
 
 
 def _operations(bench: Bench) -> Iterator[Operation]:
-    """Made one by one: each lets go of its tensors before the next is made."""
+    """Made one by one: each frees its tensors before the next is made."""
     yield from _norms(bench)
     yield _silu_and_mul(bench)
     yield _sample_tokens(bench)
@@ -116,13 +110,13 @@ def _silu_and_mul(bench: Bench) -> Operation:
 
 
 def _sample_tokens(bench: Bench) -> Operation:
-    """With temperature and top_p. The logits count once; how often they are read is its affair."""
+    """With temperature and top_p. The logits count once, however often they are read."""
     inputs = sampling_inputs(bench, bench.sizes.num_sampled, bench.sizes.model["vocab_size"])
     return Operation("sample_tokens", lambda: sample(inputs), inputs[0].nbytes)
 
 
 def _stores(bench: Bench) -> Iterator[Operation]:
-    """Keys and values of a step into scattered slots, from themselves and from projections."""
+    """Keys and values of a step into scattered slots."""
     num_tokens, shape = bench.sizes.num_rows, kv_shape(bench.sizes, dtype=bench.sizes.dtype)
     head = (shape.num_kv_heads, shape.head_dim)
     num_blocks = shape.num_blocks_for(num_tokens)
@@ -160,9 +154,10 @@ _FIGURE = "swap_of_pinned_copy"
 
 
 def measure_swap(bench: Bench) -> None:
-    """Blocks of all layers, scattered on both sides, each way by itself."""
+    """Blocks of all layers, scattered on both sides, in each direction."""
     num_blocks = bench.sizes.swap_blocks
     shape = kv_shape(bench.sizes, dtype=bench.sizes.dtype)
+    num_bytes = num_blocks * shape.bytes_per_block
     pool = shape.allocate(num_blocks, bench.device)
     pool.normal_()
     tier = HostTier(pool, num_blocks)
@@ -174,17 +169,9 @@ def measure_swap(bench: Bench) -> None:
         ("out", BlockMoves(swap_outs=pairs), ceilings[TO_HOST]),
         ("in", BlockMoves(swap_ins=back), ceilings[TO_DEVICE]),
     ):
-        seconds = bench.timer.wall_s(partial(tier.execute, moves))
-        rate = num_blocks * shape.bytes_per_block / seconds
+        rate = num_bytes / bench.timer.wall_s(partial(tier.execute, moves))
         shares.append(rate / ceiling)
-        bench.results.add_row(
-            "swap",
-            {
-                "direction": direction,
-                "blocks": num_blocks,
-                "bytes": num_blocks * shape.bytes_per_block,
-                "bytes_per_s": rate,
-                "of_pinned_copy": shares[-1],
-            },
-        )
+        row = {"direction": direction, "blocks": num_blocks, "bytes": num_bytes}
+        row |= {"bytes_per_s": rate, "of_pinned_copy": shares[-1]}
+        bench.results.add_row("swap", row)
     bench.conclude(_FIGURE, shares, num_cells=2)

@@ -1,7 +1,7 @@
 """Tables of a GPU run, from its JSON: `python -m penstock.load.gpu.report [FILE] [--update]`.
 
-Without FILE, the newest of those committed under `load/results/gpu`. `--update` writes the summary
-into `load/README.md`, between its markers.
+Without FILE, it reads the newest run committed under `load/results/gpu`. `--update` writes the
+summary into `load/README.md`, between its markers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JsonRow = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a figure is to reach."""
+    """The bound that a figure must reach."""
 
     bound: float
     is_upper: bool = False  # the figure may not exceed it; else it may not fall below
@@ -70,11 +70,9 @@ BARS: dict[str, Bar] = {
 
 @dataclass(kw_only=True)
 class Results:
-    """What a run has found so far. Every addition is on disk when the call returns.
+    """The results of a run so far, written to all `paths` at every addition.
 
-    Args:
-        about: device, commit, versions, date, is_measurement.
-        paths: each gets the whole file.
+    A figure is the worst of the cells that its bar covers, and None unless all were measured.
     """
 
     about: Mapping[str, Any]
@@ -106,7 +104,7 @@ class Results:
         self._save()
 
     def add_note(self, section: str, note: str) -> None:
-        """Something a reader of the section's rows must know."""
+        """Note something that readers of the section's rows must know."""
         self._section(section)["notes"].append(note)
         self._save()
 
@@ -133,12 +131,17 @@ class Results:
         return self.sections.setdefault(name, {"rows": [], "notes": []})
 
     def _save(self) -> None:
-        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False)
         for path in self.paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(path.name + ".part")
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+            write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is complete at every moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _judged(name: str, value: float | None) -> dict[str, Any]:
@@ -162,11 +165,12 @@ _CEILINGS = {
     "host_to_device_bytes_per_s": "copy from pinned memory",
     "device_to_host_bytes_per_s": "copy to pinned memory",
 }
+_YES = {True: "yes", False: "**no**", None: "–"}
 Data = Mapping[str, Any]
 
 
 def newest(folder: Path = RESULTS) -> Path | None:
-    """The latest run of all that is there."""
+    """The latest run in a folder."""
     files = sorted(folder.glob("*.json"), key=lambda path: (_load(path)["date"], path.name))
     return files[-1] if files else None
 
@@ -177,14 +181,14 @@ def read(path: Path | None) -> Data | None:
 
 
 def summary(data: Data | None) -> str:
-    """What the docs show: where it was measured, the figures with their bars, the ceilings."""
+    """What the docs show: machine, figures with their bars, ceilings."""
     if data is None:
         return NOTHING
     return "\n\n".join(part for part in (_about(data), _figures(data), _ceilings(data)) if part)
 
 
 def details(data: Data) -> str:
-    """Every check and cell, and the summary at the end, where a terminal shows it."""
+    """Every check and cell, and the summary last, where a terminal shows it."""
     sections = [_section(name, section) for name, section in data["sections"].items()]
     return "\n\n".join(part for part in (_checks(data), *sections, summary(data)) if part)
 
@@ -195,7 +199,7 @@ def update(docs: Path, text: str) -> None:
 
 
 def shown(docs: Path) -> str:
-    """What stands between the markers."""
+    """The text between the markers."""
     return marked(docs, NAME)
 
 
@@ -203,12 +207,8 @@ def shown(docs: Path) -> str:
 
 
 def _about(data: Data) -> str:
-    words = [
-        f"{data['device']}, {data['date']}",
-        f"commit {data['commit'] or 'unknown'}",
-        f"torch {data['torch']}",
-        f"triton {data['triton']}",
-    ]
+    words = [f"{data['device']}, {data['date']}", f"commit {data['commit'] or 'unknown'}"]
+    words += [f"torch {data['torch']}", f"triton {data['triton']}"]
     if not data["is_measurement"]:
         words.append("**no measurement: tiny shapes in an interpreter**")
     if not data["is_complete"]:
@@ -219,9 +219,8 @@ def _about(data: Data) -> str:
 def _figures(data: Data) -> str:
     rows = []
     for name, value in data["figures"].items():
-        bar, judged = BARS[name], data["bars"][name]["is_met"]
+        bar, met = BARS[name], _YES[data["bars"][name]["is_met"]]
         text = "not measured" if value is None else f"{value:.3f}"
-        met = {True: "yes", False: "**no**", None: "–"}[judged]
         rows.append([bar.meaning, text, f"{'≤' if bar.is_upper else '≥'} {bar.bound:g}", met])
     return table(("figure", "measured", "bar", "met"), rows)
 
@@ -235,15 +234,10 @@ def _ceilings(data: Data) -> str:
 
 
 def _checks(data: Data) -> str:
-    rows = [
-        [
-            name,
-            "not finite" if check["error"] is None else f"{check['error']:.1e}",
-            f"{check['bound']:.1e}",
-            "yes" if check["is_right"] else "**no**",
-        ]
-        for name, check in data["checks"].items()
-    ]
+    rows = []
+    for name, check in data["checks"].items():
+        error = "not finite" if check["error"] is None else f"{check['error']:.1e}"
+        rows.append([name, error, f"{check['bound']:.1e}", _YES[check["is_right"]]])
     return table(("check against float64", "error", "bound", "right"), rows) if rows else ""
 
 

@@ -1,9 +1,9 @@
 """Finds launch configurations on this GPU: `python3 -m penstock.load.gpu.tune`.
 
-Every candidate runs the shapes of a class. The one with the least geometric mean of its times, each
-by that of the launcher's own choice, is kept if it is faster by more than timing varies; one whose
-result differs never is. The table is written after each class, so that a run that is cut short
-keeps what it has found.
+Every candidate runs the shapes of a class. The one with the smallest geometric mean of its
+times, relative to the launcher's own choice, is kept if it is faster by more than timing varies
+and its results are right. The table is written after each class, so that an interrupted run
+keeps its results.
 """
 
 from __future__ import annotations
@@ -36,18 +36,15 @@ from penstock.load.gpu.bench import (
 )
 from penstock.load.gpu.command import has_gpu
 from penstock.load.gpu.inputs import (
-    PagedKV,
     attend,
+    attention_inputs,
     bound_of,
     contiguous,
-    in_fp8,
-    make_layout,
-    random_kv,
     sample,
     sampling_inputs,
     worst_row,
 )
-from penstock.load.gpu.report import Results
+from penstock.load.gpu.report import Results, write_whole
 
 _FP8 = torch.float8_e4m3fn
 # Of models in use, beside the one that is measured: head_dim, and query heads for each KV head.
@@ -57,11 +54,7 @@ Run = Callable[..., Tensor]  # with `config`, None for the launcher's own choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tunable:
-    """One entry of the table.
-
-    Attributes:
-        runs: of every shape that the class is judged by, made one after the other.
-    """
+    """One entry of the table; `runs` are the shapes that judge it, made one after the other."""
 
     operation: str
     key: str
@@ -73,7 +66,7 @@ class Tunable:
 
 
 def tunables(bench: Bench) -> Iterator[Tunable]:
-    """What is measured first, in every form; then what other models need."""
+    """First what is measured, in every form; then what other models need."""
     measured = bench.sizes.attention
     yield _decode(bench, measured)
     yield _prefill(bench, measured)
@@ -109,7 +102,7 @@ def _decode(
 
     def runs() -> Iterator[Run]:
         for seq_lens, query_lens in steps:
-            query, kv = _inputs(bench, sizes, seq_lens, query_lens, is_fp8=is_fp8)
+            query, kv = attention_inputs(bench, sizes, seq_lens, query_lens, is_fp8=is_fp8)
             kv = contiguous(kv) if is_contiguous else kv
             yield partial(attend, query, kv, is_contiguous=is_contiguous)
 
@@ -120,19 +113,12 @@ def _decode(
 def _prefill(bench: Bench, sizes: AttentionSizes, *, is_fp8: bool = False) -> Tunable:
     def runs() -> Iterator[Run]:
         for length in sizes.prefills[:2]:
-            yield partial(attend, *_inputs(bench, sizes, [length], [length], is_fp8=is_fp8))
+            yield partial(
+                attend, *attention_inputs(bench, sizes, [length], [length], is_fp8=is_fp8)
+            )
 
     key = _key(bench, sizes, is_fp8=is_fp8, is_contiguous=False)
     return Tunable(operation="paged_prefill", key=key, candidates=PREFILL, runs=runs)
-
-
-def _inputs(
-    bench: Bench, sizes: AttentionSizes, seq_lens: list[int], query_lens: list[int], *, is_fp8: bool
-) -> tuple[Tensor, PagedKV]:
-    layout = make_layout(bench, seq_lens, query_lens, block_size=sizes.block_size)
-    kv = random_kv(bench, layout, sizes)
-    query = bench.random(sum(query_lens), sizes.num_heads, sizes.head_dim)
-    return query, in_fp8(bench, kv) if is_fp8 else kv
 
 
 def _key(bench: Bench, sizes: AttentionSizes, *, is_fp8: bool, is_contiguous: bool) -> str:
@@ -170,7 +156,7 @@ _MIN_GAIN = 0.02
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Tune class after class until the time is up; 0, or 2 without a GPU."""
+    """Tune class after class until the time is up; return 2 without a GPU."""
     parsed = _parser().parse_args(words)
     if not has_gpu():
         return 2
@@ -183,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def tune(
     bench: Bench, path: Path, *, max_classes: int | None = None, max_candidates: int | None = None
 ) -> None:
-    """Write what is found on this device into the table at `path`, beside other devices'."""
+    """Write the results for this device into the table at `path`, beside other devices'."""
     table: Table = json.loads(path.read_text("utf-8")) if path.exists() else {}
     for tunable in bench.in_time("tune", islice(tunables(bench), max_classes)):
         config, ratio = best(bench, tunable, tunable.candidates[:max_candidates])
@@ -191,11 +177,11 @@ def tune(
         if ratio < 1 - _MIN_GAIN:
             of_device = table.setdefault(device_name() or "interpreter", {})
             of_device.setdefault(tunable.operation, {})[tunable.key] = config
-            _write(table, path)
+            write_whole(path, json.dumps(table, indent=2, sort_keys=True))
 
 
 def best(bench: Bench, tunable: Tunable, candidates: Sequence[Config]) -> tuple[Config, float]:
-    """The fastest candidate, and its times by those of the launcher's choice."""
+    """The fastest candidate, and its times relative to the launcher's choice."""
     ratios: list[list[float]] = [[] for _ in candidates]
     for run in tunable.runs():
         expected, own_s = run(), bench.timer.median_s(run)
@@ -212,23 +198,17 @@ def best(bench: Bench, tunable: Tunable, candidates: Sequence[Config]) -> tuple[
 
 
 def _is_same(result: Tensor, expected: Tensor) -> bool:
-    """Integers exactly, other numbers but for rounding."""
+    """Integers exactly, other numbers up to rounding."""
     if not result.is_floating_point():
         return torch.equal(result, expected)
     return worst_row(result, expected.double()) <= bound_of(result.dtype)
 
 
-def _write(table: Table, path: Path) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m penstock.load.gpu.tune", description=__doc__)
     add = parser.add_argument
-    add("--budget-s", type=float, default=540.0, help="for all classes together")
-    add("--table", type=Path, default=TABLE, help="read, and written")
+    add("--budget-s", type=float, default=540.0, help="time for all classes")
+    add("--table", type=Path, default=TABLE, help="table to read and write")
     return parser
 
 

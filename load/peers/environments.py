@@ -1,13 +1,11 @@
-"""A virtual environment for each rival, under `build/peers`, made once.
+"""A virtual environment for each rival, made once under `build/peers`.
 
-What a rival needs to be installed is here, step by step; how it is started is in the file that
-has its name. An environment counts as made when its stamp is there; everything its making
-printed is in `build/peers/NAME.log`.
+The steps to install each rival are here. An environment is complete when its stamp is there; the
+output of its steps is in `build/peers/NAME.log`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -15,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +27,12 @@ _TCMALLOC = "libtcmalloc-minimal4"
 
 
 class InstallError(Exception):
-    """A step failed; the message has the end of what it printed."""
+    """A step failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One rival's own Python and whatever else was built for it."""
+    """One rival's own Python and what was built for it."""
 
     name: str
 
@@ -56,7 +54,7 @@ class Environment:
         return self.path / ".made"
 
     def version(self, distribution: str) -> str:
-        """Of an installed distribution; `""` if it is not installed."""
+        """The version of a distribution; `""` if it is not installed."""
         code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
         shown = subprocess.run(  # noqa: S603
             [self.python, "-c", code, distribution], capture_output=True, text=True, check=False
@@ -66,8 +64,7 @@ class Environment:
     def run(
         self, *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> None:
-        """A step of the making, its output appended to the log. Raises InstallError if it
-        failed."""
+        """Run a step, with its output appended to the log. Raises InstallError if it fails."""
         log = BUILD / f"{self.name}.log"
         with log.open("ab") as file:
             file.write(f"\n$ {' '.join(map(str, command))}\n".encode())
@@ -88,7 +85,7 @@ class Environment:
         self.run(self.python, "-m", "pip", "--disable-pip-version-check", *words)
 
     def install(self, *requirements: str | Path) -> None:
-        """With torch held at the CPU build that is there: a newer one pulls gigabytes of CUDA."""
+        """Install with torch pinned to the CPU build: a newer one pulls gigabytes of CUDA."""
         held = BUILD / "constraints.txt"
         held.write_text(TORCH + "\n", encoding="utf-8")
         self.pip("install", "-q", "-c", held, *requirements)
@@ -96,7 +93,7 @@ class Environment:
 
 def make(name: str) -> Environment:
     """The environment of this name, made now unless it is there. Raises InstallError if a step
-    failed. The next call starts from the beginning."""
+    fails; the next call starts again."""
     environment = Environment(name)
     if environment.stamp.exists():
         return environment
@@ -132,7 +129,7 @@ def _vllm(environment: Environment) -> None:
 
 
 def _requirements_of(environment: Environment, dist_info: str) -> list[str]:
-    """What a distribution requires, without extras and without torch and its companions."""
+    """A distribution's requirements, without extras, torch and its companions."""
     metadata = next(environment.site_packages.glob(dist_info)) / "METADATA"
     lines = re.findall(r"^Requires-Dist: (.+)$", metadata.read_text("utf-8"), re.MULTILINE)
     left_out = {"torch", "torchaudio", "torchvision", "torchcodec"}
@@ -181,22 +178,3 @@ RECIPES: Mapping[str, Callable[[Environment], None]] = {
     "openvino": _openvino,
     "hf": _hf,
 }
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}")
-    failures = 0
-    for name in parser.parse_args(words).names or RECIPES:
-        try:
-            environment = make(name)
-        except InstallError as error:
-            failures += 1
-            print(f"{name}: {error}", file=sys.stderr)
-        else:
-            print(f"{name}: {environment.path}, made in {environment.stamp.read_text().strip()}")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

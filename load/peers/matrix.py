@@ -1,10 +1,10 @@
 """`make bench-peers`: rivals and ours on the same machine, weights and requests, in turns.
 
-    ours, rival, ours, rival, …, for each rival, so many rounds
+    ours, rival, ours, rival, …, for each rival, in every round
 
-One system runs at a time. Where a rival has several settings, its first round tries each and the
-fastest one stays. Results are written after every start, so that a run cut short keeps what it
-has; what cannot be installed, started or finished is in the report with its reason.
+One system runs at a time. If a rival has several settings, its first round tries each, and the
+fastest one stays. Results are written after every start, so that an interrupted run keeps them;
+what cannot be installed, started or finished is in the report with its reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.load.launch import family
@@ -23,15 +23,12 @@ from penstock.load.peers import workloads
 from penstock.load.peers.environments import InstallError
 from penstock.load.peers.report import OURS, Failure, Observation, Report, chosen_setting, write
 from penstock.load.peers.rivals import (
-    HuggingFace,
-    LlamaCpp,
-    OpenVino,
+    OTHERS,
     Penstock,
     Rival,
     RivalError,
     Running,
     Setting,
-    Vllm,
     cpu_s,
     memory_bytes,
     real_time,
@@ -42,7 +39,7 @@ from penstock.load.workloads.driver import RunResult
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Which start of which system it is; `pair` as of an `Observation`."""
+    """One start of a system; `pair` is that of an `Observation`."""
 
     model: str
     system: str
@@ -53,8 +50,8 @@ class Start:
 def observe(
     running: Running, start: Start, setting: Setting, names: Sequence[str]
 ) -> Iterator[Observation]:
-    """Every workload once, after a short one that counts for nothing. Raises RivalError if the
-    system ended, or took too long. What came before it stands."""
+    """Run every workload once, after a short warm-up. Raises RivalError if the system ended or took
+    too long; earlier observations remain."""
     idle_bytes = memory_bytes(family(running.process))
     asked = [workloads.make(name, start.model) for name in names]
     running.measure(workloads.warm_up(start.model, max(each.concurrency for each in asked)))
@@ -64,13 +61,10 @@ def observe(
         summary = summarize(result)
         took = _per_1k(before, cpu_s(family(running.process)), summary.num_output_tokens)
         yield Observation(
-            model=start.model,
+            **asdict(start),
             workload=workload.name,
-            system=start.system,
             setting=setting.name,
             flags=str(setting),
-            round=start.round,
-            pair=start.pair,
             output_tokens_per_s=summary.output_tokens_per_s,
             ttft_ms_p50=summary.ttft_ms.p50,
             ttft_ms_p99=summary.ttft_ms.p99,
@@ -105,23 +99,22 @@ def _per_1k(
 
 # -- the matrix ---------------------------------------------------------------------------------
 
-RIVALS: Mapping[str, Rival] = {
-    rival.name: rival for rival in (Penstock(), Vllm(), LlamaCpp(), OpenVino(), HuggingFace())
-}
-# Together within the hour; S has the workloads that matter most.
+_ALL: tuple[Rival, ...] = (Penstock(), *OTHERS)
+RIVALS: Mapping[str, Rival] = {rival.name: rival for rival in _ALL}
+# Within an hour in total; S has the most important workloads.
 _DEFAULT_REPEATS = {"T": 2, "S": 2, "M": 1}
 
 
 @dataclass(slots=True)
 class Matrix:
-    """A run under way."""
+    """A run in progress."""
 
     rivals: Mapping[str, Rival]
     report: Report  # what is known so far
     out: Path
 
     def prepare(self, models: Iterable[str]) -> None:
-        """Environments and models; who cannot have them is unavailable."""
+        """Make environments and models; a rival without them is unavailable."""
         models = list(models)
         for name, rival in self.rivals.items():
             self._say(f"preparing {rival.title}")
@@ -171,18 +164,16 @@ class Matrix:
         except RivalError as error:
             self._fail(start, setting, left, error)
 
-    def _plan(self, start: Start, names: Sequence[str]) -> list[tuple[Setting, list[str]]]:
-        """Which workloads each setting runs: all that fit it, then those it was best at."""
-        plan = []
+    def _plan(self, start: Start, names: Sequence[str]) -> Iterator[tuple[Setting, list[str]]]:
+        """The workloads of each setting: first all that fit it, then those it was best at."""
+        seen = list(self.report.observations)
+        best = {name: chosen_setting(seen, (start.model, name, start.system)) for name in names}
         for setting in self.rivals[start.system].settings(start.model):
-            chosen = []
-            for name in names:
-                best = chosen_setting(self.report.observations, (start.model, name, start.system))
-                if setting.fits(name) and best in (None, setting.name):
-                    chosen.append(name)
+            chosen = [
+                name for name in names if setting.fits(name) and best[name] in (None, setting.name)
+            ]
             if chosen:
-                plan.append((setting, chosen))
-        return plan
+                yield setting, chosen
 
     def _fail(
         self, start: Start, setting: Setting, names: Sequence[str], error: RivalError
@@ -213,7 +204,7 @@ def _line(seen: Observation) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(words)
-    # Both end a run as Ctrl-C does, event loop or not: what was started is stopped.
+    # Both signals act as Ctrl-C, with or without an event loop: everything started is stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with real_time() as is_real_time:
@@ -239,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", choices=_DEFAULT_REPEATS, default=["T", "S", "M"])
     add("--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model")
     add("--repeats", type=int, help="rounds; default: 2, and 1 of the largest model")
-    add("--out", type=Path, default=Path("load/results"), help="a folder")
+    add("--out", type=Path, default=Path("load/results"), help="folder for the results")
     return parser
 
 

@@ -1,10 +1,9 @@
-"""The models rivals are compared on: random weights of known shape, made on the spot.
+"""The compared models: random weights of known shape, made on the spot.
 
-T is nearly nothing (what is measured is the front end), S and M are the sizes a CPU serves. A
-conversation sends back the text of its answers, and a cache finds its past again only if that
-text becomes the very tokens that were generated. So the tokenizer is made of words that are one
-token each, and rows of the output layer that belong to anything but such a word are zero: greedy
-decoding then never picks one.
+T is nearly nothing, so that the front end is measured; S and M are sizes that a CPU serves. A
+conversation sends its answers back as text, and a cache finds its history only if that text
+becomes the generated tokens again. So the tokenizer consists of words that are one token each,
+and the output layer's rows of all other tokens are zero: greedy decoding never picks one.
 """
 
 from __future__ import annotations
@@ -47,49 +46,23 @@ class Shape:
     fields: Mapping[str, Any]
 
 
+_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "tie_word_embeddings",
+)  # fmt: skip
 SHAPES: Mapping[str, Shape] = {
-    "T": Shape(
-        "llama",
-        {
-            "vocab_size": 4096,
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "S": Shape(
-        "llama",
-        {
-            "vocab_size": 4096,
-            "hidden_size": 384,
-            "intermediate_size": 2560,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "M": Shape(
-        "qwen2",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
+    name: Shape(model_type, dict(zip(_FIELDS, values, strict=True)))
+    for name, model_type, values in (
+        ("T", "llama", (4096, 64, 192, 2, 2, 2, True)),
+        ("S", "llama", (4096, 384, 2560, 8, 6, 2, False)),
+        ("M", "qwen2", (32000, 896, 4864, 24, 14, 2, True)),
+    )
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens by id, the merges that make them, and where the words begin (they go to the end)."""
+    """Tokens by id, the merges that make them, and the first of the words, which come last."""
 
     tokens: tuple[str, ...]
     merges: tuple[tuple[str, str], ...]
@@ -129,13 +102,13 @@ def make(name: str, directory: Path | None = None) -> Path:
 
 
 def word_ids(name: str) -> range:
-    """The ids of the tokens that are words: what prompts are made of, and what is generated."""
+    """The ids of word tokens, of which prompts and answers consist."""
     tokens = _vocabulary_of(name)
     return range(tokens.first_word_id, len(tokens.tokens))
 
 
 def words(name: str) -> Sequence[str]:
-    """The text of each token by id; a word has its space in front."""
+    """The text of each token by id; a word begins with its space."""
     return [text.replace("Ġ", " ") for text in _vocabulary_of(name).tokens]
 
 

@@ -1,4 +1,4 @@
-"""The README's table of rivals, from a comparison's JSON:
+"""Writes the README's table of rivals, from a comparison's JSON:
 
 python -m penstock.load.peers.readme load/results/DATE-peers.json
 """
@@ -23,7 +23,7 @@ _WORKLOADS = {
 
 
 def summary(found: Sequence[Cell]) -> str:
-    """Tokens per second of ours, and ours by each rival's."""
+    """Our tokens per second, and their ratio to each rival's."""
     systems = [name for name in dict.fromkeys(cell.system for cell in found) if name != OURS]
     by_place = {(cell.model, cell.workload, cell.system): cell for cell in found}
     rows = []

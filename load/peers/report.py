@@ -1,7 +1,7 @@
-"""What a comparison leaves: `DATE-peers.json`, and tables and a picture for people.
+"""The results of a comparison: `DATE-peers.json`, and tables and a picture made from it.
 
-The JSON holds every observation, and the cells made of them. Ours comes first in every table, and
-the fastest is bold, whoever it is. From the JSON the rest can be made again:
+The JSON holds every observation and the cells made of them. Ours comes first in every table, and
+the fastest is bold. To make the rest again from the JSON:
 
     python -m penstock.load.peers.report load/results/DATE-peers.json
 """
@@ -30,21 +30,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# From single measurements to what the report says: the setting that counts, medians, ratios.
+# From observations to cells: the setting that counts, medians, ratios.
 #
-# A pair is ours and a rival's, one after the other in the same round. Machines drift, so a ratio is
-# made of each pair, and only then is the median taken.
+# A pair is a run of ours and one of a rival right after it. Machines drift, so a ratio is
+# taken of each pair, and then the median of the ratios.
 
 OURS = "penstock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One workload, once, by one system as it was started.
-
-    Attributes:
-        faults: requests by kind of fault; an observation with any counts for nothing.
-    """
+    """One workload, once, by one system as it was started; with any fault it does not count."""
 
     model: str
     workload: str
@@ -73,7 +69,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What one system did with one workload, with the best of its settings."""
+    """One system's results for one workload, with the best of its settings."""
 
     model: str
     workload: str
@@ -90,13 +86,13 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """To ours; None where no pair is whole."""
+        """Relative to ours; None if no pair is complete."""
         if self.system == OURS:
             return 1.0
         return statistics.median(self.ratios) if self.ratios else None
 
     def turn_ttft_ms(self) -> list[float]:
-        """Median of each turn."""
+        """The median of each turn."""
         turns = zip(*(each.turn_ttft_ms for each in self.best), strict=True)
         return [statistics.median(turn) for turn in turns]
 
@@ -112,9 +108,7 @@ class Cell:
             return {name: self.median(attrgetter(name)) for name in names}
 
         return {
-            "model": self.model,
-            "workload": self.workload,
-            "system": self.system,
+            **{name: getattr(self, name) for name in ("model", "workload", "system")},
             "settings": self.best[0].flags,
             "output_tokens_per_s": self.tokens_per_s,
             **medians("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99"),
@@ -129,11 +123,8 @@ class Cell:
 
 
 def chosen_setting(observations: Iterable[Observation], key: tuple[str, str, str]) -> str | None:
-    """The setting that was fastest when each was first measured; it stays so for the run.
-
-    Args:
-        key: model, workload, system.
-    """
+    """The setting that was fastest when each was first measured; it stays so for the run. `key`
+    is model, workload and system."""
     first: dict[str, float] = {}
     for each in observations:
         if _key(each) == key and each.counts:
@@ -197,7 +188,7 @@ _TITLES: Mapping[str, str] = {
 
 
 def draw(found: Sequence[Cell], path: Path) -> None:
-    """A group of bars for each model and workload, from ours up or down; a whisker spans all pairs.
+    """A group of bars for each model and workload, relative to ours; whiskers span all pairs.
 
     Ours is the line at 1, with its tokens per second under the group's name.
     """
@@ -273,7 +264,7 @@ figures, which is in their favour. Latencies count from when a request was due."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A start or a workload that came to nothing."""
+    """A start or a workload that failed."""
 
     model: str
     system: str
@@ -306,19 +297,17 @@ class Report:
     def read(cls, path: Path) -> Report:
         """From the JSON that `write` made."""
         data = json.loads(path.read_text(encoding="utf-8"))
+        names = ("machine", "commit", "versions", "unavailable")
         return cls(
             day=data["date"],
-            machine=data["machine"],
-            commit=data["commit"],
             observations=[Observation(**each) for each in data["observations"]],
-            versions=data["versions"],
-            unavailable=data["unavailable"],
             failures=[Failure(**each) for each in data["failures"]],
+            **{name: data[name] for name in names},
         )
 
 
 def write(report: Report, out: Path) -> list[Path]:
-    """The files, new or again; their paths."""
+    """Write or rewrite the files; return their paths."""
     found = cells(report.observations)
     data = {
         "date": report.day,
@@ -366,23 +355,21 @@ def _figures(found: Sequence[Cell]) -> str:
 
 
 def _relative(cell: Cell) -> float:
-    """To ours, from pairs; where no pair is whole, the system cannot be called fastest."""
+    """The ratio to ours; without a complete pair, a system cannot be called fastest."""
     return cell.ratio or 0.0
 
 
 def _row(cell: Cell, *, is_fastest: bool) -> list[str]:
     mark = "**" if is_fastest else ""
-    low, high = min(cell.ratios, default=None), max(cell.ratios, default=None)
+    is_rival = cell.system != OURS and cell.ratios
+    latencies = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
     return [
         cell.workload,
         f"{mark}{cell.system}{mark}",
         f"{mark}{_number(cell.tokens_per_s)}{mark}",
         "–" if cell.ratio is None else f"{cell.ratio:.2f}",
-        "–" if cell.system == "penstock" or low is None else f"{low:.2f}–{high:.2f}",
-        _number(cell.median(lambda each: each.ttft_ms_p50)),
-        _number(cell.median(lambda each: each.ttft_ms_p99)),
-        _number(cell.median(lambda each: each.itl_ms_p50)),
-        _number(cell.median(lambda each: each.itl_ms_p99)),
+        f"{min(cell.ratios):.2f}–{max(cell.ratios):.2f}" if is_rival else "–",
+        *(_number(cell.median(attrgetter(name))) for name in latencies),
         cell.best[0].setting,
     ]
 
@@ -405,15 +392,10 @@ def _costs(found: Sequence[Cell]) -> Iterator[str]:
     for cell in found:
         shares = cell.cpu_s_per_1k_tokens()
         each = ", ".join(f"{name} {_number(seconds)}" for name, seconds in shares.items())
-        rows.append(
-            [
-                f"{cell.workload} {cell.system}",
-                _number(sum(shares.values())),
-                each,
-                f"{cell.median(lambda each: each.ready_s):.1f}",
-                f"{cell.median(lambda each: each.idle_memory_bytes) / (1 << 20):,.0f}",
-            ]
-        )
+        row = [f"{cell.workload} {cell.system}", _number(sum(shares.values())), each]
+        row.append(f"{cell.median(attrgetter('ready_s')):.1f}")
+        row.append(f"{cell.median(attrgetter('idle_memory_bytes')) / (1 << 20):,.0f}")
+        rows.append(row)
     yield "Processor seconds for 1,000 output tokens, and what a start takes:"
     yield table(["", "CPU s per 1,000", "by process", "ready after s", "idle MiB"], rows)
 
@@ -443,7 +425,7 @@ def _what_is_missing(report: Report) -> Iterator[str]:
 
 
 def _unseen(report: Report) -> list[tuple[str, str]]:
-    """Models and systems that a run which was cut short had not come to."""
+    """Models and systems that an interrupted run did not reach."""
     seen = {(each.model, each.system) for each in report.observations}
     seen |= {(each.model, each.system) for each in report.failures}
     models = dict.fromkeys(model for model, _ in sorted(seen))
@@ -456,7 +438,7 @@ def _unseen(report: Report) -> list[tuple[str, str]]:
 
 
 def _number(value: float) -> str:
-    """Three digits that matter."""
+    """Three significant digits."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""What every rival is to the comparison, ours too: something that starts, is measured and stops."""
+"""The rivals, and penstock among them: how each is prepared, started, measured and stopped."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import psutil
 import uvloop
 from tokenizers import Tokenizer
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Call, StreamRecord
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Endpoint, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.client.transport import Transport
 from penstock.load.launch import end, server
@@ -41,14 +41,10 @@ class RivalError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One way to start a rival. Of several that fit a workload, the fastest counts.
-
-    Attributes:
-        flags: what the rival is started with; in process, the options of its library.
-    """
+    """One way to start a rival. Of several that fit a workload, the fastest counts."""
 
     name: str
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # in process, the options of its library
     env: Mapping[str, str] = field(default_factory=dict)
     workloads: frozenset[str] = frozenset()  # those it is meant for; empty: all
 
@@ -64,7 +60,7 @@ class Setting:
 class Running(Protocol):
     """A rival that is ready."""
 
-    ready_s: float  # from the making of its process
+    ready_s: float  # from the start of its process
     process: psutil.Process  # the first of its processes
 
     def measure(self, workload: Workload) -> RunResult:
@@ -119,28 +115,8 @@ def memory_bytes(processes: Iterable[psutil.Process]) -> int:
     return total
 
 
-_READY_WITHIN_S, _CELL_WITHIN_S, _STOP_WITHIN_S = 240.0, 300.0, 20.0
+_READY_WITHIN_S, _CELL_WITHIN_S = 240.0, 300.0
 _TAIL_BYTES = 600
-
-
-class FreshConnections:
-    """A `Transport` with a connection for each call, for a server that closes after a stream.
-
-    llama.cpp does, while it promises to keep the connection.
-    """
-
-    def __init__(self, base_url: str, endpoint: Endpoint) -> None:
-        self._base_url, self._endpoint = base_url, endpoint
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    async def stream(self, call: Call, record: StreamRecord) -> None:
-        async with SseTransport(self._base_url, self._endpoint) as transport:
-            await transport.stream(call, record)
 
 
 def measure_http(
@@ -150,8 +126,8 @@ def measure_http(
     *,
     transport: Callable[[str, Endpoint], Transport] = SseTransport,
 ) -> RunResult:
-    """One run of a workload against a server, this process at real-time priority if it may. Raises
-    RivalError if it took too long."""
+    """Run a workload against a server, at real-time priority where permitted. Raises RivalError if
+    it takes too long."""
 
     async def go() -> RunResult:
         async with (
@@ -175,12 +151,12 @@ def measure_http(
 
 @contextmanager
 def real_time() -> Iterator[bool]:
-    """SCHED_RR meanwhile, and whether that was permitted.
+    """Run the block under SCHED_RR; yield whether that is permitted.
 
-    On few cores a server that spins would keep the client waiting, and look slow for it.
+    On few cores a server that spins would keep the client waiting, and its figures would suffer.
     """
     try:
-        # Reset on fork: what is started meanwhile must not be in the way of everything else.
+        # Reset on fork: child processes must not get real-time priority.
         policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK
         os.sched_setscheduler(0, policy, os.sched_param(1))
     except (PermissionError, AttributeError):
@@ -193,11 +169,10 @@ def real_time() -> Iterator[bool]:
 
 
 class Process:
-    """A `Running` by a command of ours, its output in a log.
+    """A `Running` started by a command, its output in a log; `pipes` may replace its standard input
+    and output."""
 
-    Args:
-        pipes: standard input and output where they are talked to.
-    """
+    stop_within_s = 20.0  # then it is killed
 
     def __init__(
         self, command: Sequence[object], *, env: Mapping[str, str], log: Path, **pipes: int
@@ -223,7 +198,7 @@ class Process:
         self.ready_s = time.perf_counter() - began_s
 
     def stop(self) -> None:
-        end(self.process, within_s=_STOP_WITHIN_S)
+        end(self.process, within_s=self.stop_within_s)
         self._popen.communicate()
 
     def _await_ready(self, until_s: float) -> None:
@@ -267,8 +242,10 @@ class HttpServer(Process):
 
 
 class InProcess(Process):
-    """A library, run and timed by a worker of ours under the library's own Python. No client, no
-    HTTP, and no tokenizer are in its figures."""
+    """A library, run and timed by our worker under the library's own Python. Its figures include no
+    client, no HTTP and no tokenizer."""
+
+    stop_within_s = 5.0
 
     def __init__(
         self, command: Sequence[object], *, model: str, env: Mapping[str, str], log: Path
@@ -335,20 +312,20 @@ def _result(answer: Mapping[str, Any], workload: Workload) -> RunResult:
 
 # -- each of them -----------------------------------------------------------------------------
 
+OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _VLLM_FLAGS = (
     *("--max-model-len", "4096", "--max-num-seqs", "128"),
     *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
 )
 _VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "4"}
-OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-# Of llama.cpp, as many as streams in flight: what they are for, and the tokens each must hold.
+# llama.cpp's slots, as many as streams in flight: their workloads, and the tokens of each slot.
 _SLOTS = {
     1: (frozenset({"single", "turns1"}), 1536),
     8: (frozenset({"c8", "turns8"}), 1536),
     32: (frozenset({"c32"}), 768),
     128: (frozenset({"front128"}), 256),
 }
-# On a CPU Hugging Face does not find out by itself how much memory to take.
+# On a CPU Hugging Face cannot tell how much memory to take.
 _HF_BLOCKS = {"page_size": 64, "num_blocks": 1024, "max_batch_tokens": 2048}
 
 
@@ -357,17 +334,16 @@ def _log(system: str, model: str, setting: Setting) -> Path:
 
 
 class Penstock:
-    """Our own server, started and asked like any other."""
+    """Our own server, started and measured like any other."""
 
-    name = "penstock"
-    title = "penstock"
+    name = title = "penstock"
 
     def prepare(self, model: str) -> str:
         models.make(model)
         return version("penstock-llm")
 
     def settings(self, model: str) -> Sequence[Setting]:
-        """What a user gets who sets nothing."""
+        """The defaults, as for a user who sets nothing."""
         del model
         return (Setting(name="default"),)
 
@@ -399,32 +375,46 @@ class PenstockServer:
         self._stack.close()
 
 
-class Vllm:
-    name = "vllm"
-    title = "vLLM CPU server"
+@dataclass(slots=True, kw_only=True)
+class Other:
+    """A rival that has an environment of its own.
+
+    Attributes:
+        convert: makes the model in the rival's own form, unless it is there.
+        serve: the command of its server, by environment, converted model, model and port; None for
+            a library, which the worker of the rival's name runs.
+    """
+
+    name: str
+    title: str
+    distribution: str  # its version is the rival's
+    options: tuple[Setting, ...]
+    convert: Callable[[str], Path] = models.make
+    serve: Callable[[Environment, Path, str, int], list[object]] | None = None
+    env: Callable[[Environment], Mapping[str, str]] = lambda _: {}
+    transport: Callable[[str, Endpoint], Transport] = SseTransport
 
     def prepare(self, model: str) -> str:
-        models.make(model)
-        return environments.make(self.name).version("vllm-cpu")
+        environment = environments.make(self.name)
+        self.convert(model)
+        return environment.version(self.distribution) or self.distribution
 
     def settings(self, model: str) -> Sequence[Setting]:
         del model
-        bound = {**_VLLM_ENV, "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
-        return (
-            Setting(name="bound", flags=_VLLM_FLAGS, env=bound),
-            Setting(name="unbound", flags=_VLLM_FLAGS, env=_VLLM_ENV),
-        )
+        return self.options
 
-    def start(self, model: str, setting: Setting) -> HttpServer:
-        environment, port = environments.make(self.name), free_port()
-        command = [
-            *(environment.python, environment.path / "bin" / "vllm", "serve"),
-            *(models.make(model), "--served-model-name", model),
-            *("--host", "127.0.0.1", "--port", port, *setting.flags),
-        ]
-        env = {**OFFLINE, **setting.env, "LD_PRELOAD": preload(environment)}
+    def start(self, model: str, setting: Setting) -> Running:
+        environment, form, port = environments.make(self.name), self.convert(model), free_port()
+        env = {**self.env(environment), **setting.env}
         log = _log(self.name, model, setting)
-        return HttpServer(command, port=port, model=model, env=env, log=log)
+        if self.serve is None:
+            worker = f"penstock.load.peers.workers.{self.name}"
+            library = [environment.python, "-m", worker, form, *setting.flags]
+            return InProcess(library, model=model, env=env, log=log)
+        command = [*self.serve(environment, form, model, port), *setting.flags]
+        return HttpServer(
+            command, port=port, model=model, env=env, log=log, transport=self.transport
+        )
 
 
 def preload(environment: Environment) -> str:
@@ -433,121 +423,109 @@ def preload(environment: Environment) -> str:
     return f"{allocator}:{environment.path / 'lib' / 'libiomp5.so'}"
 
 
-class LlamaCpp:
-    name = "llamacpp"
-    title = "llama.cpp server"
+def _serve_vllm(environment: Environment, form: Path, model: str, port: int) -> list[object]:
+    program = (environment.python, environment.path / "bin" / "vllm", "serve", form)
+    return [*program, "--served-model-name", model, "--host", "127.0.0.1", "--port", port]
 
-    def prepare(self, model: str) -> str:
-        environments.make(self.name)
-        _gguf(model)
-        return f"of llama-cpp-python {environments.LLAMA_CPP_PYTHON}"
 
-    def settings(self, model: str) -> Sequence[Setting]:
-        del model
-        settings = []
-        threads = str(psutil.cpu_count() or 1)
-        for num_slots, (workloads, num_tokens) in _SLOTS.items():
-            flags = (
-                *("-t", threads, "-np", str(num_slots)),
-                *("-c", str(num_slots * num_tokens), "-fa", "on", "--cache-ram", "0"),
-            )
-            for kind in ("split", "unified") if num_slots > 1 else ("split",):
-                unified = "--kv-unified" if kind == "unified" else "--no-kv-unified"
-                name = f"{kind}-{num_slots}"
-                settings.append(Setting(name=name, flags=(*flags, unified), workloads=workloads))
-        return settings
+def _serve_llamacpp(environment: Environment, form: Path, _: str, port: int) -> list[object]:
+    program = environment.path / "llama.cpp" / "bin" / "llama-server"
+    return [program, "-m", form, "--host", "127.0.0.1", "--port", port, "--no-webui"]
 
-    def start(self, model: str, setting: Setting) -> HttpServer:
-        port = free_port()
-        program = environments.make(self.name).path / "llama.cpp" / "bin" / "llama-server"
-        command = [
-            *(program, "-m", _gguf(model), "--host", "127.0.0.1", "--port", port),
-            *("--no-webui", *setting.flags),
-        ]
-        log, connect = _log(self.name, model, setting), FreshConnections
-        return HttpServer(
-            command, port=port, model=model, env=setting.env, log=log, transport=connect
-        )
+
+def _llamacpp_settings() -> Iterator[Setting]:
+    threads = str(psutil.cpu_count() or 1)
+    for num_slots, (workloads, num_tokens) in _SLOTS.items():
+        slots = ("-t", threads, "-np", str(num_slots), "-c", str(num_slots * num_tokens))
+        for kind, flag in {"split": "--no-kv-unified", "unified": "--kv-unified"}.items():
+            if kind == "split" or num_slots > 1:
+                flags = (*slots, "-fa", "on", "--cache-ram", "0", flag)
+                yield Setting(name=f"{kind}-{num_slots}", flags=flags, workloads=workloads)
 
 
 def _gguf(model: str) -> Path:
-    """The model's file, converted now unless it is there."""
-    source = models.make(model)
-    file = source.with_suffix(".gguf")
-    if not file.exists():
-        unfinished = file.with_suffix(".part")
-        script = Path(__file__).parent / "workers" / "gguf_model.py"
-        environment = environments.make("llamacpp")
-        environment.run(environment.python, script, source, unfinished)
-        unfinished.rename(file)
-    return file
-
-
-class OpenVino:
-    """Its continuous batching: there is no server of its own to ask."""
-
-    name = "openvino"
-    title = "OpenVINO GenAI, in process"
-
-    def prepare(self, model: str) -> str:
-        _exported(model)
-        return environments.make(self.name).version("openvino-genai")
-
-    def settings(self, model: str) -> Sequence[Setting]:
-        del model
-        return (
-            Setting(name="default", flags=("{}",)),
-            Setting(name="kv-bf16", flags=(json.dumps({"KV_CACHE_PRECISION": "bf16"}),)),
-        )
-
-    def start(self, model: str, setting: Setting) -> InProcess:
-        python = environments.make(self.name).python
-        worker = "penstock.load.peers.workers.openvino"
-        command = [python, "-m", worker, _exported(model), *setting.flags]
-        log = _log(self.name, model, setting)
-        return InProcess(command, model=model, env=setting.env, log=log)
+    """The model as a GGUF file."""
+    script = Path(__file__).parent / "workers" / "gguf_model.py"
+    return _converted("llamacpp", model, ".gguf", lambda its, source: (its.python, script, source))
 
 
 def _exported(model: str) -> Path:
-    """The model in OpenVINO's own form, exported now unless it is there.
-
-    Its fp16 is what the recipe of the field uses; the CPU plugin computes in bf16 where it can.
-    """
-    source = models.make(model)
-    directory = source.with_suffix(".openvino")
-    if not directory.exists():
-        unfinished = source.with_suffix(".openvino.part")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        environment = environments.make("openvino")
-        environment.run(
-            *(environment.path / "bin" / "optimum-cli", "export", "openvino", "--model", source),
+    """The model in OpenVINO's form: fp16, as its documentation recommends; the CPU plugin computes
+    in bf16 where it can."""
+    return _converted(
+        "openvino",
+        model,
+        ".openvino",
+        lambda its, source: (
+            *(its.path / "bin" / "optimum-cli", "export", "openvino", "--model", source),
             *("--task", "text-generation-with-past", "--weight-format", "fp16"),
-            *("--disable-convert-tokenizer", unfinished),
-        )
-        unfinished.rename(directory)
-    return directory
+            "--disable-convert-tokenizer",
+        ),
+    )
 
 
-class HuggingFace:
-    """Static padded batches, and its continuous batching."""
+def _converted(
+    rival: str,
+    model: str,
+    suffix: str,
+    command: Callable[[Environment, Path], tuple[str | Path, ...]],
+) -> Path:
+    """A rival's form of the model, made unless it is there by a command that takes the target
+    last."""
+    source = models.make(model)
+    target, unfinished = source.with_suffix(suffix), source.with_suffix(f"{suffix}.part")
+    if not target.exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        environment = environments.make(rival)
+        environment.run(*command(environment, source), unfinished)
+        unfinished.rename(target)
+    return target
 
-    name = "hf"
-    title = "Hugging Face transformers, in process"
 
-    def prepare(self, model: str) -> str:
-        models.make(model)
-        return environments.make(self.name).version("transformers")
-
-    def settings(self, model: str) -> Sequence[Setting]:
-        del model
-        return (
+OTHERS = (
+    Other(
+        name="vllm",
+        title="vLLM CPU server",
+        distribution="vllm-cpu",
+        options=(
+            Setting(
+                name="bound",
+                flags=_VLLM_FLAGS,
+                env={**_VLLM_ENV, "VLLM_CPU_OMP_THREADS_BIND": "0-1"},
+            ),
+            Setting(name="unbound", flags=_VLLM_FLAGS, env=_VLLM_ENV),
+        ),
+        serve=_serve_vllm,
+        env=lambda environment: {**OFFLINE, "LD_PRELOAD": preload(environment)},
+    ),
+    Other(
+        name="llamacpp",
+        title="llama.cpp server",
+        distribution=f"of llama-cpp-python {environments.LLAMA_CPP_PYTHON}",  # none is installed
+        options=tuple(_llamacpp_settings()),
+        convert=_gguf,
+        serve=_serve_llamacpp,
+        # It closes after each stream, although it promises to keep the connection.
+        transport=partial(SseTransport, keeps_connections=False),
+    ),
+    Other(
+        name="openvino",
+        title="OpenVINO GenAI, in process",
+        distribution="openvino-genai",
+        options=(
+            Setting(name="default", flags=("{}",)),
+            Setting(name="kv-bf16", flags=(json.dumps({"KV_CACHE_PRECISION": "bf16"}),)),
+        ),
+        convert=_exported,
+    ),
+    Other(
+        name="hf",
+        title="Hugging Face transformers, in process",
+        distribution="transformers",
+        options=(
             Setting(name="static", flags=("static", "{}")),
             Setting(name="continuous", flags=("continuous", json.dumps(_HF_BLOCKS))),
-        )
-
-    def start(self, model: str, setting: Setting) -> InProcess:
-        python = environments.make(self.name).python
-        worker = "penstock.load.peers.workers.hf"
-        command = [python, "-m", worker, models.make(model), *setting.flags]
-        env = {"HF_HUB_OFFLINE": "1", **setting.env}
-        return InProcess(command, model=model, env=env, log=_log(self.name, model, setting))
+        ),
+        env=lambda _: {"HF_HUB_OFFLINE": "1"},
+    ),
+)

@@ -1,12 +1,12 @@
-"""What each rival is asked: the same requests for all, drawn from a seed.
+"""The requests of each workload: the same for all rivals, drawn from a seed.
 
     single          one stream, 128 tokens in and 128 out, one request after the other
     c8, c32         8 and 32 in flight, lognormal lengths
     turns1, turns8  8 conversations of 4 turns over one system prompt, one and eight at a time
-    front128        128 short streams: on a model that is nearly nothing, the cost of the front end
+    front128        128 short streams: on a tiny model, the cost of the front end
 
-Prompts of single turns are token ids, so that nobody's tokenizer is part of it. Conversations go
-through the chat endpoint and send the answers back.
+Prompts of single turns are token ids, so that no tokenizer is involved. Conversations use the
+chat endpoint and send the answers back.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from tokenizers import Tokenizer
 
-from penstock.load.client.records import Dialogue, Turn
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Dialogue, Endpoint, Turn
 from penstock.load.peers import models
 
 TokenTurns: TypeAlias = list[tuple[list[int], int]]
@@ -43,7 +42,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many requests make a cell of some seconds, on a model of this size."""
+    """How many requests make a cell of some seconds on a model of this size."""
 
     num_single: int
     num_c8: int
@@ -68,29 +67,27 @@ DEFAULT_WORKLOADS: Mapping[str, tuple[str, ...]] = {
 
 def make(name: str, model: str) -> Workload:
     """A workload for a model, the same at every call."""
-    draw = _Draw(model, name)
-    size = SIZES[model]
-    if name == "single":
-        return Workload(name, "completions", 1, draw.fixed(size.num_single, 128, 128))
-    if name == "c8":
-        return Workload(name, "completions", 8, draw.lognormal(size.num_c8))
-    if name == "c32":
-        return Workload(name, "completions", 32, draw.lognormal(size.num_c32))
+    draw, size = _Draw(model, name), SIZES[model]
     if name in ("turns1", "turns8"):
         concurrency = int(name.removeprefix("turns"))
         return Workload(name, "chat", concurrency, draw.conversations(8, 4, size.turn_tokens))
+    if name in ("c8", "c32"):
+        dialogues = draw.lognormal(size.num_c8 if name == "c8" else size.num_c32)
+        return Workload(name, "completions", int(name.removeprefix("c")), dialogues)
+    if name == "single":
+        return Workload(name, "completions", 1, draw.fixed(size.num_single, 128, 128))
     assert name == "front128", name
     return Workload(name, "completions", 128, draw.fixed(size.num_front, 32, 96))
 
 
 def warm_up(model: str, concurrency: int) -> Workload:
-    """A short one of its own tokens, so that nothing of it is found again."""
+    """A short workload with tokens of its own, so that no cache finds them again."""
     dialogues = _Draw(model, f"warm {concurrency}").fixed(concurrency, 64, 8)
     return Workload("warm", "completions", concurrency, dialogues)
 
 
 class _Draw:
-    """Dialogues from a generator that model and workload seed."""
+    """Dialogues from a generator seeded by model and workload."""
 
     def __init__(self, model: str, workload: str) -> None:
         self._random = np.random.default_rng(list(f"{model} {workload}".encode()))
@@ -107,17 +104,12 @@ class _Draw:
         return tuple(self._single(*lengths) for lengths in zip(prompts, outputs, strict=True))
 
     def conversations(self, num: int, num_turns: int, turn_tokens: int) -> tuple[Dialogue, ...]:
+        def turn() -> Turn:
+            return Turn(text=self._text(_USER_TOKENS), max_tokens=turn_tokens)
+
         system = self._text(_SYSTEM_TOKENS)
-        return tuple(
-            Dialogue(
-                system=system,
-                turns=tuple(
-                    Turn(text=self._text(_USER_TOKENS), max_tokens=turn_tokens)
-                    for _ in range(num_turns)
-                ),
-            )
-            for _ in range(num)
-        )
+        turns = (tuple(turn() for _ in range(num_turns)) for _ in range(num))
+        return tuple(Dialogue(system=system, turns=each) for each in turns)
 
     def _single(self, prompt_tokens: int, output_tokens: int) -> Dialogue:
         return Dialogue(turns=(Turn(text=self._tokens(prompt_tokens), max_tokens=output_tokens),))
@@ -136,7 +128,7 @@ class _Draw:
 
 
 def token_turns(dialogue: Dialogue, tokenizer: Tokenizer) -> TokenTurns:
-    """For a library: the tokens before each answer, as the chat template would have them."""
+    """For a library: the tokens before each answer, as the chat template makes them."""
     turns: TokenTurns = []
     before = models.message("system", dialogue.system) if dialogue.system else ""
     for turn in dialogue.turns:

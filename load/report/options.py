@@ -1,4 +1,4 @@
-"""The arguments that say what is reported, and what they come to; shared by benches."""
+"""Arguments about the report, shared by benches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A positive number. Raises ValueError if it is none."""
+    """A positive number. Raises ValueError otherwise."""
     (number,) = counts(text)
     return number
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Positive numbers with commas between them. Raises ValueError if it is none."""
+    """Comma-separated positive numbers. Raises ValueError otherwise."""
     numbers = tuple(int(number) for number in text.split(","))
     if min(numbers) < 1:
         raise ValueError(text)
@@ -42,15 +42,15 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="objectives in milliseconds, as ttft:200 tpot:50 e2e:5000",
+        help="objectives in milliseconds, such as ttft:200 tpot:50 e2e:5000",
     )
-    add("--plot", action="store_true", help="draw a picture too")
-    add("--label", default="", help="for the title and the names of the files")
+    add("--plot", action="store_true", help="also draw a picture")
+    add("--label", default="", help="label in the title and file names")
     add_out(parser)
 
 
 def slo_of(parsed: argparse.Namespace) -> Slo:
-    """Raises ConfigError for an objective that is none."""
+    """Raises ConfigError for an invalid objective."""
     limits: dict[str, float] = {}
     for text in parsed.goodput:
         name, _, value = text.partition(":")
@@ -60,19 +60,19 @@ def slo_of(parsed: argparse.Namespace) -> Slo:
             limit = math.nan
         if name not in _OBJECTIVES or not limit >= 0:
             raise ConfigError(
-                f"--goodput {text!r}: objectives are ttft, tpot and e2e in ms, as ttft:200"
+                f"--goodput {text!r}: objectives are ttft, tpot and e2e in ms, such as ttft:200"
             )
         limits[_OBJECTIVES[name]] = limit
     return Slo(**limits)
 
 
 def file_stem(bench: str, label: str) -> str:
-    """The name of a report's files: the bench, and the label as far as file names take it."""
+    """The name of a report's files: the bench and the label, in the characters of file names."""
     return f"{bench}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}" if label else bench
 
 
 def settings_of(parsed: argparse.Namespace) -> dict[str, str | int | float | bool | None]:
-    """What was asked for, as plain data: without secrets and without places on this machine."""
+    """The arguments as plain data, without secrets and paths of this machine."""
     hidden = ("run", "api_key", "out")
     return {
         name: value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -1,8 +1,6 @@
-"""The one place that needs matplotlib, an optional dependency; colours and a common look.
+"""A common look for pictures; matplotlib, an optional dependency, is imported only here.
 
-The colours are told apart by colour-blind readers too.
-
-Source: Okabe and Ito, "Color Universal Design" (2008).
+Colour-blind readers can tell the colours apart: Okabe and Ito, "Color Universal Design" (2008).
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ _LOOK: Any = {  # matplotlib types the keys one by one, differently in every rel
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches; it is written without any display. Raises
-    ConfigError if matplotlib is not installed."""
+    """An empty figure of this size in inches. Raises ConfigError if matplotlib is not installed."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -50,7 +47,7 @@ def plain(value: float, _: float | None) -> str:
 
 
 def make_log(axes: Axes, which: Literal["x", "y"]) -> None:
-    """An axis by powers of ten, without any power written."""
+    """A logarithmic axis with plain numbers."""
     if which == "x":
         axes.set_xscale("log", subs=_TICKS)
     else:

@@ -1,23 +1,21 @@
-"""The figures of a run, by the definitions of `vllm bench serve`.
+"""The figures of a run, defined as in `vllm bench serve`, and their tables.
 
-TTFT    from the scheduled time to the first event that brought text.
-ITL     between two such events of one stream; a gap counts once, however many tokens the later
-        event brought.
-E2E     from the scheduled time to the last such event (what ends the stream comes after it).
-TPOT    (E2E − TTFT) ÷ (output tokens − 1), of each request with two tokens or more.
-rates   over the run, from its start to the end of its last request.
+    TTFT    from the scheduled time to the first event that brought text
+    ITL     between two such events of a stream, however many tokens the later one brought
+    E2E     from the scheduled time to the last such event (before the terminal event)
+    TPOT    (E2E − TTFT) ÷ (output tokens − 1), of requests with two tokens or more
+    rates   over the run, from its start to the end of its last request
 
-Two differences, both so that waiting shows: time counts from when a request was due, where vLLM
-counts from when it was sent; and an event without text (a role, an empty delta) is no first token.
-
-A request with a fault is in no figure but the counts, the faults, the peak and the send lag.
+There are two differences, so that waiting shows: time counts from when a request was due, where
+vLLM counts from when it was sent; and an event without text (a role, an empty delta) is no first
+token. A request with a fault counts only in the counts, the faults, the peak and the send lag.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -26,12 +24,13 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.load.client.records import StreamRecord
+from penstock.load.report.tables import table
 from penstock.load.workloads.driver import RunResult
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of a sample; not a number if it is empty."""
+    """Quantiles of a sample; NaN if it is empty."""
 
     mean: float
     p50: float
@@ -48,7 +47,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a good request keeps to; None: anything goes."""
+    """The limits of a good request; None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -59,7 +58,8 @@ class Slo:
         return self != Slo()
 
     def holds(self, record: StreamRecord) -> bool:
-        """A failed request keeps to nothing. An answer of one token has a TPOT of 0."""
+        """Whether a request keeps the limits. A failed one never does; an answer of one token
+        has a TPOT of 0."""
         if not record.is_clean or not record.event_times_s:
             return False
         pairs = (
@@ -72,7 +72,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Requests that kept to the objectives."""
+    """Requests within the objectives."""
 
     share: float  # of all requests sent
     requests_per_s: float
@@ -82,11 +82,10 @@ class Goodput:
 class Summary:
     """One run.
 
-    Attributes:
-        num_prompt_tokens, num_cached_tokens, num_output_tokens: of completed requests, as the
-            server counts them; prompt and cached tokens are 0 where it does not say, and output
-            tokens then those of the events.
-        send_lag_ms: from due to sent. Without a cap on concurrency it is the client's own fault.
+    Prompt, cached and output tokens are those of completed requests as the server counts them;
+    where it does not, prompt and cached tokens are 0 and output tokens are counted from the
+    events. `send_lag_ms` is from due to sent; without a limit on concurrency it is the client's
+    fault.
     """
 
     num_requests: int
@@ -111,16 +110,16 @@ class Summary:
     goodput: Goodput | None  # None without objectives
     faults: Mapping[str, int]  # requests by kind; one may have several
     fault_details: Mapping[str, str]  # the first words of each kind
-    client_cpu_share: float  # of one core, that this process took
+    client_cpu_share: float  # share of one core that this process used
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what is not a number becomes null."""
+        """Plain data, with NaN as null."""
         plain: dict[str, Any] = _without_nan(asdict(self))
         return plain
 
 
 def summarize(result: RunResult, slo: Slo | None = None) -> Summary:
-    """The figures of a run, and its goodput under the objectives if there are any."""
+    """The figures of a run, with goodput if there are objectives."""
     records = result.records
     clean = [record for record in records if record.is_clean]
     timed = [record for record in clean if record.event_times_s]
@@ -180,7 +179,7 @@ def tpot_ms(record: StreamRecord) -> float | None:
 
 
 def num_output_tokens(record: StreamRecord) -> int:
-    """As the server counts them; else those its events state; else a token for each event."""
+    """As the server counts them; else as its events state; else one per event."""
     if record.output_tokens >= 0:
         return record.output_tokens
     return sum(record.event_tokens) or len(record.event_times_s)
@@ -190,7 +189,7 @@ def num_output_tokens(record: StreamRecord) -> int:
 
 
 def _peak(records: Iterable[StreamRecord]) -> int:
-    """Most requests in flight; one that ends as another is sent makes room first."""
+    """The most requests in flight; one that ends when another is sent counts as ended before."""
     changes = [(record.sent_s, 1) for record in records]
     changes += [(record.ended_s, -1) for record in records]
     peak = num_in_flight = 0
@@ -214,13 +213,13 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-# What a server's metrics say of a run: from Prometheus texts to a few figures.
+# The server's own metrics of a run, from Prometheus texts:
 #
 #     penstock: or vllm:   prefix_cache_queries_total, prefix_cache_hits_total,
 #                          num_preemptions_total, kv_cache_usage_perc
 #     penstock:            kv_slots{state="allocated"|"empty"}
 #
-# A server without one of them has no such figure.
+# A figure is None if the server lacks its metric.
 
 Sample: TypeAlias = Mapping[str, float]  # values by name without its prefix, with a state if any
 
@@ -230,11 +229,8 @@ _USAGE = "kv_cache_usage_perc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMetrics:
-    """Of one run; None: the server does not say.
-
-    Attributes:
-        kv_waste: empty ÷ allocated token slots of running sequences, over all samples.
-    """
+    """What the server's metrics say about a run; None: not reported. `kv_waste` is empty ÷
+    allocated token slots of running sequences, over all samples."""
 
     prefix_cache_hit_rate: float | None = None  # prompt tokens found ÷ looked up
     num_preemptions: int | None = None
@@ -243,7 +239,7 @@ class ServerMetrics:
 
 
 def read_metrics(texts: Sequence[str]) -> ServerMetrics | None:
-    """The figures of a run from the metrics before, during and after; None if there are none."""
+    """The figures of a run from its metrics texts (before, during, after); None without any."""
     samples = [_sample(text) for text in texts]
     if not any(samples):
         return None
@@ -281,3 +277,111 @@ def _sample(text: str) -> Sample:
 
 def _growth(name: str, first: Sample, last: Sample) -> float | None:
     return last[name] - first[name] if name in first and name in last else None
+
+
+# -- tables and notes ----------------------------------------------------------------------------
+
+_BUSY_CLIENT = 0.7  # of a core
+_LATE_MS = 10.0
+
+
+def latency_table(summary: Summary) -> str:
+    rows = {
+        "TTFT": summary.ttft_ms,
+        "ITL": summary.itl_ms,
+        "TPOT": summary.tpot_ms,
+        "E2E": summary.e2e_ms,
+    }
+    return table(
+        ("ms", "mean", "p50", "p90", "p99"),
+        [[name, *_cells(quantiles)] for name, quantiles in rows.items()],
+    )
+
+
+def rate_table(summary: Summary) -> str:
+    header = ["", "in all", "per second"]
+    rows = [
+        ["requests", f"{summary.num_completed:,}", f"{summary.requests_per_s:,.2f}"],
+        ["output tokens", f"{summary.num_output_tokens:,}", f"{summary.output_tokens_per_s:,.1f}"],
+        [
+            "prompt and output tokens",
+            f"{summary.num_prompt_tokens + summary.num_output_tokens:,}",
+            f"{summary.total_tokens_per_s:,.1f}",
+        ],
+    ]
+    if summary.goodput is not None:
+        good = summary.goodput
+        num_good = round(good.share * summary.num_requests)
+        rows.append(["good requests", f"{num_good:,}", f"{good.requests_per_s:,.2f}"])
+    return table(header, rows)
+
+
+def notes(summary: Summary, server: ServerMetrics | None) -> str:
+    """One line per fact."""
+    return "\n".join(
+        f"- {line}" for line in [*_run_notes(summary), *_server_notes(server), *_faults(summary)]
+    )
+
+
+def warnings(summary: Summary, *, has_cap: bool) -> list[str]:
+    """Why the figures may be limited by the client rather than the server; with `has_cap`,
+    requests may wait for others to end, and lag is no fault."""
+    found = []
+    if summary.client_cpu_share > _BUSY_CLIENT:
+        found.append(
+            f"this client used {summary.client_cpu_share:.0%} of a core: it may be the bottleneck"
+        )
+    if summary.send_lag_ms.p99 > _LATE_MS and not has_cap:
+        found.append(
+            f"1 % of the requests were sent {summary.send_lag_ms.p99:.0f} ms late or more: this "
+            "client could not keep the times of the workload; latencies include that"
+        )
+    return found
+
+
+def _run_notes(summary: Summary) -> Iterator[str]:
+    yield (
+        f"{summary.duration_s:.1f} s, at most {summary.peak_concurrency:,} requests in flight, "
+        f"{summary.tokens_per_event:.2f} tokens an event"
+    )
+    if summary.num_cached_tokens:
+        share = summary.num_cached_tokens / max(summary.num_prompt_tokens, 1)
+        yield f"cached prompt tokens: {summary.num_cached_tokens:,} ({share:.1%})"
+    if summary.goodput is not None:
+        yield f"within the objectives: {summary.goodput.share:.1%} of all requests"
+    if summary.num_without_text:
+        yield f"{summary.num_without_text:,} answers had no text and are in no latency"
+    yield (
+        f"client: {summary.client_cpu_share:.0%} of a core; sent {summary.send_lag_ms.p50:.1f} ms "
+        f"(p99 {summary.send_lag_ms.p99:.1f}) after due"
+    )
+
+
+def _server_notes(server: ServerMetrics | None) -> Iterator[str]:
+    if server is None:
+        return
+    if server.prefix_cache_hit_rate is not None:
+        yield f"server: prefix cache hit rate {server.prefix_cache_hit_rate:.1%}"
+    if server.num_preemptions is not None:
+        yield f"server: {server.num_preemptions:,} preemptions"
+    if server.peak_kv_usage is not None:
+        yield f"server: KV cache in use, highest sample {server.peak_kv_usage:.1%}"
+    if server.kv_waste is not None:
+        yield f"server: KV slots allocated but empty {server.kv_waste:.1%}"
+
+
+def _faults(summary: Summary) -> Iterator[str]:
+    if not summary.num_failed:
+        yield "no stream had a fault"
+        return
+    yield (
+        f"{summary.num_failed:,} of {summary.num_requests:,} requests had a fault, and are in no "
+        f"figure above; {summary.num_unsent:,} turns after them were not sent"
+    )
+    for fault, num in summary.faults.items():
+        yield f"{fault} ×{num:,}: {summary.fault_details[fault]}"
+
+
+def _cells(quantiles: Quantiles) -> list[str]:
+    values = (quantiles.mean, quantiles.p50, quantiles.p90, quantiles.p99)
+    return ["–" if math.isnan(value) else f"{value:,.1f}" for value in values]

@@ -1,2 +1,1 @@
-"""Minutes of mixed and hostile traffic, and a verdict: did every stream come right, did anything
-leak."""
+"""Minutes of mixed and hostile traffic, and a verdict on streams, leaks and refusals."""

@@ -1,7 +1,7 @@
 """An attack beside the traffic: one kind of adversity at a time, each bounded, in rounds.
 
-Kills, freezes, floods, silent handshakes, a log that nobody reads, prompts of 4 MB. What a server
-must refuse is checked here; what all of it cost the others is not known here (`costs`).
+Kills, freezes, floods, silent handshakes, an unread log, prompts of 4 MB. What a server must
+refuse is checked here; `verdict.costs` judges the effect on other streams.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.load.soak.target import LogPipe, Target
 
 Step: TypeAlias = Callable[[Scene], Awaitable[object]]
 
-FREEZES_S = (1.0, 3.2, 5.0, 9.0, 20.0)  # each victim has another of them in each round
-# Streams of each kind that a freeze meets, and that the engine computes for longer than the lease
-# of a gateway: whoever takes them over meets the old one's requests.
+FREEZES_S = (1.0, 3.2, 5.0, 9.0, 20.0)  # each victim gets a different one in each round
+# Streams of each kind during a freeze. The engine computes them for longer than a gateway's lease,
+# so the gateway that takes them over finds requests of the old one.
 RUN_UP_S, NUM_RESUMED, RESUMED_TOKENS = 0.5, 8, range(600, 901)
 REST_S = 2.0  # between two steps
 CALM_S = 8.0
@@ -46,8 +46,8 @@ _PIECE = 1000  # requests or trailers
 
 
 async def attack(scene: Scene, target: Target, *, until_s: float, kill_until_s: float) -> None:
-    """Rounds of all that can be done to this target. The first is finished, however long it takes,
-    and so is a step that has begun."""
+    """Rounds of all adversities that apply to this target. The first round, and every step that
+    has begun, is completed however long it takes."""
     number = 0
     while not number or time.perf_counter() < until_s:
         for kind, step in _round(target, number):
@@ -57,13 +57,13 @@ async def attack(scene: Scene, target: Target, *, until_s: float, kill_until_s: 
             await asyncio.sleep(REST_S)
             try:
                 await step(scene)
-            except Exception as error:  # whatever it was, the soak goes on to its verdict
+            except Exception as error:  # the soak continues to its verdict
                 scene.journal.problem(kind, repr(error))
         number += 1
 
 
 def kinds_of(target: Target) -> list[Kind]:
-    """What an attack on this target consists of."""
+    """The adversities of an attack on this target."""
     return [Kind.CALM, *dict.fromkeys(kind for kind, _ in _round(target, 0))]
 
 
@@ -93,13 +93,13 @@ def _noted(journal: Journal, kind: Kind, victim: str = "") -> Iterator[None]:
 
 
 async def kill_once(journal: Journal, target: Target) -> bool:
-    """Whether the server came back."""
+    """Kill the next process; return whether the server came back."""
     assert target.kill is not None
     killed_s = time.perf_counter()
     try:
         with _noted(journal, Kind.KILL):
             victim = await target.kill()
-    except Exception as error:  # whatever it was, the soak goes on to its verdict
+    except Exception as error:  # the soak continues to its verdict
         journal.problem("kill", f"the server did not come back: {error!r}")
         return False
     journal.kills.append(Kill(victim=victim, killed_s=killed_s, ready_s=time.perf_counter()))
@@ -127,7 +127,7 @@ async def _freeze(target: Target, kind: Kind, name: str, for_s: float, scene: Sc
 
 
 async def _post_large_prompts(scene: Scene) -> None:
-    """Some clients at once, again and again, after as long a time without."""
+    """Several clients at once, repeatedly, after an equally long calm for comparison."""
     prompts = await asyncio.to_thread(large_prompts)
     with _noted(scene.journal, Kind.CALM):
         await asyncio.sleep(CALM_S)
@@ -139,7 +139,7 @@ async def _post_large_prompts(scene: Scene) -> None:
                 break
             await asyncio.sleep(number * BURST_EVERY_S - waited_s)
             path, body = prompts[number % len(prompts)]
-            # A server may say that it is too busy for another one.
+            # A server may refuse because it is too busy.
             statuses = (*range(400, 500), 503)
             posts = [
                 refused(scene, path, body, what=Kind.LARGE_PROMPTS, statuses=statuses)
@@ -149,7 +149,7 @@ async def _post_large_prompts(scene: Scene) -> None:
 
 
 async def _leave_log(log: LogPipe, scene: Scene) -> None:
-    """Stop reading the log, and have the server write one."""
+    """Stop reading the log, and make the server write to it."""
     with _noted(scene.journal, Kind.UNDRAINED_LOG), log.unread():
         began_s = time.perf_counter()
         await _get_many(scene, Kind.UNDRAINED_LOG)
@@ -160,7 +160,7 @@ async def _leave_log(log: LogPipe, scene: Scene) -> None:
 
 
 async def _stay_silent(scene: Scene) -> None:
-    """Connect, say nothing or too little, and wait to be let go."""
+    """Connect, send nothing or too little, and wait until the server closes the connection."""
     with _noted(scene.journal, Kind.SILENCE):
         silences = [_is_let_go(scene, data) for data in _SILENCES for _ in range(NUM_SILENT)]
         num_kept = (await asyncio.gather(*silences)).count(False)
@@ -184,14 +184,14 @@ async def _is_let_go(scene: Scene, data: bytes) -> bool:
 
 
 async def _flood_pipeline(scene: Scene) -> None:
-    """Requests without a look at their answers."""
+    """Pipelined requests whose answers are not read."""
     request = f"GET /health HTTP/1.1\r\nHost: {scene.address.netloc}\r\n\r\n".encode()
     with _noted(scene.journal, Kind.PIPELINE):
         await _pour(scene, itertools.repeat(request * _PIECE, NUM_PIPELINED // _PIECE))
 
 
 async def _flood_trailers(scene: Scene) -> None:
-    """A short body in chunks, and headers after it without end."""
+    """A short chunked body followed by endless trailers."""
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {scene.address.netloc}\r\n"
         f"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
@@ -200,7 +200,7 @@ async def _flood_trailers(scene: Scene) -> None:
     piece = (b"x-trailer: " + b"a" * 100 + b"\r\n") * _PIECE
     num_pieces = MAX_TRAILER_BYTES // len(piece) + 1
     with _noted(scene.journal, Kind.TRAILERS):
-        # A server that refuses them does so at once: again and again, for something to measure.
+        # A server refuses them at once, so repeat, to have something to measure.
         ends_s = time.perf_counter() + TRAILERS_FOR_S
         while time.perf_counter() < ends_s:
             pieces = itertools.chain([head], itertools.repeat(piece, num_pieces))
@@ -212,7 +212,7 @@ async def _flood_trailers(scene: Scene) -> None:
 
 
 async def _pour(scene: Scene, pieces: Iterable[bytes]) -> int:
-    """Send on one connection until it is broken, or time is over; how many bytes."""
+    """Send on one connection until it breaks or time is over; return the number of bytes."""
     num_bytes = 0
     _, writer = await asyncio.open_connection(scene.address.host, scene.address.port)
     try:
@@ -235,7 +235,7 @@ async def _flood_connections(scene: Scene) -> None:
 
 
 async def _get_many(scene: Scene, kind: Kind) -> None:
-    """Many short connections, some at once; each must be answered."""
+    """Many short connections, several at once; each must be answered."""
     at_once = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def get() -> bool:

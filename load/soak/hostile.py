@@ -1,8 +1,8 @@
-"""What a server must refuse, and how: requests that make no sense, garbage, broken frames.
+"""What a server must refuse, and how: invalid requests, garbage, broken frames.
 
-A refusal has a status from 400 to 499 and OpenAI's error object, or on a WebSocket an error event
-(the socket stays) or a close code of RFC 6455. All else is a problem, and so is a stream beside it
-that notices.
+A refusal is a status from 400 to 499 with OpenAI's error object; on a WebSocket, an error event
+(the socket stays open) or a close code of RFC 6455. Anything else is a problem, as is any effect
+on a stream beside it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Any
 import aiohttp
 import orjson
 
-from penstock.load.client.integrity import ResponseCheck
-from penstock.load.soak.scene import Lane, Scene, open_socket, socket_body, unended
-from penstock.load.workloads.prompts import WORDS
+from penstock.load.soak.scene import Scene, open_lane, open_socket, socket_body, unended
+from penstock.load.workloads.datasets import WORDS
 
 _ANSWER_S = 45.0  # longer than a gateway is frozen
 _LARGE_BYTES = 6 << 20
-_PROMPT_BYTES = 4_000_000  # just below what a body may have
+_PROMPT_BYTES = 4_000_000  # just below the limit of a body
 _REFUSALS = range(400, 500)
 _ERROR_FIELDS = frozenset({"message", "type", "param", "code"})
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -36,7 +35,7 @@ def _json(**values: Any) -> bytes:
     return orjson.dumps(values)
 
 
-# Where it goes, and the body.
+# Path and body.
 REQUESTS: tuple[tuple[str, bytes], ...] = (
     (_CHAT, b""),
     (_CHAT, b"{"),
@@ -92,7 +91,7 @@ async def ask_nonsense(scene: Scene, rng: random.Random) -> None:
 
 
 async def ask_too_much(scene: Scene, rng: random.Random) -> None:
-    """A prompt beyond the context, as text and as token ids, or a body beyond all measure."""
+    """A prompt beyond the context, as text and as token ids, or a body far too large."""
     num = scene.max_model_len + 1
     bodies: tuple[tuple[str, str, Callable[[], bytes]], ...] = (
         ("too long a text", _COMPLETIONS, lambda: _json(prompt="word " * num)),
@@ -106,7 +105,7 @@ async def ask_too_much(scene: Scene, rng: random.Random) -> None:
 
 
 def large_prompts() -> list[tuple[str, bytes]]:
-    """Where it goes, and the body: prompts of 4 MB, in every shape that a prompt can have."""
+    """Path and body of prompts of 4 MB, in every shape that a prompt can have."""
     text = "".join(f"{word} " for word in random.Random(0).choices(WORDS, k=_PROMPT_BYTES // 4))
     text = text[:_PROMPT_BYTES]
     return [
@@ -121,7 +120,7 @@ def large_prompts() -> list[tuple[str, bytes]]:
 async def refused(
     scene: Scene, path: str, body: bytes, *, what: str, statuses: Container[int] = _REFUSALS
 ) -> None:
-    """Post, and note whatever is not a refusal as it must be."""
+    """Post, and note an answer that is not a proper refusal."""
     headers = {"Content-Type": "application/json"}
     try:
         async with asyncio.timeout(_ANSWER_S):
@@ -131,7 +130,7 @@ async def refused(
         scene.journal.problem("nonsense", f"{what}: no answer within {_ANSWER_S:g} s")
         return
     except (aiohttp.ClientError, OSError) as error:
-        # A server may close on a body too large before it has taken all of it.
+        # A server may close the connection before it has read all of a body that is too large.
         if len(body) < _LARGE_BYTES:
             scene.journal.problem("nonsense", f"{what}: the connection broke: {error!r}")
         return
@@ -147,12 +146,10 @@ def _is_error(body: bytes) -> bool:
 
 
 async def send_nonsense(scene: Scene, rng: random.Random) -> None:
-    """Messages that make no sense, on a socket where a stream runs."""
+    """Invalid messages on a socket beside a running stream."""
+    call = scene.call(rng)
     async with open_socket(scene.http) as socket:
-        socket.read()
-        with scene.journal.stream("beside nonsense") as record:
-            call, lane = scene.call(rng), Lane(ResponseCheck(record))
-            record.expected_tokens = call.max_tokens
+        with open_lane(scene, "beside nonsense", call) as lane:
             await socket.create("good", socket_body(call), lane)
             for message in rng.sample(MESSAGES, k=4):
                 await socket.send(message)
@@ -178,7 +175,7 @@ async def _error_event(scene: Scene, errors: asyncio.Queue[dict[str, Any]], mess
 def _frame(
     opcode: int, payload: bytes = b"", *, first: int = 0x80, is_masked: bool = True
 ) -> bytes:
-    """A short WebSocket frame, rightly or wrongly; the mask is zeros, which changes nothing."""
+    """A short WebSocket frame, valid or not; its mask is zeros, which changes nothing."""
     mask = b"\0\0\0\0" if is_masked else b""
     size = 0x80 * is_masked | min(len(payload), 126)
     long_size = struct.pack("!H", len(payload)) if len(payload) >= 126 else b""
@@ -203,7 +200,7 @@ FRAMES = (
 
 
 async def send_garbage(scene: Scene, rng: random.Random) -> None:
-    """Bytes that are no HTTP: an answer of 400, or the end of the connection."""
+    """Bytes that are not HTTP: expects an answer of 400, or the end of the connection."""
     data = rng.choice(
         (
             rng.randbytes(rng.randint(1, 4000)) + b"\r\n\r\n",
@@ -235,12 +232,8 @@ async def send_bad_frames(scene: Scene, rng: random.Random) -> None:
 async def _answer_to(
     scene: Scene, data: bytes, *, is_whole: Callable[[bytes], object], handshake: bytes = b""
 ) -> bytes | None:
-    """What a fresh connection answers, as far as it matters; empty for a bare end, None for
-    silence.
-
-    Args:
-        handshake: sent and answered before; the answer's head is left out.
-    """
+    """What a fresh connection answers until `is_whole`; empty if it just ends, None if it stays
+    silent. A `handshake` is sent and answered before; the head of its answer is left out."""
     answer, is_over = b"", False
     reader, writer = await asyncio.open_connection(scene.address.host, scene.address.port)
     try:
@@ -262,7 +255,7 @@ async def _answer_to(
 
 
 def _close_code(frames: bytes) -> int:
-    """The code of the close frame among what a WebSocket server sent; 0: there is none."""
+    """The code of the close frame in a WebSocket server's output; 0 without one."""
     while len(frames) >= 2:
         opcode, length, begin = frames[0] & 15, frames[1], 2
         if length == 126 and len(frames) >= 4:

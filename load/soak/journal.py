@@ -1,4 +1,4 @@
-"""What happened in a soak, as its actors tell it."""
+"""What happened in a soak, as its actors report it. All times are `time.perf_counter()`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ from penstock.load.client.records import Fault, StreamRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One stream that was let run, or left by its client.
+    """One stream that ran to its end, or was left by its client."""
 
-    Attributes:
-        began_s, ended_s: on `time.perf_counter()`, as all times here.
-    """
-
-    actor: str  # what kind of client it was
+    actor: str  # the kind of client
     began_s: float
     ended_s: float
-    survives_kills: bool  # it had begun, and its client knows how to resume it
+    survives_kills: bool  # it had begun, and its client can resume it
     faults: tuple[Fault, ...]
     detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something else than a stream that did not go as it must."""
+    """A failure that is not a fault of a stream."""
 
     actor: str
     at_s: float
@@ -40,16 +36,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A process was killed.
+    """A process was killed at `killed_s`, and the server was ready again at `ready_s`."""
 
-    Attributes:
-        killed_s, ready_s: when, and when the server was ready again.
-    """
-
-    victim: str  # its name; streams live in all but an `engine`
+    victim: str  # its name; all but an `engine` hold streams
     killed_s: float
     ready_s: float
-    is_freeze: bool = False  # it only stood still for a time
+    is_freeze: bool = False  # it was frozen, not killed
 
 
 Point: TypeAlias = tuple[float, float]  # when, and how long
@@ -57,11 +49,10 @@ Point: TypeAlias = tuple[float, float]  # when, and how long
 
 @dataclass(slots=True, kw_only=True)
 class Probing:
-    """What a process of its own saw of the server meanwhile.
+    """What a separate process saw of the server meanwhile.
 
-    Attributes:
-        health: `/health`, from when it was asked to its answer.
-        streams: as outcomes have them: began, ended, faults, detail.
+    `health`: `/health`, when asked and how long it took. `streams`: began, ended, faults,
+    detail.
     """
 
     health: list[Point] = field(default_factory=list)
@@ -88,16 +79,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adversity:
-    """One application of an attack.
-
-    Attributes:
-        began_s, ended_s: when it was applied, and when it was over.
-    """
+    """One application of an attack."""
 
     kind: Kind
     began_s: float
     ended_s: float
-    victim: str = ""  # the process that it was done to, if it was done to one
+    victim: str = ""  # the affected process, if it was one
 
 
 @dataclass(slots=True)
@@ -121,7 +108,8 @@ class Journal:
 
     @contextlib.contextmanager
     def stream(self, actor: str, *, is_resumable: bool = False) -> Iterator[StreamRecord]:
-        """The record of a stream while it runs; noted at its end, also where its client left."""
+        """The record of a stream while it runs; its outcome is noted at its end, even if its
+        client left."""
         record = StreamRecord(scheduled_s=time.perf_counter())
         self.num_open += 1
         try:

@@ -1,7 +1,7 @@
-"""A process of its own that asks `/health` and reads streams while a soak runs.
+"""A separate process that asks `/health` and reads streams while a soak runs.
 
-It does nothing else, so the event loop of the soak's clients is in none of its figures; its own
-loop's lag is reported with them. It ends when its standard input does, so it outlives no soak.
+It does nothing else, so its figures exclude the event loop of the soak's clients; its own loop's
+lag is reported with them. It ends when its standard input does, so it does not outlive a soak.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import orjson
 from penstock.load.client.records import Call, Fault, Message, StreamRecord
 from penstock.load.client.transport import open_transport
 from penstock.load.soak.journal import Journal, Outcome, Probing
-from penstock.load.workloads.prompts import WORDS
+from penstock.load.workloads.datasets import WORDS
 
 PROBE_EVERY_S = 0.2
 # A connection belongs to one gateway: several, renewed now and then, so that each gateway is asked.
@@ -37,7 +37,7 @@ _PATIENCE_S = 60.0
 async def probing(
     base_url: str, model: str, api_key: str | None, journal: Journal
 ) -> AsyncIterator[Probing]:
-    """Probe meanwhile. What was seen is there at the end, its streams in the journal too."""
+    """Probe during the block; the results, and its streams in the journal, are there at the end."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__, base_url, model),
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What all actors of a soak share: the server, ways to speak to it, and things to say."""
+"""What all actors of a soak share: the server, ways to speak to it, and prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +17,27 @@ import orjson
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.integrity import ResponseCheck
-from penstock.load.client.records import Call, Fault, Message, StreamRecord
-from penstock.load.client.requests import Address, Endpoint, body_of
+from penstock.load.client.records import (
+    Address,
+    Call,
+    Endpoint,
+    Fault,
+    Message,
+    StreamRecord,
+    body_of,
+)
 from penstock.load.client.transport import Transport, TransportKind, open_transport
 from penstock.load.soak.journal import Journal
-from penstock.load.workloads.prompts import WORDS
+from penstock.load.workloads.datasets import WORDS
 
-# What actors call the four ways to stream.
+# The names of the four ways to stream.
 TRANSPORTS: Mapping[str, tuple[TransportKind, Endpoint]] = {
     "completions": ("sse", "completions"),
     "chat": ("sse", "chat"),
     "responses": ("sse", "responses"),
     "websocket": ("websocket", "responses"),
 }
-# A silence this long is a fault. Much less than it takes a soak to notice by itself.
+# Silence that is a fault; far below the duration of a soak.
 STALL_S = 60.0
 _SLOW_BYTES_PER_S, _SLOW_PIECE_BYTES, _FAST_PIECE_BYTES = 32_000, 640, 32 << 10
 _SOCKET_BUFFER_BYTES = 64 << 10  # small, so that a server notices a slow reader
@@ -48,16 +55,16 @@ class Scene:
     journal: Journal
     transports: Mapping[str, Transport]  # the four ways to stream, by name
     slow_port: int  # of a `slow_line` to the server
-    http: aiohttp.ClientSession  # for all that is no stream of a transport
+    http: aiohttp.ClientSession  # for everything but the streams of a transport
     api_key: str | None
 
     def slow_transport(self, name: str) -> Transport:
-        """One of the four over the slow line, for one stream. A server counts a connection as idle
-        long before such a client has read all, and may close it when it is used again."""
+        """A transport over the slow line, for one stream: a server counts a connection as idle
+        long before such a client has read everything, and may close it when it is reused."""
         return _transport(name, f"http://127.0.0.1:{self.slow_port}", self.api_key)
 
     def call(self, rng: random.Random, **values: Any) -> Call:
-        """A turn of some words, with a length of its own."""
+        """A turn of some words, with a random length."""
         text = " ".join(rng.choices(WORDS, k=rng.randint(*_PROMPT_WORDS)))
         defaults: dict[str, Any] = {
             "model": self.model,
@@ -73,7 +80,7 @@ class Scene:
 async def open_scene(
     base_url: str, journal: Journal, *, api_key: str | None
 ) -> AsyncIterator[Scene]:
-    """Ask the server for its model, and make ready to speak. Raises ConfigError if it does not
+    """Ask the server for its model, and open the transports. Raises ConfigError if it does not
     answer as an OpenAI-compatible server does."""
     address = Address.parse(base_url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -82,7 +89,7 @@ async def open_scene(
             aiohttp.ClientSession(
                 base_url,
                 headers=headers,
-                # A connection kept for later may be closed by the server just when it is used.
+                # A server may close a kept connection just when it is used again.
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=STALL_S),
             )
@@ -111,7 +118,7 @@ async def _model_card(http: aiohttp.ClientSession) -> dict[str, Any]:
         async with http.get("/v1/models") as response:
             card: dict[str, Any] = orjson.loads(await response.read())["data"][0]
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"GET /v1/models names no model: {error!r}") from error
+        raise ConfigError(f"GET /v1/models lists no model: {error!r}") from error
     return card
 
 
@@ -122,7 +129,7 @@ def _transport(name: str, base_url: str, api_key: str | None) -> Transport:
 
 @contextlib.asynccontextmanager
 async def slow_line(address: Address) -> AsyncIterator[int]:
-    """A port of this machine that leads to the server; what comes back is slow: a bad line."""
+    """A local port that leads to the server over a slow connection."""
     relays: set[asyncio.Task[None]] = set()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -167,7 +174,7 @@ async def _pour(
     *,
     bytes_per_s: float = math.inf,
 ) -> None:
-    """Pass on what comes, to its end."""
+    """Forward everything up to the end."""
     while piece := await reader.read(piece_bytes):
         writer.write(piece)
         await writer.drain()
@@ -177,7 +184,7 @@ async def _pour(
 
 # -- a WebSocket whose lanes an actor drives by hand: create, cancel, resume, send nonsense -------
 
-# How a stream may end that was cancelled, perhaps too late.
+# The possible ends of a stream that was cancelled, perhaps too late.
 ENDS = ("cancelled", "max_output_tokens")
 _CLOSE_S = 1.0
 
@@ -185,12 +192,8 @@ _CLOSE_S = 1.0
 class Lane:
     """One stream on a lane.
 
-    Attributes:
-        heard: set whenever an event has come.
-        ended: set at the terminal event, or when the socket is lost.
-        num_events: that have come.
-        last_number: the highest sequence number that came.
-        recovered: what the server answered to a resume; None: nothing yet.
+    `heard` is set whenever an event has come; `ended` at the terminal event, or when the socket
+    is lost. `recovered` is the server's answer to a resume; None before it.
     """
 
     def __init__(self, check: ResponseCheck) -> None:
@@ -218,10 +221,9 @@ class Lane:
 
 
 class LaneSocket:
-    """
-    Attributes:
-        errors: error events that name no lane of ours.
-        is_lost: the connection has ended.
+    """A WebSocket whose lanes an actor controls: create, cancel, resume, send invalid messages.
+
+    `errors` has the error events of no lane of ours; `is_lost`: the connection has ended.
     """
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse[bool]) -> None:
@@ -232,7 +234,7 @@ class LaneSocket:
         self._reader: asyncio.Task[None] | None = None
 
     def read(self) -> None:
-        """Begin to read. Until then nothing is taken from the socket."""
+        """Start to read; before, nothing is taken from the socket."""
         self._reader = asyncio.create_task(self._read())
 
     async def create(self, name: str, body: dict[str, Any], lane: Lane) -> None:
@@ -241,7 +243,7 @@ class LaneSocket:
         await self.send({**body, "type": "response.create", "stream_id": name})
 
     async def resume(self, name: str, response_id: str, lane: Lane) -> None:
-        """Have a stream that another socket carried go on here."""
+        """Continue a stream of another socket here."""
         self._lanes[name] = lane
         await self.send(
             {
@@ -254,11 +256,11 @@ class LaneSocket:
 
     async def send(self, message: dict[str, Any] | str) -> None:
         text = message if isinstance(message, str) else orjson.dumps(message).decode()
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # the reader tells of it
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the reader reports it
             await self._websocket.send_str(text)
 
     def drop(self) -> None:
-        """Leave without a word."""
+        """Break the connection."""
         connection: socket.socket | None = self._websocket.get_extra_info("socket")
         if connection is not None:
             with contextlib.suppress(OSError):  # it has gone already
@@ -285,12 +287,16 @@ class LaneSocket:
 
 
 @contextlib.asynccontextmanager
-async def open_socket(http: aiohttp.ClientSession) -> AsyncIterator[LaneSocket]:
-    """A socket that is not read yet. Raises aiohttp.ClientError if the server does not take it."""
+async def open_socket(
+    http: aiohttp.ClientSession, *, is_read: bool = True
+) -> AsyncIterator[LaneSocket]:
+    """A socket. Raises aiohttp.ClientError if the server refuses it."""
     websocket = await http.ws_connect(
         "/v1/responses", timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S), max_msg_size=0
     )
     lanes = LaneSocket(websocket)
+    if is_read:
+        lanes.read()
     try:
         yield lanes
     finally:
@@ -298,10 +304,24 @@ async def open_socket(http: aiohttp.ClientSession) -> AsyncIterator[LaneSocket]:
 
 
 def socket_body(call: Call) -> dict[str, Any]:
-    """What `response.create` says beside its type."""
+    """The fields of `response.create` except its type."""
     body = body_of("responses", call)
     del body["stream"]
     return body
+
+
+@contextlib.contextmanager
+def open_lane(
+    scene: Scene, actor: str, call: Call, *, is_whole: bool = True, is_resumable: bool = False
+) -> Iterator[Lane]:
+    """The lane of a stream while it runs, which the journal notes.
+
+    Args:
+        is_whole: it must get all its tokens, since its client does not cancel it.
+    """
+    with scene.journal.stream(actor, is_resumable=is_resumable) as record:
+        record.expected_tokens = call.max_tokens if is_whole else -1
+        yield Lane(ResponseCheck(record))
 
 
 def unended(lane: Lane) -> None:

@@ -1,4 +1,4 @@
-"""The server that is soaked, one of ours started for it or one that runs, and how to kill it."""
+"""The server under test, started for the soak or already running, and how to kill it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from typing import Self
 import psutil
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.requests import Address
+from penstock.load.client.records import Address
 from penstock.load.launch import Started, redis_server
 from penstock.load.launch import server as launch_server
 from penstock.load.soak.watch import Family
 
-_CAPACITY_BYTES = 4096  # the least that Linux takes: soon full
+_CAPACITY_BYTES = 4096  # the smallest that Linux allows: soon full
 _PIECE_BYTES = 65536
 _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPipe:
-    """A thread copies what comes to a file."""
+    """A pipe for a server's log; a thread copies it to a file."""
 
     path: Path  # of that file
     write_end: int  # for the server
@@ -61,13 +61,13 @@ class LogPipe:
 
     @contextlib.contextmanager
     def unread(self) -> Iterator[None]:
-        """The reader pauses meanwhile, then reads all."""
+        """Pause the reader during the block."""
         with self._reading:
             yield
 
     @property
     def is_full(self) -> bool:
-        """Whether no line fits any more, or hardly one."""
+        """Whether the pipe has little room left."""
         waiting = bytearray(4)
         fcntl.ioctl(self._read_end, termios.FIONREAD, waiting)
         return int.from_bytes(waiting, "little") > _CAPACITY_BYTES // 2
@@ -82,12 +82,12 @@ class LogPipe:
 
 # -- the servers --------------------------------------------------------------------------------
 
-# Stores so small that they are full within the warm-up: what grows after that is a leak. A pool so
-# small that it has to preempt.
+# Small stores, which are full within the warm-up, so that later growth is a leak; and a small
+# pool, so that sequences are preempted.
 _OWN_FLAGS = (
     "--session-store-bytes 1M --response-log-bytes 1M --num-blocks 512 --num-host-blocks 512"
 )
-# Of a server that is attacked: gateways that stand in for each other.
+# For a server under attack: gateways that can replace each other.
 _ATTACKED_FLAGS = "--api-workers 2 --redis-url"
 _READY_WITHIN_S = 60.0
 _NUM_READY = 10  # times in a row, as each of several gateways may answer
@@ -98,12 +98,11 @@ async def _at_once() -> None: ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """
-    Attributes:
-        family: its processes by name, as they are when asked; none where they cannot be known.
-        kill: kills what is to be killed, and returns its name when the server is ready again; None
-            where nothing may be killed.
-        ready: waits until a server that was frozen is ready again.
+    """A server to soak.
+
+    `family` gives its live processes by name; empty if they are unknown. `kill` kills the next
+    victim and returns its name when the server is ready again; None if nothing may be killed.
+    `ready` waits until a frozen server is ready again.
     """
 
     name: str
@@ -117,12 +116,9 @@ class Target:
 
 @contextlib.contextmanager
 def own_server(model: str | None, flags: str, *, is_attacked: bool) -> Iterator[Target]:
-    """A penstock server. Kills are of its engine and, where there are several, of a gateway, in
-    turn: one that is alone takes with it what it has in memory.
-
-    Args:
-        is_attacked: it has two gateways, a Redis of its own, and a log in a pipe.
-    """
+    """A penstock server. Kills hit its engine and, if it has several gateways, each of them in
+    turn: the only gateway would lose everything in its memory. An attacked server has two
+    gateways, a Redis of its own, and a pipe for its log."""
     with contextlib.ExitStack() as stack:
         log, others = None, dict[str, psutil.Process]()
         if is_attacked:
@@ -161,7 +157,7 @@ def _own_target(started: Started, others: Family, log: LogPipe | None, arguments
         num_before, victim = num_returns(), next(killed)
         started.family()[victim].kill()
         async with asyncio.timeout(_READY_WITHIN_S):
-            # A gateway that has not noticed yet says it is ready: the supervisor knows.
+            # A gateway may still report ready before it notices; the supervisor knows.
             while num_returns() == num_before:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await ready()
@@ -179,8 +175,8 @@ def _own_target(started: Started, others: Family, log: LogPipe | None, arguments
 
 
 def given_server(base_url: str) -> Target:
-    """A server that runs. Its processes are those that listen at its port, if they are on this
-    machine, and their children. Raises ConfigError if the address is none that can be soaked."""
+    """A running server. Its processes are those that listen at its port, if it runs on this
+    machine, and their children. Raises ConfigError if the address cannot be soaked."""
     address = Address.parse(base_url)
     if address.is_tls or address.prefix:
         raise ConfigError(f"--base-url {base_url!r}: soak needs plain http://host:port")
@@ -197,7 +193,7 @@ def given_server(base_url: str) -> Target:
 def _listens(process: psutil.Process, port: int) -> bool:
     try:
         connections = process.net_connections(kind="inet")
-    except psutil.Error:  # not ours to look into
+    except psutil.Error:  # no permission
         return False
     return any(
         connection.status == psutil.CONN_LISTEN and connection.laddr.port == port

@@ -1,9 +1,6 @@
-"""What well-meaning clients do: read to the end, converse, leave, cancel, read slowly, come in
-crowds.
-
-Each actor is a coroutine `actor(scene, rng)` that does its thing once and tells the journal. Not
-known here: how often each acts, and what is judged.
-"""
+"""What well-meaning clients do: read to the end, converse, disconnect, cancel, read slowly, come
+in crowds. Each actor is a coroutine `actor(scene, rng)` that acts once and reports to the
+journal."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ import aiohttp
 import orjson
 
 from penstock.load.client.integrity import ResponseCheck
-from penstock.load.client.records import Call, Fault, StreamRecord
-from penstock.load.client.requests import body_of
+from penstock.load.client.records import Call, Fault, StreamRecord, body_of
 from penstock.load.client.sse import EventStreamParser
 from penstock.load.client.transport import Transport
 from penstock.load.soak.scene import (
@@ -30,17 +26,18 @@ from penstock.load.soak.scene import (
     Lane,
     LaneSocket,
     Scene,
+    open_lane,
     open_socket,
     socket_body,
     unended,
 )
 
-_MAX_STAY_S = 1.0  # of a client that leaves
+_MAX_STAY_S = 1.0  # how long a client stays before it leaves
 _CROWD = 24
-_HOARD_S = 2.0  # how long it does not read
+_HOARD_S = 2.0  # before it starts to read
 _HOARD_LANES = 12
 _MUCH = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "store": False}
-# A token is some kilobytes then, where the server knows these; too much to be kept by it.
+# A token is then some kilobytes, if the server knows these fields; too much for it to keep.
 _TEMPTATIONS: dict[str, dict[str, Any]] = {
     "chat": {"logprobs": True, "top_logprobs": 20},
     "responses": _MUCH,
@@ -67,7 +64,7 @@ async def converse(scene: Scene, rng: random.Random) -> None:
 
 
 async def leave(scene: Scene, rng: random.Random) -> None:
-    """Walk away in the middle: SSE closes its connection, WebSocket cancels."""
+    """Leave in the middle: SSE closes its connection, WebSocket cancels."""
     name = rng.choice(sorted(scene.transports))
     call = scene.call(rng, max_tokens=rng.randint(32, 128))
     with scene.journal.stream(f"leave, {name}") as record:
@@ -78,9 +75,8 @@ async def leave(scene: Scene, rng: random.Random) -> None:
 
 
 async def drop_socket(scene: Scene, rng: random.Random) -> None:
-    """End a WebSocket under several streams."""
+    """Break a WebSocket with several streams."""
     async with open_socket(scene.http) as socket:
-        socket.read()
         for number in range(rng.randint(1, 6)):
             lane = Lane(ResponseCheck(StreamRecord(scheduled_s=time.perf_counter())))
             call = scene.call(rng, max_tokens=128)
@@ -90,12 +86,10 @@ async def drop_socket(scene: Scene, rng: random.Random) -> None:
 
 
 async def cancel_lanes(scene: Scene, rng: random.Random) -> None:
-    """Several lanes of a socket; some are cancelled, and the others must not notice."""
+    """Cancel some lanes of a socket; the others must not be affected."""
     async with open_socket(scene.http) as socket:
-        socket.read()
-        await asyncio.gather(
-            *(_run_lane(scene, rng, socket, f"l{number}") for number in range(rng.randint(2, 6)))
-        )
+        names = [f"l{number}" for number in range(rng.randint(2, 6))]
+        await asyncio.gather(*(_run_lane(scene, rng, socket, name) for name in names))
         if not socket.errors.empty():
             event = socket.errors.get_nowait()
             scene.journal.problem("cancel a lane", f"an error of no lane: {event['error']}")
@@ -105,10 +99,8 @@ async def _run_lane(scene: Scene, rng: random.Random, socket: LaneSocket, name: 
     is_cancelled = rng.random() < 0.5
     actor = "cancel a lane" if is_cancelled else "beside one"
     call = scene.call(rng, max_tokens=96) if is_cancelled else scene.call(rng)
-    with scene.journal.stream(actor) as record:
-        if not is_cancelled:
-            record.expected_tokens = call.max_tokens
-        lane = Lane(ResponseCheck(record))
+    with open_lane(scene, actor, call, is_whole=not is_cancelled) as lane:
+        record = lane.record
         await socket.create(name, socket_body(call), lane)
         if is_cancelled:
             await _within(lane.heard)
@@ -116,12 +108,16 @@ async def _run_lane(scene: Scene, rng: random.Random, socket: LaneSocket, name: 
             by_id = {"response_id": record.response_id} if record.response_id else {}
             await socket.send({"type": "penstock.cancel", **(by_id or {"stream_id": name})})
         await _ended(lane)
+    _check_end(scene, actor, record)
+
+
+def _check_end(scene: Scene, actor: str, record: StreamRecord) -> None:
     if record.is_clean and record.finish_reason not in ENDS:
         scene.journal.problem(actor, f"it ended as {record.finish_reason!r}")
 
 
 async def read_slowly(scene: Scene, rng: random.Random) -> None:
-    """Over a line that is slower than the answer comes."""
+    """Read over a line that is slower than the answer comes."""
     name = rng.choice(sorted(scene.transports))
     call = scene.call(rng, extra=_TEMPTATIONS.get(name, {}), max_tokens=24)
     async with scene.slow_transport(name) as transport:
@@ -129,8 +125,8 @@ async def read_slowly(scene: Scene, rng: random.Random) -> None:
 
 
 async def hoard(scene: Scene, rng: random.Random) -> None:
-    """Ask for much, read nothing for a while, then all of it, or leave."""
-    async with open_socket(scene.http) as socket:
+    """Request much and read nothing for a while; then read all of it, or disconnect."""
+    async with open_socket(scene.http, is_read=False) as socket:
         names = [f"l{number}" for number in range(_HOARD_LANES)]
         lanes = asyncio.gather(*(_hoard_lane(scene, rng, socket, name) for name in names))
         await asyncio.sleep(_HOARD_S)
@@ -145,9 +141,7 @@ async def hoard(scene: Scene, rng: random.Random) -> None:
 
 async def _hoard_lane(scene: Scene, rng: random.Random, socket: LaneSocket, name: str) -> None:
     call = scene.call(rng, extra=_MUCH, max_tokens=48)
-    with scene.journal.stream("hoard") as record:
-        record.expected_tokens = call.max_tokens
-        lane = Lane(ResponseCheck(record))
+    with open_lane(scene, "hoard", call) as lane:
         await socket.create(name, socket_body(call), lane)
         await _ended(lane)
 
@@ -171,19 +165,19 @@ async def _ended(lane: Lane) -> None:
 
 
 async def _within(event: asyncio.Event) -> bool:
-    """Wait for an event; whether it came in time."""
+    """Wait for an event; return whether it came in time."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), STALL_S)
     return event.is_set()
 
 
-# What clients do with streams that outlive their connection: resume, and cancel by id.
+# Streams that outlive their connection can be resumed, and cancelled by id:
 #
 #     SSE         GET /v1/responses/{id}?stream=true&starting_after=N
 #     WebSocket   penstock.resume {response_id, starting_after}, answered by recovered: true | false
 #     cancel      POST /v1/responses/{id}/cancel
 #
-# A stream is one however many connections carried it: its numbers have no gap and no repeat, and
+# Over all its connections a stream has no gap and no repeat in its numbers, and
 # its text is that of its terminal event.
 
 Request: TypeAlias = AbstractAsyncContextManager[aiohttp.ClientResponse]
@@ -194,23 +188,21 @@ _MAX_DROPS = 3
 _MAX_EVENTS = 60  # before a drop
 _MAX_AWAY_S = 1.5
 _RETRY_S = 0.2
-_BACK_WITHIN_S = 60.0  # a server that was killed
-_PATIENCE_S = 3.5  # with a gateway that says nothing; its lease of 3 s has run out by then
+_BACK_WITHIN_S = 60.0  # after a kill
+_PATIENCE_S = 3.5  # with a silent gateway; its lease of 3 s has expired by then
 _BROKEN = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 async def resume_sse(scene: Scene, rng: random.Random, num_tokens: range = _NUM_TOKENS) -> None:
-    """Over HTTP: each connection is dropped after some events, the last is not."""
+    """Resume over HTTP: every connection but the last is dropped after some events."""
     call = scene.call(rng, max_tokens=rng.choice(num_tokens))
-    with scene.journal.stream("resume, sse", is_resumable=True) as record:
-        record.expected_tokens = call.max_tokens
-        lane = Lane(ResponseCheck(record))
+    with open_lane(scene, "resume, sse", call, is_resumable=True) as lane:
 
         async def attach(max_events: float) -> None:
             query = {"stream": "true", "starting_after": str(lane.last_number)}
             request = (
-                scene.http.get(f"{_PATH}/{record.response_id}", params=query)
-                if record.response_id
+                scene.http.get(f"{_PATH}/{lane.record.response_id}", params=query)
+                if lane.record.response_id
                 else scene.http.post(_PATH, json=body_of("responses", call))
             )
             await _read_events(request, lane, max_events)
@@ -219,17 +211,14 @@ async def resume_sse(scene: Scene, rng: random.Random, num_tokens: range = _NUM_
 
 
 async def resume_socket(scene: Scene, rng: random.Random, num_tokens: range = _NUM_TOKENS) -> None:
-    """Over WebSockets: each is dropped after some events, the last is not."""
+    """Resume over WebSockets: every one but the last is dropped after some events."""
     call = scene.call(rng, max_tokens=rng.choice(num_tokens))
-    with scene.journal.stream("resume, websocket", is_resumable=True) as record:
-        record.expected_tokens = call.max_tokens
-        lane = Lane(ResponseCheck(record))
+    with open_lane(scene, "resume, websocket", call, is_resumable=True) as lane:
 
         async def attach(max_events: float) -> None:
             async with open_socket(scene.http) as socket:
-                socket.read()
-                if record.response_id:
-                    await socket.resume("again", record.response_id, lane)
+                if lane.record.response_id:
+                    await socket.resume("again", lane.record.response_id, lane)
                 else:
                     await socket.create("first", socket_body(call), lane)
                 try:
@@ -244,19 +233,17 @@ async def resume_socket(scene: Scene, rng: random.Random, num_tokens: range = _N
 async def cancel_by_id(scene: Scene, rng: random.Random) -> None:
     """Cancel a stream from another connection than the one that reads it."""
     call = scene.call(rng, max_tokens=128)
-    with scene.journal.stream("cancel by id") as record:
-        lane = Lane(ResponseCheck(record))
+    with open_lane(scene, "cancel by id", call, is_whole=False) as lane:
         request = scene.http.post(_PATH, json=body_of("responses", call))
         reading = asyncio.create_task(_read_events(request, lane, math.inf, STALL_S))
-        reading.add_done_callback(lambda _: lane.heard.set())  # where no event comes at all
+        reading.add_done_callback(lambda _: lane.heard.set())  # in case no event comes at all
         await lane.heard.wait()
         await asyncio.sleep(rng.uniform(0, _MAX_AWAY_S))
-        if record.response_id:
-            await _cancel(scene, record.response_id)
+        if lane.record.response_id:
+            await _cancel(scene, lane.record.response_id)
         await asyncio.gather(reading, return_exceptions=True)
         unended(lane)
-    if record.is_clean and record.finish_reason not in ENDS:
-        scene.journal.problem("cancel by id", f"it ended as {record.finish_reason!r}")
+    _check_end(scene, "cancel by id", lane.record)
 
 
 async def _cancel(scene: Scene, response_id: str) -> None:
@@ -273,7 +260,7 @@ async def _cancel(scene: Scene, response_id: str) -> None:
 async def _carry(
     lane: Lane, attach: Callable[[float], Awaitable[None]], rng: random.Random
 ) -> None:
-    """Read a stream over several connections, the lost ones and those we drop."""
+    """Read a stream over several connections, both lost and dropped ones."""
     num_drops = rng.randint(1, _MAX_DROPS)
     give_up_s, last_number = time.monotonic() + _BACK_WITHIN_S, -1
     while not lane.check.is_ended and time.monotonic() < give_up_s:
@@ -283,7 +270,7 @@ async def _carry(
         try:
             await attach(max_events)
         except _BROKEN:
-            if not lane.record.response_id:  # it was never begun: nothing to resume
+            if not lane.record.response_id:  # it never began: nothing to resume
                 break
             await asyncio.sleep(_RETRY_S)
         if lane.last_number > last_number:
@@ -296,8 +283,8 @@ async def _carry(
 async def _read_events(
     request: Request, lane: Lane, max_events: float, patience_s: float = _PATIENCE_S
 ) -> None:
-    """Read so many events of a response, or all up to the end of the connection. Raises
-    TimeoutError if nothing came for so long, of a stream that has begun."""
+    """Read `max_events` of a response, or all up to the end of the connection. Raises
+    TimeoutError if a stream that has begun is silent for `patience_s`."""
     parser, num_events = EventStreamParser(), 0
     now_s = asyncio.get_running_loop().time
     first_s = patience_s if lane.record.response_id else STALL_S
@@ -319,7 +306,7 @@ async def _read_events(
 
 
 async def _hear(lane: Lane, max_events: float) -> None:
-    """Wait for so many events of a lane, or for its end."""
+    """Wait for `max_events` of a lane, or for its end."""
     enough = lane.num_events + max_events
     while lane.num_events < enough and not lane.ended.is_set():
         lane.heard.clear()

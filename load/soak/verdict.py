@@ -1,22 +1,19 @@
-"""From what was seen of a soak to what is wrong: findings, or none.
+"""Judges what was seen in a soak: findings, or none. Pure: no clock, no process, no socket.
 
-    streams     no fault in any that was let run; none of integrity in any at all
-    refusals    everything bad was refused as it must be
-    memory      of no process grows faster than a bound, once it has warmed up
-    idle        nothing runs, no KV block is held, descriptors and sockets are those of before
+    streams     no fault in any stream that ran to its end; no integrity fault in any
+    refusals    everything invalid was refused properly
+    memory      no process grows faster than a bound after its warm-up
+    idle        nothing runs, no KV block is held, descriptors and sockets are as before
     processes   all live
-    adversities each kind that was to be applied was, and cost no more than it may
+    adversities each intended kind was applied, and cost no more than allowed
 
-What a kill must do to a stream is no finding, and nothing else is excused by it:
+Only the unavoidable effects of a kill are excused:
 
-    an engine   who asks before it is back is refused; every stream goes on with the next one; the
-                same where it or a gateway is frozen and wakes again
-    a gateway   the streams that it held are broken, but for those that their clients resume, which
-                another gateway carries on
-    Redis       while it is frozen, requests that need it are refused, and responses that run can
-                no longer be resumed
-
-Pure: no clock, no process, no socket.
+    an engine   new requests are refused until it is back; every stream continues with the next
+                engine; the same holds if it or a gateway is frozen and wakes again
+    a gateway   its streams are broken, except those that their clients resume elsewhere
+    Redis       while it is frozen, requests that need it are refused, and running responses can no
+                longer be resumed
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from enum import StrEnum
 from penstock.load.client.records import Fault
 from penstock.load.soak.journal import Adversity, Journal, Kill, Kind, Outcome, Point, Probing
 from penstock.load.soak.prober import PROBE_EVERY_S
-from penstock.load.soak.watch import IDLE_METRICS, ProcessSample, Sample
+from penstock.load.soak.watch import IDLE_METRICS, Sample
 
 # A gateway that is frozen or gone cannot answer.
 _ANSWERS = (Kind.LARGE_PROMPTS, Kind.UNDRAINED_LOG, Kind.SILENCE, Kind.PIPELINE,
@@ -42,11 +39,10 @@ _MEMORY_BACK_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of all applications of one kind.
+    """The cost of all applications of one kind.
 
-    Attributes:
-        health_p99_s: of `/health`; a probe that hangs counts for those that were due meanwhile.
-        gap_p999_s, largest_gap_s: between two events of a stream that begin meanwhile.
+    A `/health` probe that hangs also counts for the probes due meanwhile. Gaps are between two
+    events of a stream, and begin meanwhile.
     """
 
     kind: Kind
@@ -57,14 +53,14 @@ class Cost:
     health_p99_s: float | None
     gap_p999_s: float | None
     largest_gap_s: float | None
-    memory_bytes: int  # of the process that kept most afterwards: more than before
+    memory_bytes: int  # growth of the process that kept most afterwards
     lag_p99_s: float | None  # of the prober itself
 
 
 def costs(
     kinds: Sequence[Kind], journal: Journal, probing: Probing | None, samples: Sequence[Sample]
 ) -> list[Cost]:
-    """Of the kinds that were to be applied."""
+    """The costs of the kinds that were to be applied."""
     seen = probing or Probing()
     health, gaps, lags = sorted(_due(seen.health)), _sorted(seen.gaps), _sorted(seen.lags)
     found = []
@@ -95,16 +91,16 @@ def costs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """What an adversity may cost."""
+    """The limits of what an adversity may cost."""
 
     large_health_p99_s: float = 0.1  # while large prompts are posted
-    health_p99_s: float = 2.0  # during whatever else leaves the gateways alive
-    gap_ratio: float = 2.0  # largest gap beside large prompts, by that without
+    health_p99_s: float = 2.0  # during others that leave the gateways alive
+    gap_ratio: float = 2.0  # largest gap with large prompts ÷ without
     memory_bytes: int = 50_000_000  # kept afterwards
 
 
 def objections(found: Sequence[Cost], bars: Bars) -> Iterator[tuple[str, str]]:
-    """What cost too much, was not measured or did not happen; and the figures."""
+    """What cost too much, was not measured or did not happen; with the figures."""
     by_kind = {cost.kind: cost for cost in found}
     for cost in found:
         if not cost.num_times:
@@ -140,7 +136,7 @@ def _gap_objections(large: Cost, calm: Cost, bars: Bars) -> Iterator[tuple[str, 
 
 
 def _due(probes: Iterable[Point]) -> Iterator[Point]:
-    """Also the probes that were due while an answer was awaited, and would have waited with it."""
+    """The probes, and those due while an answer was awaited: they would have waited with it."""
     for at_s, took_s in probes:
         for number in range(int(took_s / PROBE_EVERY_S) + 1):
             yield at_s + number * PROBE_EVERY_S, took_s - number * PROBE_EVERY_S
@@ -151,7 +147,7 @@ def _sorted(points: Iterable[Point]) -> list[Point]:
 
 
 def _within(points: Sequence[Point], times: Sequence[Adversity]) -> list[float]:
-    """In order."""
+    """The values at these times, sorted."""
     values = []
     for each in times:
         first = bisect.bisect_left(points, (each.began_s, -math.inf))
@@ -161,12 +157,12 @@ def _within(points: Sequence[Point], times: Sequence[Adversity]) -> list[float]:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float | None:
-    """The least value that so many do not exceed."""
+    """The smallest value that this share does not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def _kept_bytes(adversity: Adversity, samples: Sequence[Sample]) -> int:
-    """How much more a process holds afterwards, at its best, than before; of the worst process."""
+    """How much more memory the worst process holds afterwards, at its best, than before."""
     until_s = adversity.ended_s + _MEMORY_BACK_WITHIN_S
     before: dict[int, int] = {}
     after: dict[int, int] = {}
@@ -186,11 +182,11 @@ def _ms(seconds: float) -> str:
 
 # -- the verdict --------------------------------------------------------------------------------
 
-# What the end of a gateway does to a stream that nobody resumes.
+# The effect of a killed gateway on a stream that is not resumed.
 _BROKEN = frozenset({Fault.CUT, Fault.FAILED, Fault.REFUSED, Fault.UNREACHABLE})
 _TURNED_AWAY = frozenset({Fault.REFUSED})
 _WITHOUT_REDIS = frozenset({Fault.REFUSED, Fault.FAILED})
-_KILL_MARGIN_S = 1.0  # clients and server do not notice at once
+_KILL_MARGIN_S = 1.0  # clients and server notice late
 _MIN_FIT_SAMPLES = 5
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -198,18 +194,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What is still clean.
+    """The limits of a clean soak. Growth up to `memory_floor_mib` is never a leak: an allocator
+    takes memory in steps, which a short soak sees as a slope."""
 
-    Attributes:
-        memory_floor_mib: growth in all that is no leak whatever its rate: an allocator takes memory
-            in steps, which a short soak sees as a slope.
-    """
-
-    memory_kib_per_min: float = 512.0  # growth of one process that goes on, see `Slope`
+    memory_kib_per_min: float = 512.0  # steady growth of one process, see `Slope`
     memory_floor_mib: float = 4.0
-    warmup_share: float = 0.3  # of a soak, from the start of each process: caches fill, stores too
-    spare_descriptors: int = 2  # more than before that are no leak
-    bars: Bars = field(default_factory=Bars)  # of what an adversity costs
+    warmup_share: float = 0.3  # of a soak, from the start of each process: caches and stores fill
+    spare_descriptors: int = 2  # growth that is no leak
+    bars: Bars = field(default_factory=Bars)  # for the cost of an adversity
 
 
 class Fate(StrEnum):
@@ -224,11 +216,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that was seen.
-
-    Attributes:
-        before, after: idle, with no client connected.
-    """
+    """Everything seen; `before` and `after` are idle, with no client connected."""
 
     before: Sample
     samples: Sequence[Sample]  # of the traffic between
@@ -238,7 +226,7 @@ class Evidence:
     probing: Probing | None = None
 
     def costs(self) -> list[Cost]:
-        """Of the adversities."""
+        """The costs of the adversities."""
         return costs(self.kinds, self.journal, self.probing, [*self.samples, self.after])
 
 
@@ -253,13 +241,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """How a process's memory went after the warm-up.
+    """A process's memory after its warm-up.
 
-    Attributes:
-        kib_per_min: of a straight line through the calmer of its halves: an allocator takes memory
-            in pieces of some MiB, once in a while; a leak goes on.
-        growth_mib: from its first fifth to its last; the line says too much where samples are
-            missing, as in a machine that stood still.
+    `kib_per_min` is of a straight line through the calmer of its halves, since an allocator
+    takes some MiB at once now and then, but a leak goes on. `growth_mib` is from the first fifth
+    to the last: the line overstates growth where samples are missing, as when the machine stood
+    still.
     """
 
     name: str
@@ -271,7 +258,7 @@ class Slope:
 
 
 def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
-    """What is wrong, the streams first; nothing: the verdict is clean."""
+    """What is wrong, streams first; empty if the verdict is clean."""
     return [
         *_stream_findings(evidence.journal, began_s=evidence.before.at_s),
         *_problem_findings(evidence.journal),
@@ -286,13 +273,13 @@ def findings(evidence: Evidence, bounds: Bounds) -> list[Finding]:
 
 
 def is_settled(before: Sample, sample: Sample, bounds: Bounds) -> bool:
-    """Whether all is again as it was before."""
+    """Whether everything is as before."""
     is_told = bool(sample.metrics) or not before.metrics
     return is_told and sample.is_idle and not list(_held_findings(before, sample, bounds))
 
 
 def fate_of(outcome: Outcome, kills: Sequence[Kill]) -> Fate:
-    """What became of a stream, and whether kills explain it."""
+    """How a stream ended, and whether kills explain it."""
     met = [kill for kill in kills if _meets(kill, outcome.began_s, outcome.ended_s)]
     faults = set(outcome.faults)
     if not faults:
@@ -309,7 +296,7 @@ def fate_of(outcome: Outcome, kills: Sequence[Kill]) -> Fate:
 
 
 def slopes(samples: Sequence[Sample], warmup_share: float) -> list[Slope]:
-    """Of every process that outlived its warm-up; one that was killed has another after it."""
+    """The slope of every process that outlived its warm-up."""
     if not samples:
         return []
     warmup_s = warmup_share * (samples[-1].at_s - samples[0].at_s)
@@ -368,17 +355,14 @@ def _problem_findings(journal: Journal) -> Iterator[Finding]:
 
 
 def _memory_findings(samples: Sequence[Sample], bounds: Bounds) -> Iterator[Finding]:
+    bound, floor = bounds.memory_kib_per_min, bounds.memory_floor_mib
     for slope in slopes(samples, bounds.warmup_share):
-        if (
-            slope.kib_per_min > bounds.memory_kib_per_min
-            and slope.growth_mib > bounds.memory_floor_mib
-        ):
-            yield Finding(
-                what=f"memory of {slope.name}",
-                count=1,
-                detail=f"grows by {slope.kib_per_min:,.0f} KiB/min, by {slope.growth_mib:.1f} MiB "
-                f"in {slope.duration_s:.0f} s; the bound is {bounds.memory_kib_per_min:,.0f}",
+        if slope.kib_per_min > bound and slope.growth_mib > floor:
+            detail = (
+                f"grows by {slope.kib_per_min:,.0f} KiB/min, by {slope.growth_mib:.1f} MiB in "
+                f"{slope.duration_s:.0f} s; the bound is {bound:,.0f}"
             )
+            yield Finding(what=f"memory of {slope.name}", count=1, detail=detail)
 
 
 def _idle_findings(evidence: Evidence, bounds: Bounds) -> Iterator[Finding]:
@@ -395,28 +379,19 @@ def _idle_findings(evidence: Evidence, bounds: Bounds) -> Iterator[Finding]:
 def _held_findings(before: Sample, after: Sample, bounds: Bounds) -> Iterator[Finding]:
     by_name = {process.name: process for process in before.processes}
     for process in after.processes:
-        if process.name in by_name:
-            yield from _descriptor_findings(by_name[process.name], process, bounds)
-
-
-def _descriptor_findings(
-    before: ProcessSample, after: ProcessSample, bounds: Bounds
-) -> Iterator[Finding]:
-    counts = (
-        ("descriptors", before.num_fds, after.num_fds),
-        ("sockets", before.num_sockets, after.num_sockets),
-    )
-    for what, num_before, num_after in counts:
-        if num_after > num_before + bounds.spare_descriptors:
-            yield Finding(
-                what=f"{what} of {after.name}",
-                count=num_after - num_before,
-                detail=f"{num_before} before, {num_after} after, with no client connected",
-            )
+        first = by_name.get(process.name, process)
+        for what, num_before, num_after in (
+            ("descriptors", first.num_fds, process.num_fds),
+            ("sockets", first.num_sockets, process.num_sockets),
+        ):
+            if num_after > num_before + bounds.spare_descriptors:
+                detail = f"{num_before} before, {num_after} after, with no client connected"
+                what = f"{what} of {process.name}"
+                yield Finding(what=what, count=num_after - num_before, detail=detail)
 
 
 def _process_findings(evidence: Evidence) -> Iterator[Finding]:
-    """All processes are there; the same ones, unless there were kills."""
+    """All processes must be alive, and the same ones unless there were kills."""
     after = {process.name: process.pid for process in evidence.after.processes}
     for process in evidence.before.processes:
         if process.name not in after:

@@ -1,4 +1,4 @@
-"""Samples of a server while it is soaked: memory and descriptors of its processes, its metrics."""
+"""Samples of a server during a soak: memory and descriptors of its processes, its metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 Family = Mapping[str, psutil.Process]
 
-# Figures of /metrics that are 0 when nothing runs: those whose names end so, in these states.
+# Figures of /metrics that are 0 when nothing runs: the ends of their names, with a state.
 IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "num_requests_swapped",
                 "kv_cache_usage_perc", "kv_blocks used", "kv_slots allocated")  # fmt: skip
 _MAX_INTERVAL_S = 1.0
@@ -35,21 +35,17 @@ class ProcessSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A server at one time.
-
-    Attributes:
-        metrics: by name, with a state if it has one, summed over the other labels; empty where the
-            server gave none.
-    """
+    """A server at one time. Metrics are by name and state, summed over the other labels; empty
+    without any."""
 
     at_s: float  # on `time.perf_counter()`
-    processes: tuple[ProcessSample, ...]  # those that live
+    processes: tuple[ProcessSample, ...]  # live ones
     metrics: Mapping[str, float]
     num_streams: int  # that clients wait for
 
     @property
     def holds(self) -> list[tuple[int, int, int]]:
-        """What each process has open."""
+        """The open descriptors and sockets of each process."""
         return [(each.pid, each.num_fds, each.num_sockets) for each in self.processes]
 
     @property
@@ -59,12 +55,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Watch:
-    """Takes samples.
-
-    Args:
-        family: the server's processes by name, as they are when asked.
-        num_streams: asked for each sample.
-    """
+    """Takes samples of the processes in `family`."""
 
     family: Callable[[], Family]
     http: aiohttp.ClientSession
@@ -73,7 +64,7 @@ class Watch:
 
     @contextlib.asynccontextmanager
     async def running(self, duration_s: float) -> AsyncIterator[None]:
-        """Take samples meanwhile."""
+        """Take samples during the block."""
         interval_s = min(_MAX_INTERVAL_S, duration_s / _NUM_SAMPLES * 10)
         task = asyncio.create_task(self._run(interval_s))
         try:
@@ -92,8 +83,8 @@ class Watch:
         )
 
     async def settled(self, within_s: float, is_settled: Callable[[Sample], bool]) -> Sample:
-        """The first sample that is settled and like the one before it; the last one if none is in
-        time."""
+        """The first sample that is settled and like the one before it; the last one if none is
+        in time."""
         give_up_s = time.perf_counter() + within_s
         last, sample = None, await self.sample()
         while time.perf_counter() < give_up_s:
@@ -109,7 +100,7 @@ class Watch:
             await asyncio.sleep(interval_s)
 
     def _processes(self) -> Iterator[ProcessSample]:
-        """Of those that live; one may end while it is looked at."""
+        """The live processes; one may end while it is sampled."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for name, process in self.family().items():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -125,7 +116,7 @@ class Watch:
 
 
 def read_metrics(text: str) -> Mapping[str, float]:
-    """Prometheus text as a sample has it. Names lose what stands before their colon."""
+    """Prometheus text as in a sample: names without the prefix before their colon."""
     values: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

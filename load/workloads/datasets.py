@@ -1,4 +1,4 @@
-"""What every dataset is, and the lengths most of them draw."""
+"""The datasets, and the prompts that they draw."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import orjson
+from tokenizers import Tokenizer
 
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue, Prompt, Turn, single_turn
 from penstock.load.workloads.lengths import TraceSpec, make_trace
-from penstock.load.workloads.prompts import PromptMaker
 
 
 class Dataset(Protocol):
-    """Makes a workload's dialogues; the same ones from the same settings, seed among them. Each is
-    a dataclass, whose fields the command line fills."""
+    """Makes a workload's dialogues, the same ones for the same settings and seed. Each dataset
+    is a dataclass whose fields the command line fills."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -29,11 +30,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths in tokens, each between two bounds as likely as any other.
-
-    Attributes:
-        low, high: both may be drawn.
-    """
+    """Lengths in tokens, uniform between two inclusive bounds."""
 
     low: int
     high: int
@@ -54,14 +51,14 @@ class Lengths:
 
 
 def lengths(text: str) -> Lengths:
-    """`128`, or `64-256`. Raises ValueError if it is neither."""
+    """Parse `128` or `64-256`. Raises ValueError otherwise."""
     low, _, high = text.partition("-")
     return Lengths(int(low), int(high or low))
 
 
 def read_lines(path: Path, *, max_lines: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The first objects of a file, each with its place for messages; empty lines do not count.
-    Raises ConfigError: no such file, nothing in it, or a line that is no JSON object."""
+    """The first objects of a file, each with its position for messages; empty lines do not
+    count. Raises ConfigError if the file is missing or empty, or a line is no JSON object."""
     num_read = 0
     try:
         with path.open("rb") as file:
@@ -78,7 +75,7 @@ def read_lines(path: Path, *, max_lines: int) -> Iterator[tuple[str, Mapping[str
 
 
 def positive_int(value: object, name: str, place: str) -> int:
-    """A count. Raises ConfigError if it is none."""
+    """A count. Raises ConfigError if it is not one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{place}: {name} must be a whole number of 1 or more, not {value!r}")
     return value
@@ -90,13 +87,13 @@ def _object(line: bytes, place: str) -> Mapping[str, Any]:
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{place}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}: an object is needed")
+        raise ConfigError(f"{place}: must be a JSON object")
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Single turns with nothing in common, lengths uniform."""
+    """Single turns with nothing in common, of uniform lengths."""
 
     num_dialogues: int
     input_len: Lengths
@@ -116,8 +113,7 @@ _DEFAULT = TraceSpec()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGpt:
-    """Single turns with ShareGPT's lognormal lengths, in tokens: means are those before lengths
-    are clipped to the other bounds."""
+    """Single turns with ShareGPT's lognormal lengths in tokens; means are those before clipping."""
 
     num_dialogues: int
     prompt_mean: float = _DEFAULT.prompt_mean
@@ -152,12 +148,12 @@ class ShareGpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefix:
-    """Single turns, each over one of few long prefixes: what a prefix cache is for."""
+    """Single turns, each over one of a few long prefixes, as a prefix cache is made for."""
 
     num_dialogues: int
     num_prefixes: int  # dialogues take them in turn
     prefix_len: int  # tokens of each; a system prompt, or the first of the prompt's token ids
-    input_len: Lengths  # of what follows, which nobody shares
+    input_len: Lengths  # of the rest, which is not shared
     output_len: Lengths
     seed: int = 0
 
@@ -199,7 +195,7 @@ class Conversations:
             raise ConfigError("--think-s must not be negative")
 
     def make(self, prompts: PromptMaker) -> list[Dialogue]:
-        """Words, never token ids: an answer comes back as text, and is sent again. Raises
+        """Prompts are words, since answers come back as text and are sent again. Raises
         ConfigError if the prompts are token ids."""
         rng = random.Random(f"conversations {self.seed}")
         system = prompts.draw(rng, self.system_len)
@@ -226,21 +222,21 @@ _SYSTEM_ROLES, _ROLES = ("system", "developer"), ("system", "developer", "user",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jsonl:
-    """A user's own prompts, a JSON object a line.
+    """A user's own prompts, one JSON object per line.
 
         {"prompt": "text" or [token ids], "max_tokens": 64}
         {"messages": [{"role": "system", ...}, {"role": "user", "content": "text"}, ...]}
 
-    Each message of a user is a turn. Answers of an assistant are left out: the server gives its
-    own. `output_tokens` means the same as `max_tokens`; without either, a default counts.
+    Each user message is a turn. Assistant messages are left out, since the server gives its own
+    answers. `output_tokens` means `max_tokens`; without either, a default applies.
     """
 
     path: Path
-    num_dialogues: int  # so many at most, from the file's start
-    max_tokens: int  # where a line says nothing
+    num_dialogues: int  # the maximum, from the file's start
+    max_tokens: int  # default
 
     def make(self, _: PromptMaker) -> list[Dialogue]:
-        """Raises ConfigError for a file or line of another form."""
+        """Raises ConfigError if the file or a line is invalid."""
         lines = read_lines(self.path, max_lines=self.num_dialogues)
         return [self._dialogue(item, place) for place, item in lines]
 
@@ -253,7 +249,7 @@ class Jsonl:
         said = list(_messages(item["messages"], place))
         users = [content for role, content in said if role == "user"]
         if not users:
-            raise ConfigError(f"{place}: no message of a user")
+            raise ConfigError(f"{place}: no user message")
         return Dialogue(
             turns=tuple(Turn(text=content, max_tokens=max_tokens) for content in users),
             system="\n\n".join(content for role, content in said if role in _SYSTEM_ROLES),
@@ -265,7 +261,7 @@ def _prompt(value: object, place: str) -> Prompt:
         return value
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return tuple(value)
-    raise ConfigError(f"{place}: needs messages, or a prompt: a text or a list of token ids")
+    raise ConfigError(f"{place}: needs messages, or a prompt (a text or a list of token ids)")
 
 
 def _messages(value: object, place: str) -> Iterator[tuple[str, str]]:
@@ -281,26 +277,27 @@ def _messages(value: object, place: str) -> Iterator[tuple[str, str]]:
 
 
 _HASH_BLOCK_TOKENS = 512
+_MOONCAKE_LENGTHS = ("input_length", "output_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A recorded trace's times and lengths; the words are made up.
+    """Times and lengths of a recorded trace, with made-up words.
 
-    A JSONL file. Either names of fields are understood, each line by itself:
+    A JSONL file; each line may use either set of field names:
 
         Mooncake    timestamp (ms), input_length, output_length, hash_ids (optional)
         Azure       TIMESTAMP (a date and time), ContextTokens, GeneratedTokens
 
-    `hash_ids` name the prompt's blocks of 512 tokens: requests with the same first ids share that
-    much of their prompts, as they did when recorded. Azure publishes CSV, which wants conversion.
+    `hash_ids` name the prompt's blocks of 512 tokens: requests with the same first ids share
+    those parts of their prompts, as recorded. Azure publishes CSV, which must be converted.
 
-    Sources: Mooncake (Qin et al., FAST 2025); AzurePublicDataset, LLM inference traces of 2023,
-    2024.
+    Sources: Mooncake (Qin et al., FAST 2025); AzurePublicDataset, LLM inference traces of 2023
+    and 2024.
     """
 
     path: Path
-    num_dialogues: int  # so many at most, from the file's start
+    num_dialogues: int  # the maximum, from the file's start
     speedup: float = 1.0  # times are divided by it
     seed: int = 0
 
@@ -309,15 +306,10 @@ class Trace:
             raise ConfigError("--trace-speedup must be positive")
 
     def make(self, prompts: PromptMaker) -> list[Dialogue]:
-        """The dialogues in order of time, the first at 0. Raises ConfigError for a file or line of
-        another form."""
-        lines = sorted(
-            (
-                _Line.read(item, place)
-                for place, item in read_lines(self.path, max_lines=self.num_dialogues)
-            ),
-            key=lambda line: line.time_s,
-        )
+        """The dialogues in order of time, the first at 0. Raises ConfigError if the file or a line
+        is invalid."""
+        read = read_lines(self.path, max_lines=self.num_dialogues)
+        lines = sorted((_Line.read(item, place) for place, item in read), key=attrgetter("time_s"))
         rng = random.Random(f"trace {self.seed}")
         return [
             single_turn(
@@ -341,7 +333,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """One request as it was recorded."""
+    """One request as recorded."""
 
     time_s: float
     num_input: int
@@ -350,20 +342,19 @@ class _Line:
 
     @classmethod
     def read(cls, item: Mapping[str, Any], place: str) -> _Line:
-        if "TIMESTAMP" in item:
-            return cls(
-                time_s=_date_s(item["TIMESTAMP"], place),
-                num_input=positive_int(item.get("ContextTokens"), "ContextTokens", place),
-                num_output=positive_int(item.get("GeneratedTokens"), "GeneratedTokens", place),
-            )
-        hash_ids = item.get("hash_ids", [])
+        is_azure = "TIMESTAMP" in item
+        names = ("ContextTokens", "GeneratedTokens") if is_azure else _MOONCAKE_LENGTHS
+        hash_ids = [] if is_azure else item.get("hash_ids", [])
         if not isinstance(hash_ids, list):
             raise ConfigError(f"{place}: hash_ids must be a list")
+        time_s = (
+            _date_s(item["TIMESTAMP"], place)
+            if is_azure
+            else _number(item.get("timestamp"), "timestamp", place) / 1000
+        )
+        num_input, num_output = (positive_int(item.get(name), name, place) for name in names)
         return cls(
-            time_s=_number(item.get("timestamp"), "timestamp", place) / 1000,
-            num_input=positive_int(item.get("input_length"), "input_length", place),
-            num_output=positive_int(item.get("output_length"), "output_length", place),
-            hash_ids=tuple(hash_ids),
+            time_s=time_s, num_input=num_input, num_output=num_output, hash_ids=tuple(hash_ids)
         )
 
 
@@ -385,3 +376,79 @@ def _joined(parts: Sequence[Prompt]) -> Prompt:
     if texts:
         return " ".join(texts)
     return tuple(token_id for part in parts if not isinstance(part, str) for token_id in part)
+
+
+# -- prompts -------------------------------------------------------------------------------------
+
+DEFAULT_VOCAB_SIZE = 1000  # smaller than any vocabulary in use
+_MAX_ROUNDS = 4
+
+_COMMON_WORDS = """
+the of and to in is that for it as was with be by on not he his but at are this have from or had
+an they which one you were all her she there would their we him has when who will no more
+if out so up said what its about than into them can only other time new some could these two may
+first then do any like my now over such our man me even most made after also did many off before
+must well back through years much where your way down should because long each just state those
+people too little good world make very year still see work life being under day house here never
+between both came war place great right old part take hand high school however next water
+"""
+WORDS = tuple(_COMMON_WORDS.split())
+
+
+class PromptMaker(Protocol):
+    """Draws prompts; the datasets' only source of text."""
+
+    def draw(self, rng: random.Random, num_tokens: int) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Prompts of exactly `num_tokens` token ids."""
+
+    ids: Sequence[int] = range(DEFAULT_VOCAB_SIZE)  # those that may be drawn
+
+    def draw(self, rng: random.Random, num_tokens: int) -> tuple[int, ...]:
+        return tuple(rng.choices(self.ids, k=num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Prompts of common words. A tokenizer trims them to the wanted length, where its tokens
+    allow that; without one a word counts as a token, since most tokenizers have these words as
+    one token."""
+
+    tokenizer: Tokenizer | None = None
+
+    def draw(self, rng: random.Random, num_tokens: int) -> str:
+        text = " ".join(rng.choices(WORDS, k=num_tokens))  # a word is at least a token
+        return text if self.tokenizer is None else _trimmed(text, num_tokens, self.tokenizer)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory. Raises ConfigError if it cannot be read."""
+    path = directory / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"--tokenizer: cannot read {path}: {error}") from error
+
+
+def plain_ids(tokenizer: Tokenizer) -> list[int]:
+    """All token ids except special ones."""
+    special = tokenizer.get_added_tokens_decoder()
+    return [token_id for token_id in range(tokenizer.get_vocab_size()) if token_id not in special]
+
+
+def _trimmed(text: str, num_tokens: int, tokenizer: Tokenizer) -> str:
+    """The text cut to `num_tokens`. A cut inside a word may change its tokens, hence a few
+    rounds."""
+    for _ in range(_MAX_ROUNDS):
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        missing = num_tokens - len(encoding.ids)
+        if missing == 0:
+            break
+        if missing > 0:
+            text += " a" * missing
+        else:
+            text = text[: encoding.offsets[num_tokens - 1][1]]
+    return text

@@ -1,4 +1,7 @@
-"""Sends dialogues through a transport at their times, and keeps what came back."""
+"""Sends dialogues through a transport at their times, and keeps the records.
+
+`--request-rate`, `--burstiness` and a linear ramp mean the same as in `vllm bench serve`.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,13 @@ from penstock.load.client.records import Call, Dialogue, Message, StreamRecord, 
 from penstock.load.client.transport import Transport
 from penstock.load.machine import frozen_garbage
 
-# When dialogues start: as fast as earlier ones end, or at times drawn beforehand.
-#
-# `--request-rate`, `--burstiness` and a linear ramp mean what they mean in `vllm bench serve`.
-
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many dialogues in flight; the next starts when one ends.
+    """A fixed number of dialogues in flight; the next starts when one ends.
 
-    A slow server is then asked less: queueing does not show as it would to independent users.
+    A slow server then gets fewer requests, so queueing does not show as it would to independent
+    users.
     """
 
     max_concurrency: int
@@ -37,11 +37,10 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Each dialogue starts at its time, whatever became of the others.
+    """Each dialogue starts at its own time, whatever happens to the others.
 
-    Attributes:
-        max_concurrency: so many dialogues in flight at most. One that must wait for that still
-            counts its latency from its offset, where `vllm bench serve` forgets the wait.
+    `max_concurrency` limits the dialogues in flight. One that waits for it still counts its
+    latency from its offset, where `vllm bench serve` forgets the wait.
     """
 
     offsets_s: tuple[float, ...]  # one for each dialogue, ascending
@@ -60,17 +59,12 @@ Arrivals: TypeAlias = ClosedLoop | OpenLoop
 def gamma_offsets(
     num: int, *, rate: float, burstiness: float = 1.0, seed: int = 0
 ) -> tuple[float, ...]:
-    """Arrivals at a constant rate, the gaps gamma-distributed around 1 ÷ rate.
+    """Arrivals at a constant rate with gamma-distributed gaps around 1 ÷ rate.
 
-    The gaps are scaled so that the last arrival comes at num ÷ rate exactly: runs of different
-    seeds then offer the same load.
-
-    Args:
-        rate: per second; infinite: all at once.
-        burstiness: the gamma distribution's shape. 1 is a Poisson process, less comes in bursts,
-            more is more even; infinite: equal gaps.
-
-    Raises ConfigError for a rate or burstiness that is not positive.
+    The gaps are scaled so that the last arrival comes at exactly num ÷ rate: all seeds then
+    offer the same load. `rate` is per second, infinite for all at once. `burstiness` is the
+    shape of the gamma distribution: 1 is a Poisson process, less is burstier, more is more even,
+    infinite is equal gaps. Raises ConfigError if either is not positive.
     """
     gaps_s = _gaps(np.full(num, float(rate)), burstiness, seed)
     total_s = gaps_s.sum()
@@ -82,8 +76,8 @@ def gamma_offsets(
 def ramp_offsets(
     num: int, *, first_rate: float, last_rate: float, burstiness: float = 1.0, seed: int = 0
 ) -> tuple[float, ...]:
-    """Arrivals whose rate goes linearly, by request, from the first to the last; not scaled. Raises
-    ConfigError for a rate or burstiness that is not positive."""
+    """Arrivals whose rate changes linearly by request, not scaled. Raises ConfigError for a rate
+    or burstiness that is not positive."""
     return tuple(
         np.cumsum(_gaps(np.linspace(first_rate, last_rate, num), burstiness, seed)).tolist()
     )
@@ -110,11 +104,7 @@ History: TypeAlias = Literal["full", "previous_response_id"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """All that a run's client saw.
-
-    Attributes:
-        began_s, ended_s: of the run, in the records' clock.
-    """
+    """What a run's client saw."""
 
     records: list[StreamRecord]  # of every request sent, by dialogue and turn
     began_s: float
@@ -139,17 +129,12 @@ async def run(
 ) -> RunResult:
     """Hold every dialogue to its end.
 
-    A first turn is scheduled at its offset (open loop), or when its place became free (closed
-    loop, which has places from the start of the run). A later turn is scheduled `think_s` after
-    the answer before it ended. A turn with a fault ends its dialogue.
-
-    Args:
-        history: send all messages again each turn, the server's answers among them, or name the
-            answer before by its id.
-        extra: further fields of every body.
-        on_end: told of each record when it has ended.
+    A first turn is scheduled at its offset (open loop), or when a place became free (closed
+    loop, whose places are free from the start). A later turn is scheduled `think_s` after the
+    answer before it. A turn with a fault ends its dialogue. `history` is either sent again in
+    full each turn, answers included, or named by the id of the last answer.
     """
-    speaker = _Speaker(transport, model, history, extra or {}, on_end or _ignore)
+    speaker = _Speaker(transport, model, history, extra or {}, on_end or (lambda _: None))
     with frozen_garbage():
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         if isinstance(arrivals, ClosedLoop):
@@ -169,7 +154,7 @@ async def run(
 
 @dataclass(frozen=True, slots=True)
 class _Speaker:
-    """Holds dialogues: everything about them but when they start."""
+    """Holds dialogues: everything about them except when they start."""
 
     transport: Transport
     model: str
@@ -179,7 +164,7 @@ class _Speaker:
     records: list[StreamRecord] = field(default_factory=list)
 
     async def hold(self, index: int, dialogue: Dialogue, scheduled_s: float) -> float:
-        """One dialogue from its first turn; when it was over."""
+        """Hold one dialogue; return when it was over."""
         said: tuple[Message, ...] = ()
         if dialogue.system:
             said = (Message(role="system", content=dialogue.system),)
@@ -255,7 +240,3 @@ async def _sleep_until(due_s: float) -> None:
         if delay_s <= 0:
             return
         await asyncio.sleep(delay_s)
-
-
-def _ignore(_: StreamRecord) -> None:
-    """For callers that need no word of each end."""

@@ -1,7 +1,7 @@
-"""The lengths of requests as they come to a server: lognormal, from a seed.
+"""Request lengths as servers see them: lognormal, from a seed.
 
-The default means are those of ShareGPT conversations. Source: the workload of PagedAttention
-(Kwon et al., SOSP 2023), section 6.1.
+The default means are those of ShareGPT conversations, as in PagedAttention (Kwon et al., SOSP
+2023), section 6.1.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from penstock.engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpec:
-    """A workload.
-
-    Attributes:
-        prompt_mean, output_mean: tokens, of the distributions before clipping.
-        shortest, longest: either length is clipped to these.
-    """
+    """A workload. Means are in tokens, before both lengths are clipped to `shortest` and
+    `longest`."""
 
     num_requests: int = 2000
     seed: int = 0
@@ -66,7 +62,7 @@ def make_trace(spec: TraceSpec) -> tuple[TracedRequest, ...]:
 
 
 def cut_outputs(trace: tuple[TracedRequest, ...], max_tokens: int) -> tuple[TracedRequest, ...]:
-    """The same requests with `max_tokens` declared: outputs that would be longer end there."""
+    """The same requests with outputs of at most `max_tokens`."""
     return tuple(
         replace(request, num_output_tokens=min(request.num_output_tokens, max_tokens))
         for request in trace

@@ -1,4 +1,4 @@
-"""One measured run against one server: warmed up, its metrics watched, progress shown."""
+"""One measured run against one server, with its metrics and a progress bar."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import orjson
 from tqdm import tqdm
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Dialogue, StreamRecord
-from penstock.load.client.requests import Address
+from penstock.load.client.records import Address, Dialogue, StreamRecord
 from penstock.load.workloads.driver import Arrivals, ClosedLoop, RunResult, run
 from penstock.load.workloads.options import Wire
 
@@ -26,7 +25,7 @@ class ServerPages:
     api_key: str | None = field(default=None, repr=False)
 
     def first_model(self) -> str:
-        """The name of the first model it lists. Raises ConfigError if it cannot be reached, or
+        """The first model that the server lists. Raises ConfigError if it cannot be reached or
         lists none."""
         try:
             status, body = self._get("/v1/models")
@@ -36,11 +35,11 @@ class ServerPages:
             return str(orjson.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{self.base_url}/v1/models names no model (status {status}): say --model"
+                f"{self.base_url}/v1/models lists no model (status {status}): pass --model"
             ) from error
 
     def metrics(self) -> str | None:
-        """The Prometheus text; None where there is none."""
+        """The Prometheus text; None without one."""
         try:
             status, body = self._get("/metrics")
         except (OSError, http.client.HTTPException):
@@ -49,9 +48,9 @@ class ServerPages:
 
     @asynccontextmanager
     async def watched(self, *, every_s: float) -> AsyncIterator[list[str]]:
-        """The metrics before, every so often during, and after the block; empty without any.
+        """The metrics before, regularly during, and after the block; empty if there are none.
 
-        They are fetched in a thread, and only kept here: reading them would disturb the run.
+        A thread fetches them, and they are parsed later, so as not to disturb the run.
         """
         texts: list[str] = []
         before = await asyncio.to_thread(self.metrics)
@@ -76,7 +75,7 @@ class ServerPages:
                 texts.append(text)
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        """Status and body; by no proxy, whatever the environment says."""
+        """Status and body; without any proxy of the environment."""
         address = Address.parse(self.base_url)
         kind = http.client.HTTPSConnection if address.is_tls else http.client.HTTPConnection
         connection = kind(address.host, address.port, timeout=_TIMEOUT_S)
@@ -112,15 +111,15 @@ class Measured:
 
 
 def target_of(name: str, base_url: str, *, model: str | None, wire: Wire) -> Target:
-    """A server under a name of its own. Raises ConfigError if no model is named, and it cannot be
-    asked for one."""
+    """A server to measure. Raises ConfigError if no model is named and the server does not name
+    one."""
     pages = ServerPages(base_url, wire.api_key)
     return Target(name=name, base_url=base_url, model=model or pages.first_model())
 
 
 async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> None:
-    """Send the first turns of some dialogues, all at once. Raises ConfigError if one had a fault:
-    better now than in every request."""
+    """Send the first turns of some dialogues at once. Raises ConfigError if one had a fault,
+    before every request has it."""
     first_turns = [replace(dialogue, turns=dialogue.turns[:1]) for dialogue in dialogues]
     async with wire.open(target.base_url) as transport:
         result = await run(
@@ -140,7 +139,7 @@ async def warm_up(target: Target, wire: Wire, dialogues: Sequence[Dialogue]) -> 
 async def measure(
     target: Target, wire: Wire, dialogues: Sequence[Dialogue], arrivals: Arrivals
 ) -> Measured:
-    """Send a workload; a progress bar is shown in a terminal."""
+    """Send a workload, with a progress bar in a terminal."""
     pages = ServerPages(target.base_url, wire.api_key)
     num_turns = sum(len(dialogue.turns) for dialogue in dialogues)
     with tqdm(total=num_turns, desc=target.name, unit="request", leave=False, disable=None) as bar:

@@ -1,7 +1,4 @@
-"""The arguments that choose a dataset and its times, and what they come to.
-
-Shared by the benches that send to a server.
-"""
+"""Arguments for a dataset and its arrivals, shared by the benches that measure a server."""
 
 from __future__ import annotations
 
@@ -16,19 +13,24 @@ from typing import Any
 import orjson
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Dialogue
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Dialogue, Endpoint
 from penstock.load.client.transport import Transport, TransportKind, open_transport
 from penstock.load.workloads.datasets import (
+    DEFAULT_VOCAB_SIZE,
     Conversations,
     Dataset,
     Jsonl,
     Lengths,
+    PromptMaker,
     RandomLengths,
     SharedPrefix,
     ShareGpt,
+    TokenIds,
     Trace,
+    Words,
     lengths,
+    load_tokenizer,
+    plain_ids,
 )
 from penstock.load.workloads.driver import (
     Arrivals,
@@ -37,14 +39,6 @@ from penstock.load.workloads.driver import (
     OpenLoop,
     gamma_offsets,
     ramp_offsets,
-)
-from penstock.load.workloads.prompts import (
-    DEFAULT_VOCAB_SIZE,
-    PromptMaker,
-    TokenIds,
-    Words,
-    load_tokenizer,
-    plain_ids,
 )
 
 
@@ -72,12 +66,12 @@ class Wire:
 def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     add = group.add_argument
-    add("--model", help="name in the requests; else the first that a server lists")
-    add("--transport", choices=("sse", "websocket"), default="sse", help="sent by")
+    add("--model", help="model name in requests; default: the first that a server lists")
+    add("--transport", choices=("sse", "websocket"), default="sse", help="transport")
     add(
         "--endpoint",
         choices=("completions", "chat", "responses"),
-        help="below /v1; else completions for sse, responses for websocket",
+        help="default: completions for sse, responses for websocket",
     )
     add(
         "--history",
@@ -85,13 +79,17 @@ def add_wire_arguments(parser: argparse.ArgumentParser) -> None:
         default="full",
         help="how later turns of a dialogue refer to earlier ones",
     )
-    add("--api-key", help="else the first in PENSTOCK_API_KEY, if any")
-    add("--extra-body", default='{"temperature": 0}', help="JSON object: fields of every request")
+    add("--api-key", help="default: the first in PENSTOCK_API_KEY")
+    add(
+        "--extra-body",
+        default='{"temperature": 0}',
+        help="JSON object with more fields of every request",
+    )
     add("--stall-s", type=float, default=60.0, help="seconds of silence that are a fault")
 
 
 def wire_of(parsed: argparse.Namespace) -> Wire:
-    """Raises ConfigError for arguments that do not go together."""
+    """Raises ConfigError for arguments that cannot be combined."""
     try:
         extra = orjson.loads(parsed.extra_body)
     except orjson.JSONDecodeError as error:
@@ -110,7 +108,7 @@ def wire_of(parsed: argparse.Namespace) -> Wire:
     )
 
 
-WARM_UP_SEED = 1 << 40  # its prompts are none of a run's, or they would be found in a cache
+WARM_UP_SEED = 1 << 40  # warm-up prompts differ from those of a run, or a cache would find them
 
 _LENGTHS = "tokens: one number, or two as 64-256"
 
@@ -118,14 +116,19 @@ _LENGTHS = "tokens: one number, or two as 64-256"
 def add_dataset_arguments(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
     group = parser.add_argument_group("dataset")
     add = group.add_argument
-    add("--dataset", choices=tuple(_DATASETS), default="random", help="what is sent")
-    add("--num-prompts", type=int, default=num_prompts, help="dialogues; at most, out of a file")
-    add("--seed", type=int, default=0, help="of all that is drawn")
+    add("--dataset", choices=tuple(_DATASETS), default="random", help="dataset to send")
+    add(
+        "--num-prompts",
+        type=int,
+        default=num_prompts,
+        help="number of dialogues; the maximum from a file",
+    )
+    add("--seed", type=int, default=0, help="seed of everything random")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="every answer is as long as asked for",
+        help="generate exactly max_tokens",
     )
     add("--tokenizer", type=Path, help="model directory; makes prompt lengths exact")
     add(
@@ -134,7 +137,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, num_prompts: int) 
         help="token ids drawn for --endpoint completions; else the tokenizer's, or "
         f"{DEFAULT_VOCAB_SIZE:,}",
     )
-    add("--dataset-path", type=Path, help="file of trace and jsonl")
+    add("--dataset-path", type=Path, help="file for trace and jsonl")
     _add_length_arguments(parser)
 
 
@@ -150,9 +153,9 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{_LENGTHS}; the upper is also jsonl's where a line says none",
     )
     add("--prefix-len", type=int, default=512, help="tokens of a shared prefix or system prompt")
-    add("--num-prefixes", type=int, default=1, help="shared-prefix: different ones")
-    add("--turns", type=int, default=4, help="conversations: turns of each")
-    add("--think-s", type=float, default=0.0, help="conversations: mean pause before a next turn")
+    add("--num-prefixes", type=int, default=1, help="shared-prefix: number of prefixes")
+    add("--turns", type=int, default=4, help="conversations: turns per dialogue")
+    add("--think-s", type=float, default=0.0, help="conversations: mean pause before the next turn")
     group = parser.add_argument_group("lengths of sharegpt, and speed of trace")
     default = ShareGpt(num_dialogues=1)
     for name, kind, value, text in (
@@ -170,15 +173,20 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arrival_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "arrivals",
-        "With --max-concurrency alone a closed loop; else an open one, at a rate, or at the times "
-        "of a trace. A cap on an open loop holds requests back, but latency counts from when they "
-        "were due.",
+        "--max-concurrency alone is a closed loop; otherwise requests are sent at a rate, or at "
+        "the times of a trace. --max-concurrency then delays requests, but latency counts from "
+        "when they were due.",
     )
     add = group.add_argument
-    add("--request-rate", type=float, default=math.inf, help="dialogues a second; inf: all at once")
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        help="dialogues per second; inf: all at once",
+    )
     add_burstiness(group)
-    add("--ramp-from", type=float, help="first rate; with --ramp-to, no fixed rate")
-    add("--ramp-to", type=float, help="last rate; in between it grows by request")
+    add("--ramp-from", type=float, help="first rate, with --ramp-to instead of a fixed rate")
+    add("--ramp-to", type=float, help="last rate; it changes linearly by request")
     add("--max-concurrency", type=int, help="dialogues in flight")
 
 
@@ -191,7 +199,7 @@ def add_burstiness(group: argparse._ActionsContainer) -> None:
 def make_dialogues(
     parsed: argparse.Namespace, endpoint: Endpoint, *, num_dialogues: int, seed: int
 ) -> list[Dialogue]:
-    """The workload. Raises ConfigError for arguments or a file that make no workload."""
+    """The workload. Raises ConfigError for invalid arguments or an invalid file."""
     if num_dialogues < 1:
         raise ConfigError("--num-prompts must be at least 1")
     dataset = _dataset(parsed, num_dialogues, seed)
@@ -210,11 +218,11 @@ def make_dialogues(
 
 
 def make_arrivals(parsed: argparse.Namespace, dialogues: Sequence[Dialogue]) -> Arrivals:
-    """The times of a workload. Raises ConfigError for arguments that do not go together, or have no
-    sense."""
+    """The times of a workload. Raises ConfigError for invalid arguments, or ones that cannot be
+    combined."""
     has_rate, has_ramp = parsed.request_rate != math.inf, parsed.ramp_from is not None
     if has_ramp != (parsed.ramp_to is not None) or (has_ramp and has_rate):
-        raise ConfigError("--ramp-from and --ramp-to go together, and without --request-rate")
+        raise ConfigError("--ramp-from and --ramp-to must be used together, without --request-rate")
     if parsed.burstiness != 1.0 and not has_rate and not has_ramp:
         raise ConfigError("--burstiness needs --request-rate, or a ramp")
     num, cap = len(dialogues), parsed.max_concurrency
@@ -259,7 +267,7 @@ _DATASETS: Mapping[str, type[Dataset]] = {
 
 
 def _dataset(parsed: argparse.Namespace, num_dialogues: int, seed: int) -> Dataset:
-    """The one named, its fields from the arguments."""
+    """The named dataset, its fields from the arguments."""
     kind = _DATASETS[parsed.dataset]
     values = {
         **vars(parsed),

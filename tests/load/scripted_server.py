@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from penstock.load.client.records import Call, Message, StreamRecord
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Call, Endpoint, Message, StreamRecord
 from penstock.load.client.sse import SseTransport
 
 # Bytes to write, seconds to wait, an event to wait for, or None: close the connection.

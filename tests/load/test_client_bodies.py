@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Call, Message
-from penstock.load.client.requests import Endpoint, body_of
+from penstock.load.client.records import Call, Endpoint, Message, body_of
 from penstock.load.client.transport import open_transport
 
 _HISTORY = (
@@ -71,11 +70,11 @@ def test_only_responses_continue_by_id(endpoint: Endpoint) -> None:
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_the_websocket_is_for_responses_alone(endpoint: Endpoint) -> None:
-    with pytest.raises(ConfigError, match="speaks responses alone"):
+    with pytest.raises(ConfigError, match="supports only the endpoint responses"):
         open_transport("websocket", endpoint, "http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("base_url", ["127.0.0.1:8000", "ftp://host", "http://", "http://h:port"])
 def test_an_address_must_be_one(base_url: str) -> None:
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="not a server address"):
         open_transport("sse", "chat", base_url)

@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from penstock.load.client.records import Fault
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Endpoint, Fault
 from penstock.load.client.sse import SseTransport
 
 from .manual_loop import ManualLoop, play, until

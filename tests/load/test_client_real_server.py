@@ -10,8 +10,7 @@ import httpx
 import pytest
 import uvloop
 
-from penstock.load.client.records import Call, Message, StreamRecord
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Call, Endpoint, Message, StreamRecord
 from penstock.load.client.transport import TransportKind, open_transport
 
 from ..system.processes import Served, metric, serve

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from penstock.load.client import sse
-from penstock.load.client.records import Fault
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Endpoint, Fault
 from penstock.load.client.sse import SseTransport
 
 from .scripted_server import (

@@ -15,6 +15,7 @@ from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Dialogue
 from penstock.load.workloads.datasets import (
+    WORDS,
     Conversations,
     Dataset,
     Jsonl,
@@ -22,17 +23,14 @@ from penstock.load.workloads.datasets import (
     RandomLengths,
     SharedPrefix,
     ShareGpt,
-    Trace,
-    lengths,
-)
-from penstock.load.workloads.lengths import TraceSpec, make_trace
-from penstock.load.workloads.prompts import (
-    WORDS,
     TokenIds,
+    Trace,
     Words,
+    lengths,
     load_tokenizer,
     plain_ids,
 )
+from penstock.load.workloads.lengths import TraceSpec, make_trace
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
 MOONCAKE = (
@@ -269,7 +267,7 @@ def test_own_prompts_are_texts_ids_or_messages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("[1]", "an object is needed"),
+        ("[1]", "must be a JSON object"),
         ("{}", "needs messages, or a prompt"),
         ('{"prompt": ""}', "needs messages, or a prompt"),
         ('{"prompt": ["a"]}', "needs messages, or a prompt"),
@@ -278,7 +276,7 @@ def test_own_prompts_are_texts_ids_or_messages(tmp_path: Path) -> None:
         ('{"messages": {}}', "messages must be a list"),
         ('{"messages": [{"role": "poet", "content": "a"}]}', "needs a role"),
         ('{"messages": [{"role": "user", "content": 1}]}', "content must be a text"),
-        ('{"messages": [{"role": "system", "content": "a"}]}', "no message of a user"),
+        ('{"messages": [{"role": "system", "content": "a"}]}', "no user message"),
     ],
 )
 def test_a_line_of_own_prompts_without_sense_is_named(

@@ -27,8 +27,8 @@ from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import EngineInfo
-from penstock.load import call_timer
 from penstock.load import engine_runs as runs
+from penstock.load import machine
 from penstock.load.bench import engine as engine_bench
 from penstock.load.bench import engine as pages
 from penstock.load.bench.engine import Cell, StepBytes, measure, memory_use, split
@@ -126,7 +126,7 @@ def test_time_is_put_where_it_was_spent(
         return original(*args, **settings)
 
     monkeypatch.setattr(owner, name, slow)
-    for module in (call_timer, runs):  # time stands still but for this
+    for module in (machine, runs):  # time stands still but for this
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     (cell,) = measure(*engine, LENGTHS, num_seqs=(1,), repeats=1, seed=1)
     parts = split(cell.split_steps("decode"))

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.engine.config import DEMO_MODEL
 from penstock.engine.errors import ConfigError
-from penstock.load.client.records import Dialogue
-from penstock.load.client.requests import Endpoint
+from penstock.load.client.records import Dialogue, Endpoint
+from penstock.load.workloads.datasets import load_tokenizer, plain_ids
 from penstock.load.workloads.driver import ClosedLoop, OpenLoop
 from penstock.load.workloads.options import (
     add_arrival_arguments,
@@ -21,7 +21,6 @@ from penstock.load.workloads.options import (
     make_arrivals,
     make_dialogues,
 )
-from penstock.load.workloads.prompts import load_tokenizer, plain_ids
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "engine" / DEMO_MODEL / "model"
 TRACE = tuple(

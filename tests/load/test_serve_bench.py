@@ -191,7 +191,10 @@ def test_a_server_that_is_not_there_is_named(penstock: Penstock, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (("--transport", "websocket", "--endpoint", "chat"), "WebSocket speaks responses alone"),
+        (
+            ("--transport", "websocket", "--endpoint", "chat"),
+            "supports only the endpoint responses",
+        ),
         (("--history", "previous_response_id"), "needs --endpoint responses"),
         (("--extra-body", "{"), "--extra-body is not JSON"),
         (("--extra-body", "3"), "--extra-body must be a JSON object"),

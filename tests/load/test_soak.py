@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.load.soak.course import Plan, soak
+from penstock.load.bench.soak import Plan, soak
 from penstock.load.soak.target import Target, given_server
 from penstock.load.soak.verdict import Bounds, findings
 
@@ -69,12 +69,12 @@ async def test_what_is_wrong_is_found() -> None:
     [
         (("--base-url", "http://127.0.0.1:1", "--kills"), "--kills is for a server that soak"),
         (("--base-url", "http://127.0.0.1:1", "--attack"), "--attack is for a server that soak"),
-        (("--attack", "--no-kills"), "--attack is for a server that soak starts, and has kills"),
+        (("--attack", "--no-kills"), "--attack is for a server that soak starts, and needs kills"),
         (
             ("--base-url", "http://127.0.0.1:1", "--serve-flags", "x"),
             "--serve-flags is for a penstock server",
         ),
-        (("--base-url", "http://127.0.0.1:1"), "GET /v1/models names no model"),
+        (("--base-url", "http://127.0.0.1:1"), "GET /v1/models lists no model"),
         (("--base-url", "https://127.0.0.1:1"), "soak needs plain http://host:port"),
         (("--minutes", "0"), "--minutes and --concurrency must be"),
     ],

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.load.bench.soak import Plan, soak
 from penstock.load.launch import freeze
 from penstock.load.soak import attack, traffic
-from penstock.load.soak.course import Plan, soak
 from penstock.load.soak.journal import Journal, Kind
 from penstock.load.soak.scene import open_scene
 from penstock.load.soak.target import LogPipe

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from penstock.load.bench.soak import Actor
 from penstock.load.client.records import Fault
 from penstock.load.soak import traffic
-from penstock.load.soak.course import Actor
 from penstock.load.soak.journal import Journal
 from penstock.load.soak.scene import open_scene
 

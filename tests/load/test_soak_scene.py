@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from penstock.load.client.requests import Address
+from penstock.load.client.records import Address
 from penstock.load.soak.scene import slow_line
 
 NUM_BYTES = 16_000

@@ -15,8 +15,17 @@ from penstock.engine.errors import ConfigError
 from penstock.load.bench.sweep import Curve, Point, sweep_table
 from penstock.load.client.records import Fault, StreamRecord
 from penstock.load.report.options import add_report_arguments, file_stem, slo_of
-from penstock.load.report.summary import Goodput, Quantiles, ServerMetrics, Slo, summarize
-from penstock.load.report.text import latency_table, notes, rate_table, warnings
+from penstock.load.report.summary import (
+    Goodput,
+    Quantiles,
+    ServerMetrics,
+    Slo,
+    latency_table,
+    notes,
+    rate_table,
+    summarize,
+    warnings,
+)
 from penstock.load.workloads.driver import RunResult
 
 BEGAN_S = 500.0

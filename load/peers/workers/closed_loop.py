@@ -1,8 +1,7 @@
-"""Dialogues held with a library in its own process, timed as the client of a server times them.
+"""Holds dialogues with a library in its own process, timed as a server's client times them.
 
-The parent sends workloads and gets records, one line of JSON each; times are seconds of
-`time.perf_counter()`, a clock that all processes of a machine share. There is no HTTP in between,
-which is in the library's favour.
+The parent sends workloads and receives records, one line of JSON each; times are those of
+`time.perf_counter()`, which all processes share. There is no HTTP, in the library's favour.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TextIO
 
 # Turns of one dialogue: the tokens that come before each answer, and the answer's length.
@@ -20,7 +20,7 @@ Turns = Sequence[tuple[list[int], int]]
 
 
 class Event(NamedTuple):
-    """Tokens of one request; the last event of a request says so."""
+    """Tokens of one request."""
 
     at_s: float
     request_id: int
@@ -34,7 +34,7 @@ class Library(Protocol):
     def submit(self, request_id: int, prompt: list[int], max_tokens: int) -> None: ...
 
     def step(self) -> list[Event]:
-        """Work for a while; what came out of it."""
+        """Work for a while; return the events."""
         ...
 
 
@@ -53,7 +53,7 @@ class Record:
 
 @dataclass(slots=True)
 class _Place:
-    """One of so many dialogues in flight."""
+    """One of the dialogues in flight."""
 
     dialogue: int
     turns: Turns
@@ -62,7 +62,7 @@ class _Place:
 
 
 def hold(library: Library, dialogues: Sequence[Turns], concurrency: int) -> list[Record]:
-    """Every dialogue to its end, so many at a time."""
+    """Hold every dialogue to its end, `concurrency` at a time."""
     waiting = iter(enumerate(dialogues))
     records: list[Record] = []
     running: dict[int, _Place] = {}
@@ -77,7 +77,7 @@ def hold(library: Library, dialogues: Sequence[Turns], concurrency: int) -> list
         library.submit(request_id, list(place.context), max_tokens)
 
     def fill(at_s: float) -> None:
-        for index, turns in _take(waiting, concurrency - len(running)):
+        for index, turns in islice(waiting, concurrency - len(running)):
             say(_Place(index, turns), at_s)
 
     fill(time.perf_counter())
@@ -95,14 +95,6 @@ def hold(library: Library, dialogues: Sequence[Turns], concurrency: int) -> list
     return records
 
 
-def _take(waiting: Iterator[tuple[int, Turns]], num: int) -> Iterator[tuple[int, Turns]]:
-    for _ in range(num):
-        item = next(waiting, None)
-        if item is None:
-            return
-        yield item
-
-
 def _note(record: Record, place: _Place, event: Event) -> None:
     if event.token_ids:
         record.event_times_s.append(event.at_s)
@@ -112,7 +104,7 @@ def _note(record: Record, place: _Place, event: Event) -> None:
 
 
 def serve(library: Library, answers: TextIO) -> None:
-    """Say that it is ready, then answer each line of standard input, to its end."""
+    """Report ready, then answer each line of standard input."""
     _answer(answers, {"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)
@@ -126,7 +118,7 @@ def serve(library: Library, answers: TextIO) -> None:
 
 
 def own_stdout() -> TextIO:
-    """Standard output for our answers alone; what libraries print goes to standard error."""
+    """Standard output for our answers alone; libraries print to standard error instead."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers

@@ -1,9 +1,9 @@
-"""A model directory as one GGUF file, for llama.cpp. Run by an environment that has `gguf`.
+"""Writes a model directory as one GGUF file, for llama.cpp; needs an environment with `gguf`.
 
     python gguf_model.py MODEL_DIRECTORY FILE.gguf
 
-Only the two architectures of `models.py`, and their byte-level tokenizer. Weights stay the bf16
-they are; norms and biases become float32, as llama.cpp wants them.
+It knows only the two architectures of `models.py` and their byte-level tokenizer. Weights stay
+bf16; norms and biases become float32, as llama.cpp expects.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _write_tokenizer(writer: Any, source: Path) -> None:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and bf16 bits of each tensor: numpy has no such type, so `safetensors` is no help."""
+    """Name and bf16 bits of each tensor; `safetensors` is no help, since numpy has no bf16."""
     data = np.memmap(file, np.uint8, "r")
     size = int(data[:8].view(np.uint64)[0])
     header = json.loads(bytes(data[8 : 8 + size]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,19 @@ from penstock.load.peers.workers.closed_loop import Event, Library, own_stdout, 
 _NO_TOKEN = -1
 
 
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask of one batch, padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
+
+
 class Static:
-    """A `Library`: what has been submitted is one batch, and the next waits for its end."""
+    """A `Library`: submitted requests form one batch, and the next waits for its end."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -31,12 +43,7 @@ class Static:
 
     def step(self) -> list[Event]:
         batch, self._waiting = self._waiting, []
-        width = max(len(prompt) for _, prompt, _ in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, (_, prompt, _) in enumerate(batch):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+        ids, mask = padded([prompt for _, prompt, _ in batch])
         streamer = _Streamer()
         self._model.generate(
             input_ids=ids,
@@ -46,13 +53,12 @@ class Static:
             pad_token_id=0,
             streamer=streamer,
         )
-        events = []
-        for step, (at_s, tokens) in enumerate(streamer.steps):
-            for row, (request_id, _, max_tokens) in enumerate(batch):
-                if step < max_tokens:
-                    is_last = step + 1 == max_tokens
-                    events.append(Event(at_s, request_id, [tokens[row]], is_last))
-        return events
+        return [
+            Event(at_s, request_id, [tokens[row]], step + 1 == max_tokens)
+            for step, (at_s, tokens) in enumerate(streamer.steps)
+            for row, (request_id, _, max_tokens) in enumerate(batch)
+            if step < max_tokens
+        ]
 
 
 class _Streamer:
@@ -72,7 +78,7 @@ class _Streamer:
 
 
 class Continuous:
-    """A `Library`: the manager that batches in a thread of its own."""
+    """A `Library`: the manager that batches in its own thread."""
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         self._manager = model.init_continuous_batching(
