@@ -1,4 +1,5 @@
-# Everything runs from a virtual environment that the first target to need it makes.
+# Everything runs from a virtual environment, which the first target that needs it makes.
+# `make help` prints each line of the form `target: … ## text`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,64 +9,66 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 
-# pip's words are of interest only if it fails: an editable install warns at length.
+# pip's output is shown only when it fails: an editable install prints long warnings.
 pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	-e "$(1)" >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 
 has_compiler = $(BIN)/python -c \
 	"from penstock.kernels.cpu.build import find_compiler; find_compiler()" 2>/dev/null
 
-.PHONY: install serve test check format path bench bench-peers gpu gpu-tests gpu-bench clean
+.PHONY: install help serve test check format path bench bench-peers gpu gpu-tests gpu-bench clean
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed ## make .venv with penstock in it
 
-serve: $(VENV)/.installed
+help: ## list the targets
+	@echo "make TARGET [VARIABLE=value ...]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.installed ## start a server; MODEL=directory-or-hub-id PORT=8000 ARGS='--option ...'
 	@exec $(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test ## run the tests that need no GPU; ARGS go to pytest
 	@tests/system_packages.sh
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
-check: $(VENV)/.installed-test
+check: $(VENV)/.installed-test ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.namespace $(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed-test
+format: $(VENV)/.installed-test ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The files of ours that a request meets, in order: `make path ARGS=chat`.
-path: $(VENV)/.installed-test
+path: $(VENV)/.installed-test ## list our files that a request meets, in order; ARGS=chat for one kind
 	$(BIN)/python -m tests.support.request_path $(ARGS)
 
-# Start-up time, memory and tokens per second of a server on this machine.
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed ## start-up time, memory and tokens per second on this machine
 	$(BIN)/python -m penstock.load.bench.quick $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-# Rivals and ours side by side on this machine. Each gets an environment under build/peers, the first
-# time: a quarter of an hour, and seven gigabytes.
-bench-peers: $(VENV)/.installed-test
+# The first run makes an environment for each of the others under build/peers: a quarter of an hour
+# and about 10 GB.
+bench-peers: $(VENV)/.installed-test ## compare with vLLM, llama.cpp, OpenVINO, Hugging Face (10 GB)
 	$(BIN)/python -m penstock.load.peers.matrix $(ARGS)
 
-# On a machine with a GPU, with its own python3 and torch: no install, and no plugin but pytest. What
-# is written to the folder $OUT, if there is one, is the tests' report and the figures. ARGS go to
-# one of the two: `make gpu-bench ARGS='--only attention'`.
-gpu: gpu-tests gpu-bench
+# For a machine with a GPU: uses its python3, torch and pytest, and installs nothing. The tests'
+# report and the figures go to the folder $OUT, if set. ARGS belong to one of the two:
+# `make gpu-bench ARGS='--only attention'`.
+gpu: gpu-tests gpu-bench ## with a GPU: its tests, then its figures
 
-gpu-tests:
+gpu-tests: ## with a GPU: its tests
 	PYTHONPATH=.namespace python3 -m pytest -c /dev/null --rootdir . --import-mode importlib \
 	  -p no:cacheprovider -m gpu $(if $(OUT),--junit-xml=$(OUT)/gpu-tests.xml) \
 	  $$(grep -rl 'mark\.gpu' --include 'test_*.py' tests) tests/kernels/gpu $(ARGS)
 
-gpu-bench:
+gpu-bench: ## with a GPU: its figures
 	PYTHONPATH=.namespace python3 -m penstock.load.gpu $(ARGS)
 
-clean:
+clean: ## remove .venv and what builds left
 	rm -rf $(VENV) build dist *.egg-info .namespace/*.egg-info
 
-# Debian splits ensurepip from python3: without it, the environment gets its pip from outside.
+# Debian packages ensurepip apart from python3: without it, the system's pip installs pip here.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or newer")'
 	@rm -rf $(VENV)
@@ -85,6 +88,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	@echo "installing what the tests need ..."
+	@echo "installing test dependencies ..."
 	@$(call pip_install,.[test])
 	@touch $@

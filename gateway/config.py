@@ -1,7 +1,6 @@
 """Settings of one gateway process.
 
-The supervisor sends them as plain JSON; nothing else is read from the environment. Not known
-here: the engine's own settings, except which model it runs.
+The supervisor sends them as plain JSON. Of the engine's settings they hold only the model's.
 """
 
 from __future__ import annotations
@@ -24,55 +23,53 @@ class GatewayConfig:
         engine_address: path of the Unix socket at which the engine listens.
         host: the address the listening socket is bound to; on loopback the Host header is
             checked.
-        host_name: what the user called it.
-        worker_index: which of the gateway processes on this socket it is, from 0.
-        num_workers: how many they are.
+        host_name: the same as the user wrote it.
+        worker_index: number of this gateway process among those on the socket, from 0.
+        num_workers: how many there are.
 
         api_keys: any of them opens `/v1/*`; none leaves it open.
-        api_keys_file: keys with tenants, weights and limits, read again when it changes.
-        allowed_origins: browser origins let in besides the server's own; `*` lets in all.
-        ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files; with them TLS alone is spoken.
-        served_model_names: ids of the model in the API; empty takes the model as the user
-            named it.
+        api_keys_file: keys with tenants, weights and limits; reread when it changes.
+        allowed_origins: browser origins to accept besides the server's own; `*` accepts all.
+        ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files; with them only TLS is served.
+        served_model_names: names of the model in the API; empty: as the user named the model.
 
-        trust_request_chat_template: requests may bring a template of their own.
+        trust_request_chat_template: requests may bring their own template.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
-        max_prompt_bytes: of a prompt's text where the context and the tokenizer set no limit
-            before it is tokenised; None: `limits.default_prompt_bytes`.
-        max_connections: of this process, TLS handshakes and WebSockets included; those beyond are
-            answered 503.
-        header_timeout_s: from a connection's begin to the end of its TLS handshake, and from there,
-            or from a later request's first byte, to the end of the header.
-        body_timeout_s: from there to the end of the body.
-        keep_alive_s: of a connection without a request; longer than clients and proxies keep
-            theirs, or they send a request on one that is being closed.
-        ping_interval_s: silence on an event stream after which a comment is sent; a WebSocket is
+        max_prompt_bytes: largest prompt text to tokenise where context and tokenizer set no
+            limit; None: `limits.default_prompt_bytes`.
+        max_connections: of this process, with TLS handshakes and WebSockets; further ones get 503.
+        header_timeout_s: from a connection's start to the end of its TLS handshake, and from
+            there, or from a later request's first byte, to the end of the header.
+        body_timeout_s: from the end of the header to the end of the body.
+        keep_alive_s: of an idle connection; longer than clients and proxies keep theirs, as they
+            would otherwise send a request on a connection that is being closed.
+        ping_interval_s: silence on an event stream after which a comment is sent; WebSockets are
             pinged as often.
-        stream_interval_ms: the least time between two delta events of a response, whose text in
-            between is merged; 0: one per iteration of the engine.
+        stream_interval_ms: least time between two delta events of a response; text in between is
+            merged; 0: an event per engine step.
 
-        max_queue_requests: requests waiting in the engine beyond which new ones are refused.
+        max_queue_requests: waiting requests beyond which new ones are refused.
         max_queue_tokens: the same in prompt tokens.
-        request_deadline_ms: a request whose first token is predicted later than this is refused;
-            None: none is. `x-request-deadline-ms` of a request goes before it.
+        request_deadline_ms: refuse a request whose first token is predicted later than this;
+            None: no limit. A request's `x-request-deadline-ms` overrides it.
 
-        redis_url: where state is shared; a secret, as it may hold a password. None: in memory.
-        redis_patience_ms: how long an event of a stored response waits for Redis to confirm
-            it; then it is shown, and its response cannot be resumed any more.
+        redis_url: where state is shared; secret, as it may hold a password. None: in memory.
+        redis_patience_ms: how long an event of a stored response waits for Redis to confirm it;
+            then it is sent, and the response can no longer be resumed.
         session_storage: while Redis is down, `required` refuses new sessions, `optional` runs
             them without storage.
-        session_ttl_s: how long an untouched conversation is kept in Redis.
+        session_ttl_s: how long Redis keeps an untouched conversation.
         session_store_bytes: for conversations in memory.
-        session_retention_s: how long the KV of a stored response is hinted to be worth keeping;
-            0 gives no hint.
+        session_retention_s: how long the engine is told to prefer the KV of a stored response;
+            0: not at all.
         response_log_bytes: for logs of ended responses in memory.
         response_log_ttl_s: how long an ended response can be resumed.
-        engine_wait_s: how long streams wait for the return of an engine that died.
-        disconnect_grace_s: how long a stored response runs on without a reader.
-        shutdown_grace_s: how long streams may go on after SIGTERM.
+        engine_wait_s: how long streams wait for a dead engine to return.
+        disconnect_grace_s: how long a stored response continues without a reader.
+        shutdown_grace_s: how long streams may continue after SIGTERM.
 
         otlp_endpoint: where traces go; None: nowhere.
-        log_format: `text` or `json`, one object a line.
+        log_format: `text`, or `json`: one object per line.
     """
 
     engine_address: str
@@ -123,7 +120,7 @@ class GatewayConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> GatewayConfig:
-        """Read the flags of `serve` by key; those of other rooms are passed over."""
+        """Read the options of `serve` by key; those of other parts are ignored."""
         values = {name: settings[name] for name in _PLAIN_FIELDS if name in settings}
         return cls(
             **values,
@@ -135,7 +132,7 @@ class GatewayConfig:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Ids of the model in the API, the one to show first."""
+        """Names of the model in the API, the preferred one first."""
         return self.served_model_names or (self.model.model,)
 
     @property
@@ -145,7 +142,7 @@ class GatewayConfig:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address reaches this machine alone; a name is no address."""
+    """Whether an IP address reaches this machine only; False for a name."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -156,7 +153,7 @@ def _origin(text: str) -> str:
     """An origin as browsers write it: `scheme://host[:port]`, lower case, no path.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not an origin.
     """
     if text == "*":
         return text
@@ -166,7 +163,9 @@ def _origin(text: str) -> str:
     except ValueError:
         is_valid = False
     if not is_valid or not parts.scheme:
-        raise ConfigError(f"--allowed-origins: {text!r} is no origin such as https://example.org")
+        raise ConfigError(
+            f"--allowed-origins must be an origin such as https://example.org, not {text!r}"
+        )
     return f"{parts.scheme}://{parts.netloc}"
 
 

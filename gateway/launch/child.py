@@ -1,4 +1,4 @@
-"""A child of the supervisor: how it is started, what it says, how it ends, when it starts again.
+"""A child of the supervisor: its start, status, end and restarts.
 
 Settings go through a pipe, so that no secret shows in a command line, and one JSON line comes
 back: ready, or why not (`engine.process`).
@@ -23,19 +23,19 @@ from penstock.engine.process import EXIT_STUCK, PULSE_FD
 
 MAX_FAILED_STARTS = 5
 LOOK_INTERVAL_S = 1.0
-_LOOKS_FOR_STACKS = 2  # between asking for them and the end
-_HEALTHY_S = 30.0  # ready for so long, it starts again as for the first time
+_LOOKS_FOR_STACKS = 2  # between asking for stacks and killing
+_HEALTHY_S = 30.0  # after this long, the next death counts as the first
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 10.0
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When what died starts again: at once, then after ever longer waits; and when it is hopeless.
+    """When a dead child restarts: at once, then after ever longer waits; and when to give up.
 
     Attributes:
-        num_deaths: in a row, without a healthy time between.
-        num_failed_starts: the last of them that came before it was ready.
+        num_deaths: in a row, without a healthy time between them.
+        num_failed_starts: how many of the latest came before the child was ready.
     """
 
     num_deaths: int = 0
@@ -46,10 +46,10 @@ class RestartPolicy:
         return self.num_failed_starts >= MAX_FAILED_STARTS
 
     def note_death(self, ready_for_s: float | None) -> float:
-        """Count a death; the seconds to wait.
+        """Count a death; the seconds to wait before the restart.
 
         Args:
-            ready_for_s: how long it was ready; None: it never was.
+            ready_for_s: how long the child was ready; None: never.
         """
         if ready_for_s is None:
             self.num_failed_starts += 1
@@ -65,21 +65,21 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Child:
-    """Engine or a gateway, in whichever of its lives.
+    """The engine or a gateway, over all its restarts.
 
     Attributes:
-        label: in messages, as `the engine`.
+        label: for messages, as `the engine`.
         module: what is run.
         values: its settings.
         listener: a socket that it inherits.
-        ready: what it said when it was ready, in this life.
+        ready: its ready status since the last start.
         failure: why it could not start, in its own words.
-        max_silent_looks: in a row, at a child that is ready; then it is killed. 0: nobody looks for
-            signs of life.
+        max_silent_looks: looks in a row without a sign of life before a ready child is killed; 0:
+            signs of life are not watched.
         num_silent_looks: in a row so far.
         pulse_fd: where signs of life come from.
         restart_at_s: on the monotonic clock; None while it runs.
-        died_at_s: when its last life ended.
+        died_at_s: when it last died.
     """
 
     label: str
@@ -101,11 +101,11 @@ class Child:
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process has ended, and nobody took note yet."""
+        """Whether its process has ended and `bury` was not called yet."""
         return self.process is not None and self.process.poll() is not None
 
     def start(self) -> None:
-        """Begin a life; `status_fd` is then to be watched."""
+        """Start the process; the caller then watches `status_fd`."""
         config_read, config_write = os.pipe()
         self.status_fd, status_write = os.pipe()
         os.set_blocking(self.status_fd, False)
@@ -130,7 +130,7 @@ class Child:
                 },
                 pass_fds=list(inherited.values()),
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C reaches the supervisor alone, which tells us in order
+                process_group=0,  # Ctrl-C reaches only the supervisor, which ends children in order
             )
         finally:
             os.close(config_read)
@@ -142,7 +142,7 @@ class Child:
                     pipe.write(json.dumps(self.values).encode())
 
     def read_status(self) -> bool:
-        """Take what it says; whether that was all of it, and `ready` or `failure` is set."""
+        """Read its status; whether that was the end, with `ready` or `failure` set."""
         assert self.status_fd is not None
         try:
             data = os.read(self.status_fd, 65536)
@@ -159,10 +159,10 @@ class Child:
         return True
 
     def look(self) -> bool:
-        """Look for a sign of life, once every `LOOK_INTERVAL_S`; whether it has just become clear
-        that none comes. Then its stacks are asked for, and some looks later it is killed.
+        """Look for a sign of life, once every `LOOK_INTERVAL_S`; whether the child has just been
+        found silent. Then its stacks are requested, and some looks later it is killed.
 
-        Looks are counted, not seconds, and not those at a child that was made to stand still.
+        Looks are counted, not seconds, and a stopped child (SIGSTOP, a debugger) is not counted.
         """
         if self.pulse_fd is None or self.process is None or self.ready is None:
             return False
@@ -181,7 +181,7 @@ class Child:
         return False
 
     def bury(self) -> str:
-        """End a life that ended; how it did. `restart_at_s` is when the next begins."""
+        """Reap the dead process; how it died. Sets `restart_at_s`."""
         assert self.process is not None
         code = self.process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -203,8 +203,8 @@ class Child:
             self.process.kill()
 
     def stop(self, deadline_s: float) -> bool:
-        """Wait for the end that SIGTERM asked for, and kill at the deadline; whether it ended
-        by itself.
+        """Wait for the child to end after SIGTERM, and kill it at the deadline; whether it ended by
+        itself.
 
         Args:
             deadline_s: on the monotonic clock.
@@ -220,7 +220,7 @@ class Child:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP or a debugger holds it; where that cannot be told, it does not."""
+    """Whether SIGSTOP or a debugger holds it; False where that is unknown."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

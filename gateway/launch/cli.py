@@ -1,19 +1,21 @@
 """The command line: `penstock serve`, `penstock chat` and `penstock bench`.
 
-Every flag of `serve` is also an environment variable (`--max-model-len` is
-`PENSTOCK_MAX_MODEL_LEN`) and a key of a TOML file given by `--config` (`max-model-len = 4096`).
-The command line wins over the environment, and that over the file.
+Every option of `serve` is also an environment variable (`--max-model-len` is
+`PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`).
+The command line overrides the environment, and the environment overrides the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import setproctitle
 
@@ -26,8 +28,14 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError
-from penstock.gateway.launch.flags import FLAGS, Flag
+from penstock.gateway.launch.flags import FLAGS, GROUPS, Flag
 from penstock.load.bench.commands import add_benches
+
+_DISTRIBUTION = "penstock-llm"
+_SERVE_HELP = "see penstock serve --help"
+# What argparse says, as against what it should say.
+_WRONG_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)'")
+_WRONG_VALUE = re.compile(r"^argument (\S+): must be")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,58 +48,131 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, with the nearest option and where help is."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        options = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        if options:
+            self.error(f"unknown option {options[0]}{_nearest(options[0], self._names())}")
+        if unknown:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        wrong = _WRONG_COMMAND.match(message)
+        if wrong is not None:
+            near = _nearest(wrong[1], ("serve", "chat", "bench"))
+            message = f"unknown command {wrong[1]!r}{near}"
+        text = _WRONG_VALUE.sub(r"\1 must be", message).removeprefix("argument ")
+        self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
+
+    def _names(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+class _Version(argparse.Action):
+    """Prints the version and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata  # its import takes longer than all else here
+
+        try:
+            version = metadata.version(_DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            version = "(not installed)"
+        print(f"penstock {version}")
+        parser.exit()
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock", description="An LLM serving system.")
+    parser = _Parser(prog="penstock", description="An LLM serving system.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
         help="start a server",
+        usage="%(prog)s [MODEL] [OPTION ...]",
         description="Start gateway and engine on this machine.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # so that what was not given can be told apart
+        epilog="Each option is also an environment variable (--max-model-len: "
+        "PENSTOCK_MAX_MODEL_LEN) and a key of the --config file (max-model-len = 4096). The "
+        "command line overrides the environment, which overrides the file. Sizes and durations "
+        "are plain numbers or have a unit: 512M, 2GiB, 250ms, 30s, 10m, 12h, 30d.",
+        argument_default=argparse.SUPPRESS,  # tells what was given from what was not
     )
     serve.add_argument("model", nargs="?", metavar="MODEL", help=f"a directory or a Hugging Face "
-                       f"Hub id; without one, the built-in model {DEMO_MODEL!r}")  # fmt: skip
-    serve.add_argument("--config", type=Path, help="a TOML file of flags")
-    for flag in FLAGS:
-        _add_flag(serve, flag)
+                       f"Hub id; default: the built-in model {DEMO_MODEL!r}")  # fmt: skip
+    serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options")
+    for title, flags in GROUPS.items():
+        group = serve.add_argument_group(title)
+        for flag in flags:
+            _add_flag(group, flag)
     serve.set_defaults(run=_serve)
     chat = commands.add_parser("chat", help="chat with a server in the terminal")
-    chat.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    chat.add_argument("--api-key", help="default: the first in PENSTOCK_API_KEY")
-    chat.add_argument("--model", help="default: the server's first")
+    chat.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000",
+                      help="default: %(default)s")  # fmt: skip
+    chat.add_argument("--api-key", metavar="TEXT", help="default: the first in PENSTOCK_API_KEY")
+    chat.add_argument("--model", metavar="NAME", help="default: the server's first")
     chat.set_defaults(run=_chat)
     text = "measure parts of penstock on this machine"
     add_benches(commands.add_parser("bench", help=text, description=f"{text.capitalize()}."))
     return parser
 
 
-def _add_flag(parser: argparse.ArgumentParser, flag: Flag) -> None:
-    text = flag.help if flag.default in (None, ()) else f"{flag.help} (default: {flag.default})"
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    text = flag.help
+    if flag.default not in (None, ()):
+        shown = flag.kind.show(flag.default)
+        text += f" (default: {shown.lower() if isinstance(flag.default, bool) else shown})"
+    name = f"--{flag.name}"
     if isinstance(flag.default, bool):
-        parser.add_argument(f"--{flag.name}", action=argparse.BooleanOptionalAction, help=text)
-    elif flag.is_list:
-        parser.add_argument(f"--{flag.name}", action="append", help=text)
-    else:
-        parser.add_argument(
-            f"--{flag.name}", type=flag.parse, choices=flag.choices or None, help=text
-        )
+        group.add_argument(name, action=argparse.BooleanOptionalAction, help=text)
+        return
+    metavar = f"{{{','.join(flag.choices)}}}" if flag.choices else flag.kind.metavar
+    action = "append" if flag.is_list else "store"
+    group.add_argument(name, action=action, type=_reader(flag), metavar=metavar, help=text)
+
+
+def _reader(flag: Flag) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return flag.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(_fault(flag, text)) from error
+
+    return read
+
+
+def _fault(flag: Flag, value: object) -> str:
+    """What is wrong with a value; a secret's is not shown."""
+    text = f"must be {flag.expected}"
+    return text if flag.is_secret else f"{text}, not {value!r}"
 
 
 def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Every flag's value: from the command line, the environment, the file, or its default.
+    """Every option's value: from the command line, the environment, the file, or its default.
 
     Args:
-        given: what the command line said, `model` and `config` included.
+        given: what the command line set, `model` and `config` included.
 
     Raises:
-        ConfigError: a key of the file that is none of ours, or a value that has no sense.
+        ConfigError: the file has an unknown key, or a value is wrong.
     """
     file = _read_file(given.get("config") or environment.get("PENSTOCK_CONFIG"))
     known = {flag.key for flag in FLAGS} | {"model"}
     unknown = sorted(set(file) - known)
     if unknown:
-        raise ConfigError(f"the config file has unknown keys: {', '.join(unknown)}")
+        names = (flag.name for flag in FLAGS)
+        hint = _nearest(unknown[0].replace("_", "-"), names)
+        raise ConfigError(f"the config file has unknown keys: {', '.join(unknown)}{hint}")
     settings: dict[str, Any] = {
         "model": given.get("model")
         or environment.get("PENSTOCK_MODEL")
@@ -114,13 +195,11 @@ def _check(settings: Mapping[str, Any]) -> None:
     if not isinstance(settings["model"], str):
         raise ConfigError(f"model in the config file must be a text, not {settings['model']!r}")
     if not all(key.strip() for key in settings["api_key"]):
-        raise ConfigError("--api-key is empty: anybody would have it")
-    if not 0 <= settings["port"] < 1 << 16:
-        raise ConfigError(f"--port {settings['port']} is not between 0 and 65535")
+        raise ConfigError("--api-key is empty: every caller would match it")
     if settings["api_workers"] > 1 and settings["redis_url"] is None:
         raise ConfigError(
-            f"--api-workers {settings['api_workers']} needs --redis-url: several gateways share "
-            "their state"
+            f"--api-workers {settings['api_workers']} needs --redis-url: gateways share their "
+            "state through Redis"
         )
     if settings["ssl_certfile"] is None and settings["ssl_keyfile"] is not None:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile")
@@ -140,15 +219,9 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
     try:
         if isinstance(flag.default, bool):
             return _read_bool(value)
-        if flag.is_list:
-            return _read_list(value)
-        result = flag.parse(str(value))
+        return _read_list(value) if flag.is_list else flag.parse(str(value))
     except (ValueError, AttributeError) as error:
-        told = "" if flag.is_secret else f": {value!r}"
-        raise ConfigError(f"{source} has no sense{told}") from error
-    if flag.choices and result not in flag.choices:
-        raise ConfigError(f"{source} must be one of {', '.join(flag.choices)}, not {value!r}")
-    return result
+        raise ConfigError(f"{source} {_fault(flag, value)}") from error
 
 
 def _read_list(value: Any) -> list[str]:
@@ -166,7 +239,7 @@ def _read_bool(value: Any) -> bool:
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """The engine's sections out of all settings."""
+    """The engine's sections of all settings."""
     return EngineConfig(
         model=_section(ModelConfig, settings),
         cache=_section(CacheConfig, settings),
@@ -182,13 +255,17 @@ def _section(kind: type[Any], settings: Mapping[str, Any]) -> Any:
 def _serve(parsed: argparse.Namespace) -> int:
     from penstock.gateway.launch.supervisor import Supervisor
 
-    settings = resolve_settings(vars(parsed), os.environ)
+    try:
+        settings = resolve_settings(vars(parsed), os.environ)
+        engine = engine_config(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_SERVE_HELP}") from error
     _hide_secrets(vars(parsed), model=settings["model"])
-    return Supervisor(settings, engine_config(settings)).run()
+    return Supervisor(settings, engine).run()
 
 
 def _hide_secrets(given: Mapping[str, Any], *, model: str) -> None:
-    """Take what is secret off the list of processes, and out of the children's environment."""
+    """Remove secrets from the list of processes and from the children's environment."""
     secret = [flag for flag in FLAGS if flag.is_secret]
     for flag in secret:
         os.environ.pop(flag.variable, None)

@@ -1,6 +1,6 @@
-"""Every flag of `penstock serve`, in one table.
+"""Every option of `penstock serve`, in one table, grouped as `--help` shows them.
 
-How the settings are put together is said in `cli`.
+`launch.cli` says how the settings are put together.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from penstock.engine.watchdog import DEFAULT_STEP_TIMEOUT_S
 from penstock.gateway.config import GatewayConfig
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "ms": 0.001}
+_MAX_BLOCK_SIZE = 1 << 16
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as `512M`, `2GiB` or `1000`; binary multiples.
+    """A size in bytes, as `512M`, `2GiB` or `1000`; units are binary multiples.
 
     Raises:
         ValueError: it is no size.
@@ -39,53 +41,154 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def seconds(text: str) -> float:
-    """A time that has an end, 0 or more; milliseconds too.
+def parse_gib(text: str) -> float:
+    """A size in GiB: a plain number, or a size with its unit, as `512M`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is neither.
     """
-    value = float(text)
+    try:
+        return float(text)
+    except ValueError:
+        return parse_bytes(text) / _SIZES["g"]
+
+
+def parse_duration(text: str, *, unit_s: float = 1.0) -> float:
+    """A duration, as `30`, `250ms`, `90s`, `10m`, `1.5h` or `30d`: 0 or more, and finite.
+
+    Args:
+        unit_s: what a plain number counts, in seconds; the result is in it too.
+
+    Raises:
+        ValueError: it is no duration.
+    """
+    digits = text.strip().lower()
+    number = digits.rstrip("dhmins")
+    unit = digits[len(number) :]
+    if unit and unit not in _DURATIONS:
+        raise ValueError(f"{text!r} has an unknown unit")
+    value = float(number)
+    if unit:
+        value *= _DURATIONS[unit] / unit_s
     if not 0 <= value < math.inf:
-        raise ValueError(f"{text!r} is not 0 or more")
+        raise ValueError(f"{text!r} is not a duration")
     return value
 
 
-def interval(text: str) -> float:
-    """A time between two events that has an end, and is more than 0.
-
-    Raises:
-        ValueError: it is none.
-    """
-    value = seconds(text)
-    if value == 0:
-        raise ValueError(f"{text!r} is not more than 0")
-    return value
+def show_bytes(size: int) -> str:
+    """A size in the largest unit that divides it, as `256M`."""
+    unit = max((name for name in _SIZES if size % _SIZES[name] == 0), key=_SIZES.__getitem__)
+    return f"{size // _SIZES[unit]}{unit.upper()}"
 
 
-def count(text: str) -> int:
-    """1 or more.
+def show_duration(value: float, *, unit_s: float = 1.0) -> str:
+    """A duration in the largest unit that divides it, as `30d`; 0 has none."""
+    ms = round(value * unit_s * 1000)
+    for unit in ("d", "h", "m", "s"):
+        count, rest = divmod(ms, round(_DURATIONS[unit] * 1000))
+        if count and not rest:
+            return f"{count}{unit}"
+    return f"{ms}ms" if ms else "0"
 
-    Raises:
-        ValueError: it is less, or no whole number.
-    """
+
+def _integer(lowest: float = -math.inf, highest: float = math.inf) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not lowest <= value <= highest:
+            raise ValueError(f"{text!r} is out of range")
+        return value
+
+    return parse
+
+
+def _block_size(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise ValueError(f"{text!r} is not 1 or more")
+    if value % 2 or not 2 <= value <= _MAX_BLOCK_SIZE:
+        raise ValueError(f"{text!r} is no block size")
     return value
+
+
+def _milliseconds(text: str) -> float:
+    return parse_duration(text, unit_s=0.001)
+
+
+def _positive(parse: Callable[[str], float]) -> Callable[[str], float]:
+    def parse_positive(text: str) -> float:
+        value = parse(text)
+        if value == 0:
+            raise ValueError(f"{text!r} is not more than 0")
+        return value
+
+    return parse_positive
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        metavar: stands for the value in `--help`.
+        expected: what a value must be, for the message about one that is wrong.
+        parse: raises ValueError for a wrong value.
+        show: a default as `--help` shows it; a text that `parse` reads.
+    """
+
+    metavar: str
+    expected: str
+    parse: Callable[[str], Any] = str
+    show: Callable[[Any], str] = str
+
+
+_EXAMPLES = "such as 30s, 10m, 12h or 30d, 0 or more"
+TEXT = Kind("TEXT", "a text")
+HOST = Kind("HOST", "an address")
+NAME = Kind("NAME", "a name")
+KEY = Kind("KEY", "a key")
+ORIGIN = Kind("ORIGIN", "an origin")
+FILE = Kind("FILE", "a path")
+URL = Kind("URL", "a URL")
+PORT = Kind("PORT", "between 0 and 65535", _integer(0, 65535))
+INTEGER = Kind("N", "a whole number", _integer())
+COUNT = Kind("N", "a whole number, 1 or more", _integer(1))
+SHARE = Kind("SHARE", "a number between 0 and 1", float)
+SIZE = Kind("SIZE", "a size such as 4M or 2GiB", parse_bytes, show_bytes)
+GIB = Kind("GIB", "a number of GiB, or a size such as 512M", parse_gib)
+SECONDS = Kind(
+    "SECONDS", f"a number of seconds, or a duration {_EXAMPLES}", parse_duration, show_duration
+)
+INTERVAL = Kind(
+    "SECONDS",
+    "a number of seconds, or a duration such as 30s or 10m, more than 0",
+    _positive(parse_duration),
+    show_duration,
+)
+MILLISECONDS = Kind(
+    "MS",
+    "a number of milliseconds, or a duration such as 250ms or 2s, 0 or more",
+    _milliseconds,
+    lambda value: show_duration(value, unit_s=0.001),
+)
+POSITIVE_MILLISECONDS = Kind(
+    "MS",
+    "a number of milliseconds, or a duration such as 250ms or 2s, more than 0",
+    _positive(_milliseconds),
+    MILLISECONDS.show,
+)
+# On a CPU the kernels keep positions in pairs; an odd size would leave all of it to torch.
+BLOCK_SIZE = Kind("N", f"an even number from 2 to {_MAX_BLOCK_SIZE}", _block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting of `serve`: its flag, how its text is read, and where it belongs.
+    """One setting of `serve`.
 
-    A secret's text is in no message; `launch.cli` also takes it off the list of processes.
+    The text of a secret is in no message; `launch.cli` also hides it from the list of processes.
     """
 
     name: str
     default: Any
     help: str
-    parse: Callable[[str], Any] = str
+    kind: Kind = TEXT
     choices: tuple[str, ...] = ()
     is_list: bool = False
     is_secret: bool = False
@@ -98,129 +201,156 @@ class Flag:
     def variable(self) -> str:
         return "PENSTOCK_" + self.key.upper()
 
+    @property
+    def expected(self) -> str:
+        """What a value must be, after "must be"."""
+        if isinstance(self.default, bool):
+            return "true or false"
+        if self.is_list:
+            return "a list of texts"
+        return f"one of {', '.join(self.choices)}" if self.choices else self.kind.expected
+
+    def parse(self, text: str) -> Any:
+        """
+        Raises:
+            ValueError: the text is no value of this flag.
+        """
+        value = self.kind.parse(text)
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{value!r} is not among the choices")
+        return value
+
 
 _MODEL, _CACHE, _SCHEDULER = ModelConfig(), CacheConfig(), SchedulerConfig()
 _GATEWAY = GatewayConfig(engine_address="")
 
-FLAGS: tuple[Flag, ...] = (
-    # where it listens, whom it lets in, and how much of it
-    Flag("host", "127.0.0.1", "address to listen on; the default takes only this machine"),
-    Flag("port", 8000, "port to listen on; 0 takes a free one", int),
-    Flag("api-workers", 1, "gateway processes on the one socket; more than one need --redis-url",
-         count),
-    Flag("api-key", (), "a key that callers must send; may be repeated", is_list=True,
-         is_secret=True),
-    Flag("api-keys-file", None, "a TOML file of keys with tenants, weights and limits; read again "
-         "when it changes"),
-    Flag("allowed-origins", (), "browser origins let in besides the server's own; may be "
-         "repeated, * for all", is_list=True),
-    Flag("ssl-certfile", None, "a PEM file of the server's certificate: speak TLS"),
-    Flag("ssl-keyfile", None, "a PEM file of its key; default: in the certificate's file"),
-    Flag("ssl-keyfile-password", None, "what the key is encrypted with", is_secret=True),
-    Flag("served-model-name", (), "name(s) of the model in the API; default: MODEL as given",
-         is_list=True),
-    Flag("trust-request-chat-template", False, "let requests bring their own chat template. Only "
-         "for callers you trust: a template is a program; each may take 2 s of a core and 512 MiB, "
-         "and they wait for one another"),
-    Flag("max-body-bytes", _GATEWAY.max_body_bytes, "largest request body", parse_bytes),
-    Flag("max-prompt-bytes", None, "largest text of a prompt that is tokenised where the context "
-         "and the longest token set no limit (tokenizers that shorten text, /tokenize, "
-         "truncate_prompt_tokens); default: 16 bytes per token of the context, at least 1MiB",
-         parse_bytes),
-    Flag("max-connections", _GATEWAY.max_connections, "connections of a gateway process, "
-         "TLS handshakes and WebSockets included; those beyond are answered 503", count),
-    Flag("header-timeout-s", _GATEWAY.header_timeout_s, "seconds in which a TLS handshake must be "
-         "done, and a request's header must then be here", interval),
-    Flag("body-timeout-s", _GATEWAY.body_timeout_s, "seconds in which its body must then be here",
-         seconds),
-    Flag("keep-alive-s", _GATEWAY.keep_alive_s, "seconds a connection without a request is kept; "
-         "more than clients and proxies keep theirs", interval),
-    Flag("ping-interval-s", _GATEWAY.ping_interval_s, "seconds of silence after which an event "
-         "stream carries a comment; a WebSocket is pinged as often", interval),
-    Flag("stream-interval-ms", _GATEWAY.stream_interval_ms, "least time between two events of a "
-         "stream, whose text is merged; 0: one per iteration", seconds),
-    # whom it refuses when there is too much to do
-    Flag("max-queue-requests", _GATEWAY.max_queue_requests, "requests that may wait", count),
-    Flag("max-queue-tokens", _GATEWAY.max_queue_tokens, "prompt tokens that may wait", count),
-    Flag("request-deadline-ms", None, "refuse a request whose first token is predicted later than "
-         "this; x-request-deadline-ms of a request goes before it", seconds),
-    # conversations and responses
-    Flag("redis-url", None, "keep them in Redis, to outlive and share them, as redis://HOST:6379/0 "
-         "or rediss:// for TLS", is_secret=True),
-    Flag("redis-patience-ms", _GATEWAY.redis_patience_ms, "milliseconds that an event of a stored "
-         "response waits for Redis; then it is shown, and the response cannot be resumed",
-         interval),
-    Flag("session-storage", _GATEWAY.session_storage, "while Redis is down: required refuses new "
-         "sessions, optional runs them without storage", choices=("required", "optional")),
-    Flag("session-ttl-s", _GATEWAY.session_ttl_s, "seconds for which an untouched conversation is "
-         "kept in Redis", seconds),
-    Flag("session-store-bytes", _GATEWAY.session_store_bytes, "memory for conversations, without "
-         "Redis", parse_bytes),
-    Flag("session-retention-s", _GATEWAY.session_retention_s, "seconds for which the KV of a "
-         "stored response is preferred to other cached KV; 0: not at all", seconds),
-    Flag("response-log-bytes", _GATEWAY.response_log_bytes, "memory for logs of responses "
-         "that have ended, without Redis", parse_bytes),
-    Flag("response-log-ttl-s", _GATEWAY.response_log_ttl_s, "seconds after its end in which a "
-         "response can be resumed", seconds),
-    Flag("disconnect-grace-s", _GATEWAY.disconnect_grace_s, "seconds for which a stored response "
-         "runs on without a reader", seconds),
-    # operation
-    Flag("shutdown-grace-s", _GATEWAY.shutdown_grace_s, "seconds that streams have after SIGTERM",
-         seconds),
-    Flag("step-timeout-s", DEFAULT_STEP_TIMEOUT_S, "seconds without progress of a step after which "
-         "the engine is killed, its stacks logged, and started again; 0: never", seconds),
-    Flag("otlp-endpoint", None, "OpenTelemetry collector that traces go to, as "
-         "http://localhost:4318"),
-    Flag("log-level", _GATEWAY.log_level, "least severe messages logged",
-         choices=("debug", "info", "warning", "error")),
-    Flag("log-format", _GATEWAY.log_format, "lines of text, or one JSON object a line",
-         choices=("text", "json")),
-    # the model
-    Flag("revision", None, "branch, tag or commit of a model on the Hub"),
-    Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
-    Flag("quantization", _MODEL.quantization, "int8: weights of the layers in a byte each, faster "
-         "and a little less exact (CPU only)", choices=QUANTIZATIONS),
-    Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
-         choices=("auto", "dummy")),
-    Flag("max-model-len", None, "context in tokens; default: the model's own", int),
-    Flag("generation-config", _MODEL.generation_config,
-         "auto: sampling defaults and EOS from generation_config.json", choices=("auto", "none")),
-    # memory
-    Flag("block-size", _CACHE.block_size, "tokens in a KV block", int),
-    Flag("kv-cache-dtype", _CACHE.kv_cache_dtype, "fp8: half the memory for a token's KV, a little "
-         "less exact (GPU only)", choices=KV_CACHE_DTYPES),
-    Flag("kv-cache-memory-bytes", None, "memory for KV blocks, as 512M or 2GiB; default: a share "
-         "of what is free", parse_bytes),
-    Flag("gpu-memory-utilization", _CACHE.gpu_memory_utilization,
-         "share of a GPU's memory to use in all", float),
-    Flag("num-blocks", None, "KV blocks, instead of a size in bytes", int),
-    Flag("enable-prefix-caching", _CACHE.enable_prefix_caching,
-         "share KV between requests whose tokens begin alike"),
-    Flag("swap-space", None, "GiB of host memory for KV that the device has no room for, 0: none; "
-         "default: a moderate share of what is free", float),
-    Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", int),
-    # scheduling
-    Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", int),
-    Flag("max-num-batched-tokens", _SCHEDULER.max_num_batched_tokens,
-         "tokens computed in one step", int),
-    Flag("enable-chunked-prefill", _SCHEDULER.enable_chunked_prefill,
-         "compute a long prompt over several steps"),
-    Flag("max-stall-ms", _SCHEDULER.max_stall_ms,
-         "milliseconds that prompts may hold up, in one step, those who decode", float),
-    Flag("preemption", _SCHEDULER.preemption, "what becomes of a sequence's KV when blocks run "
-         "out; auto: what costs less", choices=("auto", "swap", "recompute")),
-    Flag("scheduling-policy", _SCHEDULER.scheduling_policy,
-         "fcfs: by arrival; priority: by the requests' priority first",
-         choices=("fcfs", "priority")),
-    Flag("priority-aging-s", _SCHEDULER.priority_aging_s,
-         "seconds of waiting that move a request up by one priority", float),
-    # the device
-    Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
-    Flag("deterministic", False, "results do not depend on what else is computed: batch, chunks, "
-         "preemption, caches; slower on a GPU"),
-    Flag("cudagraph-mode", "auto", "what a GPU replays instead of launching it kernel by kernel; "
-         "full: batches of decodes whole, others between attentions; auto: full on a GPU",
-         choices=CUDAGRAPH_MODES),
-    Flag("enforce-eager", False, "no CUDA graphs"),
-    Flag("num-threads", None, "CPU threads of the engine; default: one a core", int),
-)  # fmt: skip
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "listen": (
+        Flag("host", "127.0.0.1", "address to listen on; only this machine reaches the default",
+             HOST),
+        Flag("port", 8000, "port to listen on; 0 picks a free one", PORT),
+        Flag("api-workers", 1, "gateway processes that share the port; more than one need "
+             "--redis-url", COUNT),
+        Flag("max-connections", _GATEWAY.max_connections, "connections per gateway process, with "
+             "TLS handshakes and WebSockets; further ones get 503", COUNT),
+        Flag("header-timeout-s", _GATEWAY.header_timeout_s, "time for a TLS handshake, and then "
+             "for a request's header", INTERVAL),
+        Flag("body-timeout-s", _GATEWAY.body_timeout_s, "time for a request's body", SECONDS),
+        Flag("keep-alive-s", _GATEWAY.keep_alive_s, "how long an idle connection stays open; must "
+             "exceed what clients and proxies use", INTERVAL),
+        Flag("ping-interval-s", _GATEWAY.ping_interval_s, "send a comment on an event stream after "
+             "this much silence, and ping WebSockets this often", INTERVAL),
+        Flag("stream-interval-ms", _GATEWAY.stream_interval_ms, "least time between two events of "
+             "a stream; text in between is merged; 0: an event per engine step", MILLISECONDS),
+        Flag("shutdown-grace-s", _GATEWAY.shutdown_grace_s, "how long streams may continue after "
+             "SIGTERM", SECONDS),
+        Flag("served-model-name", (), "name of the model in the API; may be repeated; default: "
+             "MODEL as given", NAME, is_list=True),
+    ),
+    "security": (
+        Flag("api-key", (), "a key that callers must send; may be repeated", KEY, is_list=True,
+             is_secret=True),
+        Flag("api-keys-file", None, "TOML file of keys with tenants, weights and limits; reread "
+             "when it changes", FILE),
+        Flag("allowed-origins", (), "browser origin to accept besides the server's own; may be "
+             "repeated; * accepts all", ORIGIN, is_list=True),
+        Flag("ssl-certfile", None, "PEM file with the server's certificate; turns TLS on", FILE),
+        Flag("ssl-keyfile", None, "PEM file with its key; default: the certificate's file", FILE),
+        Flag("ssl-keyfile-password", None, "password of an encrypted key", is_secret=True),
+        Flag("trust-request-chat-template", False, "let requests bring their own chat template. "
+             "Only for trusted callers: a template is a program; each may use 2 s of a core and "
+             "512 MiB, one at a time"),
+        Flag("max-body-bytes", _GATEWAY.max_body_bytes, "largest request body", SIZE),
+        Flag("max-prompt-bytes", None, "largest prompt text to tokenise where context and "
+             "tokenizer set no limit (tokenizers that shorten text, /tokenize, "
+             "truncate_prompt_tokens); default: 16 bytes per token of context, at least 1M", SIZE),
+    ),
+    "model": (
+        Flag("revision", None, "branch, tag or commit of a model on the Hub"),
+        Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
+        Flag("quantization", _MODEL.quantization, "int8: one byte per weight; faster, slightly "
+             "less exact (CPU only)", choices=QUANTIZATIONS),
+        Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
+             choices=("auto", "dummy")),
+        Flag("max-model-len", None, "context length in tokens; default: the model's own", INTEGER),
+        Flag("generation-config", _MODEL.generation_config, "auto: take sampling defaults and EOS "
+             "from generation_config.json", choices=("auto", "none")),
+        Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
+        Flag("num-threads", None, "CPU threads of the engine; default: one per core", INTEGER),
+        Flag("deterministic", False, "results never depend on batch, chunks, preemption or cache; "
+             "slower on a GPU"),
+        Flag("cudagraph-mode", "auto", "CUDA graphs. full: whole decode batches, other batches "
+             "between attention layers; auto: full on a GPU", choices=CUDAGRAPH_MODES),
+        Flag("enforce-eager", False, "no CUDA graphs"),
+    ),
+    "memory": (
+        Flag("kv-cache-memory-bytes", None, "memory for KV blocks; default: a share of free "
+             "memory", SIZE),
+        Flag("num-blocks", None, "number of KV blocks, instead of a size", INTEGER),
+        Flag("block-size", _CACHE.block_size, "tokens per KV block; an even number", BLOCK_SIZE),
+        Flag("kv-cache-dtype", _CACHE.kv_cache_dtype, "fp8: half the KV memory per token, slightly "
+             "less exact (GPU only)", choices=KV_CACHE_DTYPES),
+        Flag("gpu-memory-utilization", _CACHE.gpu_memory_utilization, "share of the GPU's memory "
+             "to use in total", SHARE),
+        Flag("enable-prefix-caching", _CACHE.enable_prefix_caching, "share KV between requests "
+             "that begin with the same tokens"),
+        Flag("swap-space", None, "GiB of host memory for KV that does not fit on the device; 0: "
+             "none; default: a moderate share of free memory", GIB),
+        Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", INTEGER),
+    ),
+    "scheduling": (
+        Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", INTEGER),
+        Flag("max-num-batched-tokens", _SCHEDULER.max_num_batched_tokens, "tokens computed per "
+             "step", INTEGER),
+        Flag("enable-chunked-prefill", _SCHEDULER.enable_chunked_prefill, "compute a long prompt "
+             "over several steps"),
+        Flag("max-stall-ms", _SCHEDULER.max_stall_ms, "how long prompts may delay running streams "
+             "in one step", MILLISECONDS),
+        Flag("preemption", _SCHEDULER.preemption, "what happens to a sequence's KV when blocks run "
+             "out; auto: whichever costs less", choices=("auto", "swap", "recompute")),
+        Flag("scheduling-policy", _SCHEDULER.scheduling_policy, "fcfs: by arrival; priority: by "
+             "the requests' priority first", choices=("fcfs", "priority")),
+        Flag("priority-aging-s", _SCHEDULER.priority_aging_s, "waiting time that raises a request "
+             "by one priority", SECONDS),
+        Flag("max-queue-requests", _GATEWAY.max_queue_requests, "requests that may wait; further "
+             "ones get 503", COUNT),
+        Flag("max-queue-tokens", _GATEWAY.max_queue_tokens, "prompt tokens that may wait", COUNT),
+        Flag("request-deadline-ms", None, "refuse a request whose first token is predicted later "
+             "than this; its own x-request-deadline-ms overrides it", MILLISECONDS),
+        Flag("step-timeout-s", DEFAULT_STEP_TIMEOUT_S, "restart the engine, with its stacks in the "
+             "log, when a step makes no progress for so long; 0: never", SECONDS),
+    ),
+    "sessions": (
+        Flag("session-ttl-s", _GATEWAY.session_ttl_s, "how long Redis keeps an untouched "
+             "conversation", SECONDS),
+        Flag("session-store-bytes", _GATEWAY.session_store_bytes, "memory for conversations, "
+             "without Redis", SIZE),
+        Flag("session-retention-s", _GATEWAY.session_retention_s, "how long the KV of a stored "
+             "response is preferred to other cached KV; 0: not at all", SECONDS),
+        Flag("response-log-bytes", _GATEWAY.response_log_bytes, "memory for logs of ended "
+             "responses, without Redis", SIZE),
+        Flag("response-log-ttl-s", _GATEWAY.response_log_ttl_s, "how long an ended response can be "
+             "resumed", SECONDS),
+        Flag("disconnect-grace-s", _GATEWAY.disconnect_grace_s, "how long a stored response "
+             "continues without a reader", SECONDS),
+    ),
+    "Redis": (
+        Flag("redis-url", None, "keep sessions in Redis, shared and across restarts, as "
+             "redis://HOST:6379/0, or rediss:// for TLS", URL, is_secret=True),
+        Flag("redis-patience-ms", _GATEWAY.redis_patience_ms, "how long an event of a stored "
+             "response waits for Redis; then it is sent, and the response cannot be resumed",
+             POSITIVE_MILLISECONDS),
+        Flag("session-storage", _GATEWAY.session_storage, "while Redis is down, required: refuse "
+             "new sessions; optional: run them without storage",
+             choices=("required", "optional")),
+    ),
+    "logging": (
+        Flag("log-level", _GATEWAY.log_level, "least severe messages to log",
+             choices=("debug", "info", "warning", "error")),
+        Flag("log-format", _GATEWAY.log_format, "lines of text, or one JSON object per line",
+             choices=("text", "json")),
+        Flag("otlp-endpoint", None, "OpenTelemetry collector for traces, as "
+             "http://localhost:4318", URL),
+    ),
+}  # fmt: skip
+FLAGS = tuple(flag for group in GROUPS.values() for flag in group)

@@ -2,9 +2,9 @@
 
 Run by the supervisor as `python -m penstock.gateway.launch.process`.
 
-SIGTERM: no connection is taken any more, `/ready` says 503, and streams have `shutdown_grace_s` to
-end by themselves. The rest is handed over where a store can (Redis), or ends with its terminal
-event. A second SIGTERM ends the process at once.
+On SIGTERM it accepts no connections, `/ready` answers 503, and streams have `shutdown_grace_s` to
+end by themselves. Other streams are handed over where the store can (Redis), or end with their
+terminal event. A second SIGTERM ends the process at once.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from penstock.gateway.telemetry.access_log import tag_log_lines
 
 _LOG = logging.getLogger(__name__)
 LISTEN_FD = "PENSTOCK_LISTEN_FD"
-_HELLO_S = 1.0  # an engine that runs answers in much less
+_HELLO_S = 1.0  # a running engine answers much sooner
 _HAND_OVER_S = 2.0
-_PONG_S = 20.0  # a reader that is behind has its pings behind all the rest
+_PONG_S = 20.0  # a slow reader gets pings only after all earlier data
 _FLUSH_S = 2  # for connections to close once their streams have ended
-_GC_OBJECTS = 50_000  # made, and not freed, between two collections
-_SPARE_FILES = 128  # for what is no connection: Redis, the engine, the log, …
+_GC_OBJECTS = 50_000  # allocated and not freed between two collections
+_SPARE_FILES = 128  # for files other than connections: Redis, the engine, the log, …
 _TRIM_EVERY_S = 1.0
-_MAX_TRIM_PAUSE_S = 30.0  # between two tries that give nothing
-_MIN_TRIM_BYTES = 16 << 20  # less than that is not worth it
+_MAX_TRIM_PAUSE_S = 30.0  # between two tries that free nothing
+_MIN_TRIM_BYTES = 16 << 20  # less is not worth a trim
 _STATM = Path("/proc/self/statm")
 
 
@@ -99,12 +99,12 @@ def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
         lifespan="on",
         access_log=False,
         log_config=None,
-        log_level="warning",  # its start and stop are the supervisor's to tell
+        log_level="warning",  # the supervisor reports start and stop
         server_header=False,
         timeout_graceful_shutdown=_FLUSH_S,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
-        # Without any, OpenSSL would ask the terminal.
+        # With None, OpenSSL would ask on the terminal.
         ssl_keyfile_password=config.ssl_keyfile_password or "none was given",
     )
     try:
@@ -118,8 +118,8 @@ def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
 
 
 def _start_with_engine(app: Starlette) -> ASGIApp:
-    """The application; its start waits a moment for an engine that is there, so that connections
-    which waited for a gateway to start again find it able to serve them."""
+    """The application, whose start waits a moment for a running engine, so that connections that
+    waited for a gateway's restart can be served."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_after_hello(message: Message) -> None:
@@ -134,8 +134,8 @@ def _start_with_engine(app: Starlette) -> ASGIApp:
 
 
 def _calm_collector() -> None:
-    """Every token makes objects that live as long as their response. Looked through as often as by
-    default, they cost as much as all else that is done for a token; nothing here makes many cycles.
+    """Make garbage collections rare. Every token makes objects that live as long as their response;
+    at the default rate, scanning them costs as much as all other work for a token. Cycles are few.
     """
     gc.collect()
     gc.freeze()
@@ -143,11 +143,11 @@ def _calm_collector() -> None:
 
 
 def _make_room_for(max_connections: int) -> int:
-    """Raise the limit of open files as far as we may; a connection is one.
+    """Raise the limit of open files as far as allowed; a connection is one file.
 
     Returns:
-        How many connections there can be, with some files to spare: fewer than asked for if need
-        be, as without a file Redis could not be reached, nor anybody be told that there is none.
+        How many connections are possible: fewer than requested if need be, so that files are left
+        for Redis and for answering 503.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -165,7 +165,7 @@ def _make_room_for(max_connections: int) -> int:
 
 
 class _Server(HttpServer):
-    """Ends streams with a terminal event before uvicorn, which would just cut them, shuts down."""
+    """Ends streams with a terminal event before uvicorn shuts down, which would just cut them."""
 
     def __init__(
         self, config: uvicorn.Config, app: Starlette, *, log: LogWriter, grace_s: float
@@ -178,15 +178,15 @@ class _Server(HttpServer):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.stop_accepting()  # uvicorn would do so only after the streams
         await self.app.state.engine.drain(self._grace_s, hand_over=self._hand_over)
-        # uvicorn closes WebSockets at once: let the last events out. That takes turns of this loop,
-        # of which a single sleep would leave none if we stood still for as long.
+        # uvicorn closes WebSockets at once: let the last events out first. That takes turns of this
+        # loop, and a single sleep might have only one if the process was stopped meanwhile.
         for _ in range(10):
             await asyncio.sleep(0.01)
         await super().shutdown(sockets)
         self._log.drain()  # the process dies of the signal that uvicorn then raises again
 
     async def _hand_over(self) -> None:
-        """Leave unfinished responses to another gateway, where the log's store can do that."""
+        """Leave unfinished responses to another gateway, if the log's store can do that."""
         log_store = getattr(self.app.state, "log_store", None)
         hand_over = getattr(log_store, "hand_over", None)
         if hand_over is None:
@@ -218,11 +218,11 @@ async def _serve(server: _Server, listener: socket.socket, *, status: Status) ->
 
 
 async def _trim_memory() -> None:
-    """Give back to the system what was needed once and is free now. glibc keeps freed memory for
-    the next request of it: after six prompts of 4 MB that were several hundred MB, for good.
+    """Return freed memory to the system. glibc keeps it for later allocations: after six prompts of
+    4 MB that was several hundred MB, for good.
 
-    Looks every second, for ever, and trims where memory has grown; ends at once where the C
-    library has no `malloc_trim`.
+    Checks every second, and trims when memory has grown; returns at once where the C library has
+    no `malloc_trim`.
     """
     trim = _malloc_trim()
     if trim is None:
@@ -237,7 +237,7 @@ async def _trim_memory() -> None:
             continue
         await asyncio.to_thread(trim)
         is_worth_it = before - _resident_bytes() >= _MIN_TRIM_BYTES
-        # What is in use cannot be given back, and may be in use for hours.
+        # Memory in use cannot be returned, and may be in use for hours.
         pause_s = _TRIM_EVERY_S if is_worth_it else min(2 * pause_s, _MAX_TRIM_PAUSE_S)
 
 

@@ -1,20 +1,21 @@
-"""The parent of all: binds the socket, keeps engine and gateways running, leaves nothing behind.
+"""The parent process: binds the socket, keeps engine and gateways running, and cleans up.
 
-Standard library only, so that it is small and its memory too. It hands one listening socket to
-every gateway and keeps it open: while a gateway starts again, connections wait in the socket's
-queue. Children ask the kernel to be killed when it dies (`engine.process`).
+It uses the standard library only, to stay small in memory. It hands one listening socket to every
+gateway and keeps it open, so connections wait in the socket's queue while a gateway restarts.
+Children ask the kernel to kill them when the supervisor dies (`engine.process`).
 
     start      any child's death ends the command: exit code 1
-    running    a death is logged, and the child starts again (`launch.child`); an engine that gives
-               no sign of life is killed, and so too
-    stopping   by SIGINT or SIGTERM: gateways, then the engine; exit code 0 if all of them ended by
-               themselves. The second signal kills them
+    running    a death is logged and the child restarts (`launch.child`); an engine without signs
+               of life is killed and restarts too
+    stopping   on SIGINT or SIGTERM: gateways, then the engine; exit code 0 if all of them ended by
+               themselves. A second signal kills them
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import logging
 import math
@@ -38,8 +39,8 @@ from penstock.gateway.launch.child import LOOK_INTERVAL_S, MAX_FAILED_STARTS, Ch
 
 _LOG = logging.getLogger("penstock")
 _BACKLOG = 1024
-# The engine is killed when so many looks find no sign of life: nothing honest holds the lock of its
-# interpreter so long. Gateways have given it up by then; their streams wait a minute for the next.
+# The engine is killed after this many looks without a sign of life: no legitimate work holds its
+# interpreter's lock so long. Gateways have dropped it by then; their streams wait a minute.
 _MAX_SILENT_LOOKS, _MIN_SILENT_LOOKS = 30, 5
 _STOP_MARGIN_S = 8.0  # for what a child does beside waiting, before it is killed
 _DIRECTORY_PREFIX = "penstock-"
@@ -48,14 +49,14 @@ _MAX_DIRECTORY_CHARS = 60  # a Unix socket's path has 107 bytes at most
 
 
 class ServeError(Exception):
-    """A child that cannot run; the text is its own."""
+    """A child cannot run; the text is the child's."""
 
 
 class Supervisor:
     """Runs `penstock serve` until a signal or a failure ends it.
 
     Args:
-        settings: every flag of `serve` by key (`launch.flags`).
+        settings: every option of `serve` by key (`launch.flags`).
     """
 
     def __init__(self, settings: Mapping[str, Any], engine: EngineConfig) -> None:
@@ -86,8 +87,8 @@ class Supervisor:
             finally:
                 if self._num_stop_signals:
                     grace_s = self._settings["shutdown_grace_s"]
-                    _LOG.info("stopping; streams have %g s, a second signal ends them", grace_s)
-                listener.close()  # who connects from now on is refused, not left waiting
+                    _LOG.info("stopping; streams have %g s, a second signal ends them now", grace_s)
+                listener.close()  # new connections are refused instead of left waiting
                 is_well = self._stop_all() and is_well
         return 0 if is_well else 1
 
@@ -142,7 +143,7 @@ class Supervisor:
                 if child.ready is None and child.failure is not None:
                     raise ServeError(child.failure)
             for child in self._children:
-                # One that still speaks is reported by the end of its pipe, with its reason.
+                # A child whose pipe is still open reports its reason there first.
                 if child.is_dead and child.status_fd is None:
                     raise ServeError(child.bury())
             if all(child.ready is not None for child in self._children):
@@ -155,8 +156,10 @@ class Supervisor:
         engine = self._children[0].ready or {}
         is_int8 = engine.get("quantization") == "int8"
         dtype = f"{engine.get('dtype')}{' and int8' if is_int8 else ''}"
+        base_url = f"{scheme}://{host}:{port}"  # harnesses read the first URL of this line
         return (
-            f"penstock is ready at {scheme}://{host}:{port}  "
+            f"penstock is ready at {base_url}  (chat page), "
+            f"API: {base_url}/v1, dashboard: {base_url}/dashboard  "
             f"(model {self._settings['model']}, {dtype} on {engine.get('device')}, "
             f"context {engine.get('max_model_len')}, "
             f"KV cache {engine.get('kv_cache_tokens')} tokens, {took_s:.1f} s)"
@@ -165,10 +168,10 @@ class Supervisor:
     # -- run --------------------------------------------------------------------------------
 
     def _keep_running(self) -> None:
-        """Start again what dies, until a signal comes.
+        """Restart children that die, until a signal comes.
 
         Raises:
-            ServeError: a child does not come back.
+            ServeError: a child keeps dying.
         """
         while not self._num_stop_signals:
             for child in self._wait(self._next_wake_s()):
@@ -185,7 +188,9 @@ class Supervisor:
                 for child in self._children:
                     if child.look():
                         silent_s = child.num_silent_looks * LOOK_INTERVAL_S
-                        text = "%s has given no sign of life for %.0f s: its stacks, then its end"
+                        text = (
+                            "%s has given no sign of life for %.0f s: logging stacks, then killing"
+                        )
                         _LOG.error(text, child.label, silent_s)
 
     def _note_death(self, child: Child) -> None:
@@ -199,14 +204,14 @@ class Supervisor:
         _LOG.error("%s; %s", ending, when)
 
     def _next_wake_s(self) -> float | None:
-        """Seconds until a restart or a look is due; None where none will be."""
+        """Seconds until a restart or a look is due; None if none will be."""
         due = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
         if any(child.max_silent_looks for child in self._children):
             due.append(self._next_look_s)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _wait(self, timeout_s: float | None = None) -> list[Child]:
-        """Wait for a signal or a word of a child; those that have now said all they say."""
+        """Wait for a signal or a child's status; the children whose status is now complete."""
         finished = []
         for key, _ in self._selector.select(timeout_s):
             child = key.data
@@ -221,8 +226,8 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGCHLD into wake-ups of the selector; to the end of the
-        process, whose exit code is settled then, a late SIGINT or SIGTERM changes nothing."""
+        """Turn SIGINT, SIGTERM and SIGCHLD into wake-ups of the selector. Afterwards the exit code
+        is settled, so a late SIGINT or SIGTERM is ignored until the process ends."""
         receiver, sender = socket.socketpair()
         with receiver, sender:
             receiver.setblocking(False)
@@ -244,15 +249,14 @@ class Supervisor:
         if number == signal.SIGCHLD:
             return
         self._num_stop_signals += 1
-        if self._num_stop_signals > 1:  # asked twice: at once
+        if self._num_stop_signals > 1:  # the second asks for an immediate end
             for child in self._children:
                 child.kill()
 
     # -- stop -------------------------------------------------------------------------------
 
     def _stop_all(self) -> bool:
-        """End the children, the gateways before the engine they stream from; whether all of them
-        ended by themselves."""
+        """End the gateways, then the engine they stream from; whether all ended by themselves."""
         engine, gateways = self._children[:1], self._children[1:]
         grace_s = self._settings["shutdown_grace_s"] + _STOP_MARGIN_S
         return self._stop(gateways, grace_s) & self._stop(engine, _STOP_MARGIN_S)
@@ -268,7 +272,7 @@ class Supervisor:
 
 
 def _max_silent_looks(step_timeout_s: float) -> int:
-    """0: nobody looks."""
+    """0: signs of life are not watched."""
     if not step_timeout_s:
         return 0
     return max(_MIN_SILENT_LOOKS, min(math.ceil(step_timeout_s), _MAX_SILENT_LOOKS))
@@ -280,10 +284,10 @@ def _listen(settings: Mapping[str, Any]) -> socket.socket:
         ConfigError: host and port cannot be listened on.
     """
     host, port = settings["host"], settings["port"]
-    problem: Exception = OSError("the name has no address")
+    problem: Exception = OSError("the host has no address")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         found, problem = [], error
     for family, kind, _, _, address in found:
         listener = socket.socket(family, kind)
@@ -291,31 +295,44 @@ def _listen(settings: Mapping[str, Any]) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(_BACKLOG)
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             listener.close()
             problem = error
         else:
             return listener
-    raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from problem
+    reason = _listen_fault(problem, host, port)
+    raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from problem
+
+
+def _listen_fault(problem: Exception, host: str, port: int) -> str:
+    """The problem, and what to do about it."""
+    code = problem.errno if isinstance(problem, OSError) else None
+    if code == errno.EADDRINUSE:
+        return f"port {port} is in use; try --port 0"
+    if code == errno.EACCES:
+        return f"port {port} needs privileges; try one above 1023"
+    if code == errno.EADDRNOTAVAIL:
+        return f"this machine has no address {host}; try --host 127.0.0.1 or --host 0.0.0.0"
+    return getattr(problem, "strerror", None) or str(problem)
 
 
 @contextlib.contextmanager
 def _run_directory() -> Iterator[Path]:
-    """A new folder for the engine's socket, for this user alone, and gone with the server.
+    """A new folder for the engine's socket, for this user only, removed with the server.
 
-    A supervisor that was killed could not remove its own; the next one does. A folder is in use
-    while its `lock` is held, which the kernel lets go of when the holder dies.
+    A supervisor that was killed leaves its folder, and the next one removes it. A folder is in use
+    while its `lock` is held; the kernel releases the lock when its holder dies.
     """
     default = tempfile.gettempdir()
     root = Path(default if len(default) <= _MAX_DIRECTORY_CHARS else "/tmp")  # noqa: S108
     for path in root.glob(f"{_DIRECTORY_PREFIX}*"):
-        with contextlib.suppress(OSError):  # not ours to look at, or removed by another
+        with contextlib.suppress(OSError):  # another user's, or already removed
             _remove_directory_of_dead(path)
     with tempfile.TemporaryDirectory(prefix=_DIRECTORY_PREFIX, dir=root) as name:
         path = Path(name)
         with (path / "unlocked").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Under its name it is locked from the first moment on.
+            # The file never has this name without being locked.
             (path / "unlocked").rename(path / _LOCK)
             yield path
 

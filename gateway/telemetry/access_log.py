@@ -3,13 +3,15 @@
     request → x-request-id → … → answer with x-request-id → metrics, a line in the log, a span
 
 The line contains the route instead of the path, and never a header, a body or a key. The only text
-of a caller in it is the request id, whose characters are restricted. Unexpected exceptions of an
-endpoint are answered here, so that their answer has the id too.
+of a caller in it is the request id, whose characters are restricted. A file of the chat page is
+named by its path. Unexpected exceptions of an endpoint are answered here, so that their answer has
+the id too.
 """
 
 from __future__ import annotations
 
 import logging
+import posixpath
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -106,8 +108,19 @@ class RequestLog:
 
 def _is_routine(record: RequestRecord) -> bool:
     """Whether it is a probe, or one of the chat page's dozens of files."""
-    is_file = record.route == _PAGE_ROUTE and record.status is not None and record.status < 400
-    return is_file or record.route in PROBES
+    return _is_file(record) or record.route in PROBES
+
+
+def _is_file(record: RequestRecord) -> bool:
+    """Whether a file of the chat page was found."""
+    return record.route == _PAGE_ROUTE and record.status is not None and record.status < 400
+
+
+def _route(record: RequestRecord) -> str | None:
+    """What the line names: the route, or the normalised path of a file."""
+    if not _is_file(record):
+        return record.route
+    return posixpath.normpath("/" + str(record.scope["path"]).lstrip("/"))
 
 
 def route_templates(routes: Iterable[BaseRoute], prefix: str = "") -> dict[int, str]:
@@ -142,7 +155,7 @@ def _fields(record: RequestRecord) -> dict[str, Any]:
         "request_id": record.request_id,
         "tenant": record.tenant,
         "method": record.method,
-        "route": record.route,
+        "route": _route(record),
         "status": record.status,
         "duration_s": round(record.duration_s, 6),
     }
@@ -157,7 +170,7 @@ def _fields(record: RequestRecord) -> dict[str, Any]:
 
 
 def _text(record: RequestRecord) -> str:
-    where = f"{record.method} {record.route or 'unknown path'}"
+    where = f"{record.method} {_route(record) or 'unknown path'}"
     text = f"{where} {record.status or 'left'} in {record.duration_s:.3f} s"
     if record.first_token_s is not None:
         tokens = f"{record.input_tokens} + {record.output_tokens} tokens"

@@ -1,4 +1,4 @@
-"""Writes the README's table of the gateway's cost, from a run's JSON:
+"""Writes the table of the gateway's cost in RESULTS.md, from a run's JSON:
 
 python -m penstock.load.gateway.readme load/results/DATE-gateway.json
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 from penstock.load.bench.gateway import Row, markdown
 from penstock.load.report.tables import replace_marked
 
-README = Path(__file__).parents[2] / "gateway" / "README.md"
+README = Path(__file__).parents[1] / "RESULTS.md"
 NAME = "gateway: written by load.gateway.readme"
 
 
 def summary(path: Path) -> str:
-    """The table, and the memory of an idle socket."""
+    """The table, and what an idle socket takes."""
     data = json.loads(path.read_text("utf-8"))
     rows = [Row(**row) for row in data["rows"]]
     idle = f"An idle WebSocket takes {data['idle_socket_bytes'] / 1024:.1f} KiB."

@@ -1,4 +1,4 @@
-"""Writes the README's table of rivals, from a comparison's JSON:
+"""Writes the table of rivals in RESULTS.md, from a comparison's JSON:
 
 python -m penstock.load.peers.readme load/results/DATE-peers.json
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.load.peers.report import OURS, Cell, Report, cells
 from penstock.load.report.tables import replace_marked, table
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[1] / "RESULTS.md"
 NAME = "rivals: written by load.peers.readme"
 _WORKLOADS = {
     "single": "single stream",
@@ -23,7 +23,7 @@ _WORKLOADS = {
 
 
 def summary(found: Sequence[Cell]) -> str:
-    """Our tokens per second, and their ratio to each rival's."""
+    """Tokens per second of ours, and ours by each rival's."""
     systems = [name for name in dict.fromkeys(cell.system for cell in found) if name != OURS]
     by_place = {(cell.model, cell.workload, cell.system): cell for cell in found}
     rows = []

@@ -63,5 +63,5 @@ def test_writers_are_measured_before_the_same_streams() -> None:
 
 
 def test_the_readme_shows_the_newest_run() -> None:
-    newest = max((README.parents[1] / "load" / "results").glob("*-gateway.json"))
+    newest = max((README.parent / "results").glob("*-gateway.json"))
     assert marked(README, NAME) == summary(newest)

@@ -10,7 +10,7 @@ from penstock.load.peers.readme import NAME, README, summary
 from penstock.load.peers.report import Observation, Report, cells
 from penstock.load.report.tables import marked, replace_marked
 
-RESULTS = README.parent / "load" / "results"
+RESULTS = README.parent / "results"
 
 
 def test_the_readme_shows_the_newest_comparison() -> None:

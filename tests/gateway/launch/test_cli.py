@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,20 @@ import pytest
 from penstock.engine.config import EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.launch.cli import _parser, engine_config, resolve_settings
-from penstock.gateway.launch.flags import FLAGS, parse_bytes
+from penstock.gateway.launch.cli import _parser, engine_config, main, resolve_settings
+from penstock.gateway.launch.flags import (
+    BLOCK_SIZE,
+    FLAGS,
+    GROUPS,
+    INTERVAL,
+    MILLISECONDS,
+    SECONDS,
+    Flag,
+    parse_bytes,
+    parse_duration,
+    show_bytes,
+    show_duration,
+)
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -123,7 +136,7 @@ def test_a_flag_of_the_gateway_reaches_it() -> None:
 def test_what_is_secret_is_in_no_message(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text("api-key = [{hunter2 = 1}]\n")
-    with pytest.raises(ConfigError, match="api-key in the config file has no sense") as error:
+    with pytest.raises(ConfigError, match="api-key in the config file must be") as error:
         resolve_settings({"config": file}, {})
     assert "hunter2" not in str(error.value)
 
@@ -161,29 +174,156 @@ def test_what_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "value_s"),
+    [("30", 30), ("2.5", 2.5), ("250ms", 0.25), ("90s", 90), ("10m", 600), ("10min", 600),
+     ("1.5h", 5400), (" 30D ", 2592000), ("0", 0), ("1e3", 1000)],
+)  # fmt: skip
+def test_durations(text: str, value_s: float) -> None:
+    assert SECONDS.parse(text) == pytest.approx(value_s)
+    assert MILLISECONDS.parse(f"{value_s}s") == pytest.approx(value_s * 1000)
+
+
+def test_a_plain_number_of_a_duration_has_its_options_unit() -> None:
+    assert (MILLISECONDS.parse("250"), MILLISECONDS.parse("2s")) == (250, 2000)
+    assert (SECONDS.parse("250"), SECONDS.parse("2m")) == (250, 120)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "-1s", "inf", "nan", "infs", "d", "1w", "1 0"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        parse_duration(text)
+
+
+def test_an_interval_is_more_than_nothing() -> None:
+    with pytest.raises(ValueError, match="not more than 0"):
+        INTERVAL.parse("0ms")
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1024, 1536, 4 << 20, 256 << 20, 3 << 40])
+def test_a_size_is_shown_as_it_can_be_given(size: int) -> None:
+    assert parse_bytes(show_bytes(size)) == size
+
+
+@pytest.mark.parametrize("value_s", [0, 0.25, 1, 75, 90, 600, 3600, 30 * 86400])
+def test_a_duration_is_shown_as_it_can_be_given(value_s: float) -> None:
+    assert parse_duration(show_duration(value_s)) == pytest.approx(value_s)
+
+
+def test_units_in_the_file_and_in_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text('session-ttl-s = "7d"\nresponse-log-bytes = "1G"\nkeep-alive-s = 20\n')
+    environment = {"PENSTOCK_CONFIG": str(file), "PENSTOCK_MAX_STALL_MS": "1s"}
+    settings = resolve_settings({}, {**environment, "PENSTOCK_SWAP_SPACE": "512M"})
+    assert (settings["session_ttl_s"], settings["response_log_bytes"]) == (604800, 1 << 30)
+    assert (settings["keep_alive_s"], settings["max_stall_ms"]) == (20, 1000)
+    assert settings["swap_space"] == 0.5
+
+
+@pytest.mark.parametrize("text", ["17", "0", "-16", "1", "1000000", "x"])
+def test_impossible_block_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        BLOCK_SIZE.parse(text)
+
+
+def error_line(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a mistake on the command line prints."""
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    assert ending.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ("serve", "--prot", "3"),
+            "penstock serve: error: unknown option --prot (did you mean --port?)",
+        ),
+        (("serve", "--port", "x"), "--port must be between 0 and 65535, not 'x'"),
+        (("serve", "--block-size", "17"), "--block-size must be an even number from 2 to"),
+        (("serve", "--session-ttl-s", "3w"), "--session-ttl-s must be a number of seconds, or"),
+        (("serve", "--dtype", "int3"), "--dtype must be one of auto, bfloat16"),
+        (("serve", "--port"), "--port: expected one argument"),
+        (("serve", "a", "b"), "unexpected argument 'b'"),
+        (("chat", "--base-ulr=x"), "unknown option --base-ulr (did you mean --base-url?)"),
+        (("--versoin",), "penstock: error: "),
+        (("serv",), "unknown command 'serv' (did you mean serve?); see penstock --help"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = error_line(*arguments, capsys=capsys)
+    assert line in found
+    assert found.endswith("--help\n")
+    if arguments[0] == "serve":
+        assert found.endswith("; see penstock serve --help\n")
+
+
+def test_a_mistake_in_the_environment_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_BLOCK_SIZE", "17")
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == (
+        "penstock: error: PENSTOCK_BLOCK_SIZE must be an even number from 2 to 65536, not '17'; "
+        "see penstock serve --help\n"
+    )
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["--version"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out == f"penstock {metadata.version('penstock-llm')}\n"
+
+
+def test_help_has_groups_units_and_no_raw_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for title in GROUPS:
+        assert f"\n{title}:\n" in text
+    assert len({flag.name for flag in FLAGS}) == len(FLAGS)
+    for shown in ("--max-body-bytes SIZE", "(default: 30d)", "(default: 256M)", "--num-blocks N"):
+        assert shown in " ".join(text.split())
+    assert "268435456" not in text
+    assert "MAX_BODY_BYTES" not in text
+
+
+@pytest.mark.parametrize("flag", [each for each in FLAGS if each.default not in (None, ())])
+def test_a_default_is_shown_as_it_can_be_given(flag: Flag) -> None:
+    if not isinstance(flag.default, bool):
+        assert flag.parse(flag.kind.show(flag.default)) == flag.default
+
+
+@pytest.mark.parametrize(
     ("environment", "fault"),
     [
-        ({"PENSTOCK_PORT": "http"}, "PENSTOCK_PORT has no sense"),
-        ({"PENSTOCK_PORT": "70000"}, "not between"),
+        ({"PENSTOCK_PORT": "http"}, "PENSTOCK_PORT must be between 0 and 65535, not"),
+        ({"PENSTOCK_PORT": "70000"}, "must be between 0 and 65535"),
         ({"PENSTOCK_DTYPE": "int3"}, "must be one of"),
         ({"PENSTOCK_API_KEY": ""}, "api-key is empty"),
         ({"PENSTOCK_API_KEY": "a,,b"}, "api-key is empty"),
-        ({"PENSTOCK_KV_CACHE_MEMORY_BYTES": "inf"}, "no sense"),
-        ({"PENSTOCK_ENABLE_CHUNKED_PREFILL": "perhaps"}, "no sense"),
+        ({"PENSTOCK_KV_CACHE_MEMORY_BYTES": "inf"}, "must be a size such as 4M or 2GiB"),
+        ({"PENSTOCK_ENABLE_CHUNKED_PREFILL": "perhaps"}, "must be true or false"),
         ({"PENSTOCK_CONFIG": "/no/such/file"}, "cannot read"),
         ({"PENSTOCK_PREEMPTION": "perhaps"}, "must be one of auto, swap, recompute"),
         ({"PENSTOCK_SCHEDULING_POLICY": "lottery"}, "must be one of fcfs, priority"),
-        ({"PENSTOCK_SESSION_RETENTION_S": "-1"}, "PENSTOCK_SESSION_RETENTION_S has no sense"),
-        ({"PENSTOCK_API_WORKERS": "0"}, "PENSTOCK_API_WORKERS has no sense"),
+        ({"PENSTOCK_SESSION_RETENTION_S": "-1"}, "PENSTOCK_SESSION_RETENTION_S must be"),
+        ({"PENSTOCK_API_WORKERS": "0"}, "PENSTOCK_API_WORKERS must be"),
         ({"PENSTOCK_API_WORKERS": "2"}, "--api-workers 2 needs --redis-url"),
-        ({"PENSTOCK_MAX_CONNECTIONS": "1.5"}, "PENSTOCK_MAX_CONNECTIONS has no sense"),
-        ({"PENSTOCK_SHUTDOWN_GRACE_S": "inf"}, "PENSTOCK_SHUTDOWN_GRACE_S has no sense"),
+        ({"PENSTOCK_MAX_CONNECTIONS": "1.5"}, "PENSTOCK_MAX_CONNECTIONS must be"),
+        ({"PENSTOCK_SHUTDOWN_GRACE_S": "inf"}, "PENSTOCK_SHUTDOWN_GRACE_S must be"),
         ({"PENSTOCK_SESSION_STORAGE": "perhaps"}, "must be one of required, optional"),
         ({"PENSTOCK_SSL_KEYFILE": "key.pem"}, "--ssl-keyfile needs --ssl-certfile"),
-        ({"PENSTOCK_SESSION_RETENTION_S": "nan"}, "PENSTOCK_SESSION_RETENTION_S has no sense"),
+        ({"PENSTOCK_SESSION_RETENTION_S": "nan"}, "PENSTOCK_SESSION_RETENTION_S must be"),
     ],
 )
-def test_variables_without_sense(environment: dict[str, str], fault: str) -> None:
+def test_wrong_variables(environment: dict[str, str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         resolve_settings({}, environment)
 
@@ -209,12 +349,13 @@ def test_values_that_the_engine_refuses(environment: dict[str, str]) -> None:
     ("text", "fault"),
     [
         ("model = 5", "must be a text"),
-        ("api-key = [1]", "no sense"),
-        ("colour = 1", "unknown keys: colour"),
+        ("api-key = [1]", "must be a list of texts"),
+        ("colour = 1", "unknown keys: colour$"),
+        ("max-num-seq = 1", r"max_num_seq \(did you mean max-num-seqs\?\)"),
         ("port = ", "cannot read"),
     ],
 )
-def test_files_without_sense(text: str, fault: str, tmp_path: Path) -> None:
+def test_wrong_files(text: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(ConfigError, match=fault):
         resolve_settings({"config": tmp_path / "file"}, {})

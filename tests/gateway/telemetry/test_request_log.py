@@ -167,6 +167,24 @@ async def test_files_of_the_page_are_not_told(served: Served, lines: _Lines) -> 
     assert [(line["route"], line["status"]) for line in lines.access] == [("/", 404)]
 
 
+async def test_files_of_the_page_are_told_by_their_path_at_debug_level(
+    served: Served, lines: _Lines
+) -> None:
+    logging.getLogger().setLevel(logging.DEBUG)
+    for path in ("/", "/style.css", "/dashboard/feed.js"):
+        assert (await served.http.get(path)).status_code == 200
+    with socket.create_connection(("127.0.0.1", served.port)) as raw:
+        raw.sendall(b"GET //somebody/../chat.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: len(lines.access) == 4)
+    assert {(line["route"], line["level"]) for line in lines.access} == {
+        ("/", "debug"),
+        ("/style.css", "debug"),
+        ("/chat.js", "debug"),
+        ("/dashboard/feed.js", "debug"),
+    }
+    assert "GET /style.css 200 in" in "".join(lines.text)
+
+
 async def test_ids_of_others_are_not_in_the_route(served: Served, lines: _Lines) -> None:
     await served.http.get("/v1/responses/resp_somebody")
     await served.http.get("/v1/conversations/conv_somebody/items/msg_somebody")

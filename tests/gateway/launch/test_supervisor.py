@@ -1,0 +1,62 @@
+"""What the supervisor says: its ready line, and why it cannot listen."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from typing import Any
+
+import pytest
+
+from penstock.engine.errors import ConfigError
+from penstock.gateway.launch.child import Child
+from penstock.gateway.launch.cli import engine_config, resolve_settings
+from penstock.gateway.launch.supervisor import Supervisor, _listen, _listen_fault
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return resolve_settings({"port": 0}, {})
+
+
+def test_the_ready_line_names_page_api_and_dashboard(settings: dict[str, Any]) -> None:
+    supervisor = Supervisor(settings, engine_config(settings))
+    supervisor._children = [Child("the engine", "module", {}, ready={"device": "cpu"})]
+    with _listen(settings) as listener:
+        line = supervisor._ready_line(listener, 2.0)
+        base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert re.search(r"https?://\S+", line)[0] == base_url  # type: ignore[index]
+    assert line.startswith(f"penstock is ready at {base_url}  (chat page)")
+    assert f"API: {base_url}/v1" in line
+    assert f"dashboard: {base_url}/dashboard" in line
+    assert "\n" not in line
+
+
+def test_a_port_in_use_is_said_without_a_number_of_the_system(settings: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as error:
+            _listen({**settings, "port": port})
+    assert str(error.value) == (
+        f"cannot listen on 127.0.0.1:{port}: port {port} is in use; try --port 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (errno.EACCES, "port 80 needs privileges; try one above 1023"),
+        (errno.EADDRNOTAVAIL, "this machine has no address 192.0.2.1; try --host"),
+        (errno.EMFILE, "many open files"),
+    ],
+)
+def test_other_reasons(code: int, text: str) -> None:
+    problem = OSError(code, "many open files")
+    assert text in _listen_fault(problem, "192.0.2.1", 80)
+
+
+def test_a_host_that_is_none(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on no such host:0: ") as error:
+        _listen({**settings, "host": "no such host"})
+    assert "Errno" not in str(error.value)
