@@ -26,7 +26,14 @@ from penstock.gateway.generation.generation import (
     collected,
     merged,
 )
-from penstock.gateway.http.event_stream import DONE, data
+from penstock.gateway.http.event_stream import (
+    DONE,
+    EventStream,
+    ResumedEventStream,
+    data,
+    encoded,
+    from_chunks,
+)
 
 _ID = re.compile("[-_]")  # separates a request id's prefix, its random part and the prompt's number
 _LONG_PROMPT_TOKENS = 256  # from here on a thread converts the prompt's logprobs to JSON
@@ -71,6 +78,7 @@ class Answer(abc.ABC):
         self._prompts_seen: set[int] = set()
         self._returns_token_ids = returns_token_ids
         self._num_sent: dict[int, int] = {}  # token ids sent in chunks, by choice
+        self._encode = data
 
     @abc.abstractmethod
     def add_prompt(self, number: int) -> None:
@@ -107,6 +115,13 @@ class Answer(abc.ABC):
             "usage": self._total_usage(),
             **self.extras(),
         }
+
+    def event_stream(self, *, is_resumed: bool, ping_s: float) -> EventStream:
+        """The answer as a response; `is_resumed`: another request has begun it."""
+        if is_resumed:
+            self._encode = encoded
+        kind = ResumedEventStream if is_resumed else EventStream
+        return kind(from_chunks(self.stream()), ping_s=ping_s, on_error=error_events)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as events, `[DONE]` last; after an exception `error_events` ends it."""
@@ -158,7 +173,7 @@ class Answer(abc.ABC):
         }
         if self._usage.is_shown:
             chunk["usage"] = usage
-        return data(orjson.dumps(chunk))
+        return self._encode(orjson.dumps(chunk))
 
     def _total_usage(self) -> dict[str, Any]:
         return usage_object(generation.usage for generation in self.generations)

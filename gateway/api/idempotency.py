@@ -116,6 +116,7 @@ class IdempotentAnswers:
             # The lock picks one of several on this gateway; between gateways the store decides.
             async with self._locks.setdefault(response_id, asyncio.Lock()):
                 log = await self._find(caller, response_id)
+                is_resumed = log is not None
                 if log is None:
                     generation = await plan(response_id)
                     header = _header(generation, key, continues_prompt=continues_prompt)
@@ -129,7 +130,7 @@ class IdempotentAnswers:
                 raise _reused()
             if log.end is None or log.end.error is None:
                 find_again = partial(self._service.answer_log, caller, response_id)
-                return LoggedGeneration(log, find_again=find_again)
+                return LoggedGeneration(log, find_again=find_again, is_resumed=is_resumed)
         raise AssertionError("unreachable")
 
     async def _find(self, caller: Caller, response_id: str) -> ResponseLog | None:

@@ -1,9 +1,12 @@
-"""Our writer of event streams compared with sse-starlette's: the server's CPU per event.
+"""Writers of event streams compared: the server's CPU per event, its memory per stream.
 
     python -m penstock.load.gateway.writers
 
-Each runs in its own server process and writes one event of a delta's size per stream and tick.
-The faster one is on the token path (`gateway/http/event_stream.py`).
+Each runs in its own server process and writes one event of a delta's size per stream and tick:
+
+    live           `EventStream`, which carries live answers
+    resumed        `ResumedEventStream`: sse-starlette's response, our source writes past it
+    sse-starlette  its response alone, with a generator of events
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from statistics import median
 
 import psutil
 import uvicorn
@@ -27,12 +31,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.gateway.errors import failure_of
-from penstock.gateway.http.event_stream import EventStream, from_chunks, named
+from penstock.gateway.http.event_stream import (
+    EventStream,
+    ResumedEventStream,
+    encoded,
+    from_chunks,
+    named,
+)
 from penstock.gateway.http.http_protocol import HttpLimits, limited_protocol
 from penstock.load.report.options import positive
 from penstock.load.report.tables import table
 
-WRITERS = ("penstock", "sse-starlette")
+WRITERS = ("live", "resumed", "sse-starlette")
 _KIND = "response.output_text.delta"
 _JSON = (
     b'{"type":"response.output_text.delta","item_id":"msg_0123456789abcdef0123456789abcdef",'
@@ -40,6 +50,7 @@ _JSON = (
 )
 _PING_S = 15.0
 _START_S = 60.0
+_REQUEST = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 _LISTEN_FD = "PENSTOCK_LISTEN_FD"
 
 
@@ -67,10 +78,10 @@ def app_of(writer: str, ticks_per_s: float) -> Starlette:
     """A server of endless streams."""
     ticker = Ticker(ticks_per_s)
 
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def chunks(encode: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
         while True:
             await ticker.next()
-            yield named(_KIND, _JSON)
+            yield encode()
 
     async def events() -> AsyncGenerator[dict[str, str], None]:
         text = _JSON.decode()
@@ -80,14 +91,18 @@ def app_of(writer: str, ticks_per_s: float) -> Starlette:
 
     async def stream(_: Request) -> ASGIApp:
         if writer == "sse-starlette":
-            return EventSourceResponse(events(), ping=round(_PING_S))
-        return EventStream(
-            from_chunks(chunks()),
-            ping_s=_PING_S,
-            on_error=lambda error: failure_of(error).message.encode(),
-        )
+            return EventSourceResponse(events(), ping=_PING_S)
+        if writer == "resumed":
+            source = from_chunks(chunks(lambda: encoded(_JSON, _KIND)))
+            return ResumedEventStream(source, ping_s=_PING_S, on_error=_broken)
+        source = from_chunks(chunks(lambda: named(_KIND, _JSON)))
+        return EventStream(source, ping_s=_PING_S, on_error=_broken)
 
     return Starlette(routes=[Route("/", stream)])
+
+
+def _broken(error: Exception) -> bytes:
+    return failure_of(error).message.encode()
 
 
 def serve(writer: str, ticks_per_s: float) -> None:
@@ -111,14 +126,24 @@ class _Counter(asyncio.Protocol):
         _Counter.num_events += data.count(b"data: ")
 
 
-async def _read(port: int, num_streams: int, pid: int, window_s: float) -> tuple[int, float]:
-    """Events in the window, and the server's CPU seconds."""
+async def _one_event(port: int) -> None:
+    async with asyncio.timeout(_START_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_REQUEST)
+        await reader.readuntil(b"data: ")
+    writer.transport.abort()
+
+
+async def _read(port: int, num_streams: int, pid: int, window_s: float) -> tuple[int, float, float]:
+    """Events in the window, the server's CPU seconds, and the bytes it grew by."""
     loop, process = asyncio.get_running_loop(), psutil.Process(pid)
+    await _one_event(port)  # what the first request loads is not a stream's
+    num_bytes = process.memory_info().rss
     transports = []
     for _ in range(num_streams):
         transport, _ = await loop.create_connection(_Counter, "127.0.0.1", port)
         transports.append(transport)
-        transport.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        transport.write(_REQUEST)
     num_at_start = _Counter.num_events
     async with asyncio.timeout(_START_S):
         while _Counter.num_events < num_at_start + num_streams:  # noqa: ASYNC110  (a poll will do)
@@ -126,15 +151,16 @@ async def _read(port: int, num_streams: int, pid: int, window_s: float) -> tuple
     before, num_before = process.cpu_times(), _Counter.num_events
     await asyncio.sleep(window_s)
     after, num_after = process.cpu_times(), _Counter.num_events
+    num_bytes = process.memory_info().rss - num_bytes
     for transport in transports:  # a loop that closes with them open waits for ever
         transport.abort()
     await asyncio.sleep(0.1)
     cpu_s = after.user + after.system - before.user - before.system
-    return num_after - num_before, cpu_s
+    return num_after - num_before, cpu_s, num_bytes
 
 
-def measure(writer: str, parsed: argparse.Namespace) -> tuple[float, float]:
-    """Events a second, and the server's CPU microseconds per event."""
+def measure(writer: str, parsed: argparse.Namespace) -> tuple[float, float, float]:
+    """Events a second, and the server's CPU microseconds per event and KiB per stream."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
@@ -146,11 +172,14 @@ def measure(writer: str, parsed: argparse.Namespace) -> tuple[float, float]:
         )
         try:
             port = listener.getsockname()[1]
-            num_events, cpu_s = uvloop.run(_read(port, parsed.streams, server.pid, parsed.window_s))
+            num_events, cpu_s, num_bytes = uvloop.run(
+                _read(port, parsed.streams, server.pid, parsed.window_s)
+            )
         finally:
             server.kill()
             server.wait()
-    return num_events / parsed.window_s, 1e6 * cpu_s / max(num_events, 1)
+    cpu_us = 1e6 * cpu_s / max(num_events, 1)
+    return num_events / parsed.window_s, cpu_us, num_bytes / parsed.streams / 1024
 
 
 def main() -> int:
@@ -159,17 +188,22 @@ def main() -> int:
     add("--streams", type=positive, default=500)
     add("--ticks-per-s", type=float, default=20.0)
     add("--window-s", type=float, default=5.0)
+    add("--rounds", type=positive, default=3, help="of all writers in turn; medians are shown")
     add("--serve", choices=WRITERS, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.serve:
         with contextlib.suppress(KeyboardInterrupt):
             serve(parsed.serve, parsed.ticks_per_s)
         return 0
+    runs: dict[str, list[tuple[float, ...]]] = {writer: [] for writer in WRITERS}
+    for _ in range(parsed.rounds):
+        for writer in WRITERS:
+            runs[writer].append(measure(writer, parsed))
     rows = []
-    for writer in WRITERS:
-        per_s, cpu_us = measure(writer, parsed)
-        rows.append([writer, f"{per_s:,.0f}", f"{cpu_us:.1f}"])
-    print(table(["writer", "events/s", "CPU µs per event"], rows))
+    for writer, results in runs.items():
+        per_s, cpu_us, kib = map(median, zip(*results, strict=True))
+        rows.append([writer, f"{per_s:,.0f}", f"{cpu_us:.1f}", f"{kib:.1f}"])
+    print(table(["writer", "events/s", "CPU µs per event", "KiB per stream"], rows))
     return 0
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.chat.schema import ChatRequest
-from penstock.gateway.api.choices import Answer, Choice, error_events
+from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
 from penstock.gateway.api.logprobs import prompt_dictionaries, token_objects
@@ -21,7 +21,7 @@ from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
 from penstock.gateway.generation.generator import ChatPrompt, Generator
-from penstock.gateway.http.event_stream import EventStream, from_chunks
+from penstock.gateway.http.event_stream import EventStream
 
 
 class ChatCompletions:
@@ -53,18 +53,18 @@ class ChatCompletions:
         key = idempotency_key(request, body, caller)
         plan = partial(self._planned, request, chat)
         source: DeltaSource
+        is_resumed = False
         if key is None:
             source = await plan(f"chatcmpl-{uuid.uuid4().hex}")
         else:
             refuse_with_key(chat.beyond_one_output)
-            source = await self._answers.attach(
+            source = logged = await self._answers.attach(
                 key, caller, plan, continues_prompt=chat.continues_prompt
             )
+            is_resumed = logged.is_resumed
         answer = _Answer(chat, source, model=model, tokenizer=self._generator.model.tokenizer)
         if chat.stream:
-            return EventStream(
-                from_chunks(answer.stream()), ping_s=self._ping_s, on_error=error_events
-            )
+            return answer.event_stream(is_resumed=is_resumed, ping_s=self._ping_s)
         whole = await unless_gone(request, answer.whole())
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.choices import Answer, Choice, error_events
+from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
@@ -21,7 +21,7 @@ from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
 from penstock.gateway.generation.generator import NUM_CONTEXT_TOKENS, Generator
-from penstock.gateway.http.event_stream import EventStream, from_chunks
+from penstock.gateway.http.event_stream import EventStream
 
 
 class Completions:
@@ -52,6 +52,7 @@ class Completions:
         caller = caller_of(request.scope)
         key = idempotency_key(request, body, caller)
         sources: Sequence[DeltaSource]
+        is_resumed = False
         if key is None:
             sources = await self._planned(request, completion)
         else:
@@ -60,7 +61,7 @@ class Completions:
             logged = await self._answers.attach(
                 key, caller, plan, continues_prompt=completion.continues_prompt
             )
-            sources = [logged]
+            sources, is_resumed = [logged], logged.is_resumed
         answer = _Answer(
             completion,
             sources,
@@ -69,9 +70,7 @@ class Completions:
             echoes=[await self._echo(prompt, completion) for prompt in completion.prompts],
         )
         if completion.stream:
-            return EventStream(
-                from_chunks(answer.stream()), ping_s=self._ping_s, on_error=error_events
-            )
+            return answer.event_stream(is_resumed=is_resumed, ping_s=self._ping_s)
         whole = await unless_gone(request, answer.whole())
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 

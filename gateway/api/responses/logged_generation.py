@@ -23,9 +23,13 @@ class LoggedGeneration:
 
     Args:
         find_again: see `ResponseLog.read`.
+        is_resumed: another request has begun it.
     """
 
-    def __init__(self, log: ResponseLog, *, find_again: FindAgain) -> None:
+    def __init__(
+        self, log: ResponseLog, *, find_again: FindAgain, is_resumed: bool = False
+    ) -> None:
+        self.is_resumed = is_resumed
         self.request: Request = log.header.request
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._reader = log.read(find_again=find_again)

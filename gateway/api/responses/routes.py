@@ -24,7 +24,7 @@ from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
-from penstock.gateway.http.event_stream import EventStream, named
+from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, encoded, named
 from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
 
 
@@ -57,7 +57,8 @@ class Responses:
             asked, caller_of(request.scope), deadline_s=deadline_of(request.scope)
         )
         if asked.stream:
-            return self._stream(request, task.log, notices=asked.penstock.events)
+            subscriber = self._subscriber(request, task.log, notices=asked.penstock.events)
+            return self._resumed(subscriber) if asked.background else self._live(subscriber)
         if asked.background:
             return json_response(response_object(task.log))
         whole = await unless_gone(request, self._whole(request, task.log))
@@ -70,7 +71,7 @@ class Responses:
         caller = caller_of(request.scope)
         if _flag(request, "stream"):
             log = await self._service.resume(caller, response_id)
-            return self._stream(request, log, after=_starting_after(request))
+            return self._resumed(self._subscriber(request, log, after=_starting_after(request)))
         if "starting_after" in request.query_params:
             raise _invalid("starting_after", "needs stream=true")
         turn = await self._service.turn(caller, response_id)
@@ -101,13 +102,19 @@ class Responses:
         )
         return json_response(item_page(items_of(path), request.query_params))
 
-    def _stream(
+    def _subscriber(
         self, request: Request, log: ResponseLog, *, after: int = -1, notices: Collection[str] = ()
-    ) -> EventStream:
+    ) -> Subscriber:
         find_again = self._find_again(request, log)
-        subscriber = Subscriber(log, after=after, notices=notices, find_again=find_again)
+        return Subscriber(log, after=after, notices=notices, find_again=find_again)
+
+    def _live(self, subscriber: Subscriber) -> EventStream:
         source = partial(subscriber.write_to, payloads=_joined)
         return EventStream(source, ping_s=self._ping_s, on_error=_broken)
+
+    def _resumed(self, subscriber: Subscriber) -> ResumedEventStream:
+        source = partial(subscriber.write_to, payloads=_encoded)
+        return ResumedEventStream(source, ping_s=self._ping_s, on_error=_broken)
 
     async def _whole(self, request: Request, log: ResponseLog) -> dict[str, Any]:
         """The response at its end, whichever gateway runs it."""
@@ -122,6 +129,10 @@ class Responses:
 
 def _joined(events: Sequence[Event]) -> Iterable[bytes]:
     return (b"".join([named(event.type, event.json) for event in events]),)
+
+
+def _encoded(events: Sequence[Event]) -> Iterable[bytes]:
+    return (b"".join([encoded(event.json, event.type) for event in events]),)
 
 
 def _broken(error: Exception) -> bytes:

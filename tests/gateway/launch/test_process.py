@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -198,6 +199,56 @@ async def test_while_streams_end_nothing_new_is_taken_and_a_second_signal_cuts_t
                 with contextlib.suppress(httpx.RemoteProtocolError):
                     assert [line async for line in lines if "DONE" in line] == []
             writer.close()
+
+
+@pytest.mark.parametrize(("grace_s", "last"), [(PATIENCE_S, "completed"), (2.0, "failed")])
+async def test_a_hundred_open_streams_are_drained(
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path, grace_s: float, last: str
+) -> None:
+    """Half of them by sse-starlette, which would end its own within half a second."""
+    address = f"{tmp_path}/engine.sock"
+    begun: set[str] = set()
+
+    async def read(http: httpx.AsyncClient, method: str, path: str, **options: Any) -> str:
+        text = ""
+        async with http.stream(method, path, **options) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                begun.update(re.findall(r"resp_\w+", text)[:1])
+        return text
+
+    with launched(str(model_path), address, shutdown_grace_s=grace_s) as (process, port, status_fd):
+        async with (
+            FakeEngine(address, tokenizer.encode(ANSWER)) as engine,
+            client_of(port) as http,
+            asyncio.TaskGroup() as readers,
+        ):
+            await asyncio.to_thread(os.read, status_fd, 1000)
+            engine.may_speak.clear()
+            body = {"input": "x", "background": True}
+            created = [
+                (await http.post("/v1/responses", json=body)).json()["id"] for _ in range(50)
+            ]
+            streams = [
+                readers.create_task(read(http, "GET", f"/v1/responses/{response_id}?stream=true"))
+                for response_id in created
+            ]
+            body = {"input": "x", "stream": True}
+            streams += [
+                readers.create_task(read(http, "POST", "/v1/responses", json=body))
+                for _ in range(50)
+            ]
+            await until(lambda: len(begun) == len(engine.submitted) == 100)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(1.5)
+            assert not any(stream.done() for stream in streams)
+            if last == "completed":
+                engine.may_speak.set()
+        for stream in streams:
+            *_, event, end = stream.result().split("\n\n")
+            assert event.startswith(f"event: response.{last}\n")
+            assert end == ""
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == -signal.SIGTERM
 
 
 async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
