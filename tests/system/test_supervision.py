@@ -239,7 +239,8 @@ def test_several_gateways_need_redis() -> None:
     )
     assert result.returncode == 2
     assert result.stderr == (
-        "penstock: error: --api-workers 2 needs --redis-url: several gateways share their state\n"
+        "penstock: error: --api-workers 2 needs --redis-url: "
+        "gateways share their state through Redis; see penstock serve --help\n"
     )
 
 
