@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from penstock.engine.config import (
     CacheConfig,
@@ -165,7 +167,10 @@ def params_for(
     """
     if isinstance(params, SamplingParams):
         _check_types(params)
-        return [replace(params, seed=(params.seed + i) & _MAX_SEED) for i in range(num_prompts)]
+        return [
+            msgspec.structs.replace(params, seed=(params.seed + i) & _MAX_SEED)
+            for i in range(num_prompts)
+        ]
     if len(params) != num_prompts:
         raise InvalidRequestError(
             f"{len(params)} sampling parameters for {num_prompts} prompts", param="sampling_params"
@@ -181,21 +186,21 @@ def _check_types(params: object) -> None:
             f"sampling_params must be SamplingParams, not {type(params).__name__}",
             param="sampling_params",
         )
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    values = {name: getattr(params, name) for name in params.__struct_fields__}
     for name, expected in misfits(SamplingParams, values):
         raise InvalidRequestError(f"{name} must be {expected}, not {values[name]!r}", param=name)
 
 
 def misfits(kind: type[Any], values: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Fields of the dataclass `kind` whose values have the wrong type, with the expected type.
+    """Fields of the class `kind` whose values have the wrong type, with the expected type.
 
     NumPy's numbers count as numbers, lists as tuples; a bool is not a number.
     """
     hints = get_type_hints(kind)
     return [
-        (field.name, _in_words(hints[field.name]))
-        for field in fields(kind)
-        if field.name in values and not _fits(values[field.name], hints[field.name])
+        (name, _in_words(hint))
+        for name, hint in hints.items()
+        if name in values and not _fits(values[name], hint)
     ]
 
 

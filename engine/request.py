@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from penstock.engine.errors import InvalidRequestError
 
@@ -14,8 +15,7 @@ MAX_LOGPROBS = 20
 MAX_BRANCHES = 128  # of one request: n, best_of or beams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearch:
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Deterministic search for likely outputs, as `transformers` defines it.
 
     Attributes:
@@ -40,8 +40,7 @@ class BeamSearch:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How output tokens are chosen and when they end. Names and meanings follow vLLM.
 
     Attributes:
@@ -73,7 +72,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
@@ -120,7 +119,7 @@ class SamplingParams:
                 f"must be between 0 and {MAX_LOGPROBS}",
             )
         self._check_branches()
-        object.__setattr__(self, "stop", _as_tuple(self.stop))
+        msgspec.structs.force_setattr(self, "stop", _as_tuple(self.stop))
 
     def _check_branches(self) -> None:
         _check(1 <= self.n <= MAX_BRANCHES, "n", f"must be between 1 and {MAX_BRANCHES}")
@@ -175,8 +174,7 @@ def _check(is_valid: bool, param: str, rule: str) -> None:
         raise InvalidRequestError(f"{param} {rule}", param=param)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
+class Retention(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How long to prefer the KV blocks of a finished request at eviction. Nothing is pinned.
 
     Attributes:
@@ -188,8 +186,7 @@ class Retention:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One request as it reaches the engine core.
 
     Attributes:
@@ -232,8 +229,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Log-probabilities of one sampled token, from the model's unmodified logits.
 
     Attributes:
@@ -255,8 +251,8 @@ class Notice(enum.Enum):
     RESUMED = "resumed"
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
-class RequestOutput:
+# One is made for every token. It cannot be part of a cycle, so the garbage collector skips it.
+class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """The output of one iteration for one branch of a request.
 
     Attributes:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from penstock.engine.batch import Batch, BatchResult, ScheduledSequence, SequenceEntry
 from penstock.engine.blocks import BlockManager
@@ -415,7 +417,9 @@ class RequestLimits:
             )
         num_prompt = len(request.prompt_token_ids)
         room = self.max_model_len - num_prompt
-        longest = replace(params, max_tokens=min(params.max_tokens, room), min_tokens=0)
+        longest = msgspec.structs.replace(
+            params, max_tokens=min(params.max_tokens, room), min_tokens=0
+        )
         num_blocks = num_blocks_needed(longest, num_prompt, self.block_size)
         if num_blocks > self.num_blocks:
             raise InvalidRequestError(

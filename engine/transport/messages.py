@@ -16,11 +16,11 @@ and `Failure` must never change, or the engine could not say so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from penstock.engine.request import Request, RequestOutput
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
@@ -28,13 +28,11 @@ SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 MAX_SILENT_BEATS = round(SILENCE_LIMIT_S / HEARTBEAT_INTERVAL_S)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     protocol_version: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="info"):
     """The engine's properties, sent once to each gateway.
 
     Attributes:
@@ -72,8 +70,7 @@ class EngineInfo:
 Epoch = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
+class Submit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="submit"):
     """Run a request.
 
     Two gateways may submit the same response: one that was suspended, and one that took over from
@@ -93,8 +90,7 @@ class Submit:
     protocol_version: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="abort"):
     """Stop requests, or single branches of requests that continue.
 
     Attributes:
@@ -105,16 +101,14 @@ class Abort:
     branches: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropPrefix:
+class DropPrefix(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="drop_prefix"):
     """Forget the cached KV of these tokens, except blocks that are in use."""
 
     token_ids: tuple[int, ...]
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A snapshot of the engine. Counters (`*_total`) only grow.
 
     Attributes:
@@ -167,8 +161,7 @@ class EngineStats:
     prefix_cache_host_hits_total: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step"):
     """One iteration's outputs for all streams of one gateway.
 
     Attributes:
@@ -181,8 +174,7 @@ class Step:
     stats: EngineStats | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="heartbeat"):
     """A sign of life.
 
     Attributes:
@@ -195,8 +187,7 @@ class Heartbeat:
     since_step_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failure"):
     """The engine is ending, or refuses this gateway; the last frame it sends."""
 
     message: str

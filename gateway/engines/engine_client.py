@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import cast
+
+import msgspec
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import Request
@@ -43,7 +44,7 @@ _RETRY_S = 0.05  # while no engine listens
 # Stats that are reset when an engine dies: all but the counters and the sizes of its pools.
 _GAUGES = tuple(
     field.name
-    for field in dataclasses.fields(EngineStats)
+    for field in msgspec.structs.fields(EngineStats)
     if not field.name.endswith("_total") and field.name not in ("num_blocks", "num_host_blocks")
 )
 
@@ -246,7 +247,7 @@ class EngineClient:
         self.info = None
         self._has_info.clear()
         self._last_step_s = None
-        self.stats = dataclasses.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
+        self.stats = msgspec.structs.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
         self._streams.lose_engine(reason)
 
     async def _send(self, socket: EngineSocket) -> None:

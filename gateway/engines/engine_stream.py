@@ -10,9 +10,10 @@ equal the known ones, otherwise the request fails (`Replay`).
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+
+import msgspec
 
 from penstock.engine.request import Request, RequestOutput, TokenLogprobs
 from penstock.engine.transport.messages import Submit
@@ -164,7 +165,7 @@ class EngineStream:
         self.wire_id = f"{request_id}{owner}{again}"
         request = self._continuation() if num_before else self.request
         return Submit(
-            request=dataclasses.replace(request, request_id=self.wire_id),
+            request=msgspec.structs.replace(request, request_id=self.wire_id),
             name=request_id,
             epoch=(self.epoch, num_before),
         )
@@ -178,7 +179,7 @@ class EngineStream:
             num_prompt_logprobs=self._num_prompt_logprobs,
             has_tokens=any(self.token_ids),
         )
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self.request, output_token_ids=tuple(self.token_ids[0]) if is_single else ()
         )
 
@@ -235,7 +236,7 @@ class _Merged:
         self._prompt_logprobs += output.prompt_logprobs
 
     def whole(self) -> RequestOutput:
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self._last,
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
@@ -289,7 +290,7 @@ class Replay:
         has_news = token_ids or prompt_logprobs or num_cached or output.finish_reason
         if not has_news and output.notice is None and output.queue_position is None:
             return None
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             output,
             token_ids=token_ids,
             logprobs=output.logprobs[num_known:],

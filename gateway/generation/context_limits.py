@@ -6,8 +6,9 @@ Pure functions of the engine's `EngineInfo`.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.request import SamplingParams, num_blocks_needed
@@ -125,7 +126,7 @@ def fit_branches(
         )
 
     def num_blocks(max_tokens: int) -> int:
-        longest = dataclasses.replace(params, max_tokens=max_tokens)
+        longest = msgspec.structs.replace(params, max_tokens=max_tokens)
         return num_blocks_needed(longest, num_prompt_tokens, info.block_size)
 
     least = params.max_tokens if is_limit_given else max(params.min_tokens, 1)
@@ -138,7 +139,7 @@ def fit_branches(
     # The number of blocks grows with the limit, so bisection finds the largest limit that fits.
     limits = range(least, params.max_tokens + 1)
     num_fitting = bisect.bisect_right(limits, info.num_blocks, key=num_blocks)
-    return dataclasses.replace(params, max_tokens=limits[num_fitting - 1])
+    return msgspec.structs.replace(params, max_tokens=limits[num_fitting - 1])
 
 
 def check_vocabulary(

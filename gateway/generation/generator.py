@@ -9,7 +9,6 @@ in.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import secrets
 import time
@@ -19,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+
+import msgspec
 
 from penstock.engine.model_files import GenerationDefaults
 from penstock.engine.request import Request, Retention, SamplingParams
@@ -279,7 +280,7 @@ class Generator:
             continues_prompt: the text continues the prompt.
         """
         return self._generation(
-            dataclasses.replace(request, output_token_ids=tuple(output_token_ids)),
+            msgspec.structs.replace(request, output_token_ids=tuple(output_token_ids)),
             continues_prompt=continues_prompt,
             shown_text=shown_text,
             epoch=epoch,

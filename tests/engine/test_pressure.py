@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -227,7 +228,7 @@ def test_pressure_changes_no_stream(world: World, name: str, data: st.DataObject
     aborted = set(data.draw(st.lists(names, max_size=4)))
     for arrival, request in enumerate(requests):
         step += data.draw(st.integers(0, 4))
-        late.append((step, "add", replace(request, arrival_s=float(arrival))))
+        late.append((step, "add", msgspec.structs.replace(request, arrival_s=float(arrival))))
         if request.request_id in aborted:
             late.append((step + data.draw(st.integers(1, 40)), "abort", request.request_id))
     late.sort(key=lambda item: item[0])
@@ -245,7 +246,11 @@ def test_swapped_bytes_come_back(world: World, name: str) -> None:
     core._executor = watch
     try:
         tokens = collect(
-            core, [(0, "add", replace(r, arrival_s=float(i))) for i, r in enumerate(universe())]
+            core,
+            [
+                (0, "add", msgspec.structs.replace(r, arrival_s=float(i)))
+                for i, r in enumerate(universe())
+            ],
         )
     finally:
         core._executor = watch.executor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 import tokenizers
@@ -146,7 +146,7 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
             **settings,
         )
         script = tokenizer.encode(ANSWER)
-        engine_info = dataclasses.replace(INFO, **(info or {}))
+        engine_info = msgspec.structs.replace(INFO, **(info or {}))
         fake = FakeEngine(address, script, step_s=step_s, info=engine_info)
         async with fake as engine, listen(create_app(config), config) as port:
             url = f"http://127.0.0.1:{port}"

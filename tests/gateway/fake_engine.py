@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+
+import msgspec
 
 from penstock.engine.request import (
     FinishReason,
@@ -120,7 +121,7 @@ class FakeEngine:
 
     def restart(self) -> None:
         """Begin a life that knows nothing of those before."""
-        self.info = dataclasses.replace(self.info, pid=self.info.pid + 1)
+        self.info = msgspec.structs.replace(self.info, pid=self.info.pid + 1)
         Path(self.address).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self.address)
@@ -196,7 +197,7 @@ class FakeEngine:
                 if is_over or (request.request_id, output.index) in self.aborted_branches:
                     del running[output.index]
             if not running:
-                outputs[-1] = dataclasses.replace(outputs[-1], is_last=True)
+                outputs[-1] = msgspec.structs.replace(outputs[-1], is_last=True)
             await self._send_step(gateway, outputs)
             await asyncio.sleep(self.step_s)
 
@@ -232,7 +233,7 @@ class FakeEngine:
             num_cached_tokens=NUM_CACHED,
         )  # fmt: skip
         if params.max_tokens == 0:
-            yield dataclasses.replace(first, finish_reason=FinishReason.LENGTH)
+            yield msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH)
         elif params.beam_search is not None:
             yield _hypothesis(first, list(self._tokens(first, params)))
         else:
@@ -267,7 +268,7 @@ class FakeEngine:
             yield (
                 output
                 if number > num_known
-                else dataclasses.replace(
+                else msgspec.structs.replace(
                     output,
                     prompt_logprobs=first.prompt_logprobs,
                     num_cached_tokens=first.num_cached_tokens,
@@ -304,7 +305,7 @@ def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
 
 def _hypothesis(first: RequestOutput, outputs: list[RequestOutput]) -> RequestOutput:
     """A search tells of its results at the end alone."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         outputs[-1],
         token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image, ImageColor
 from safetensors.torch import load_file
@@ -140,7 +141,7 @@ def test_an_engine_without_a_tokenizer_is_measured_too(
 ) -> None:
     core, info = engine
     lengths = replace(LENGTHS, output_tokens=4)
-    bare = replace(info, model_path=str(tmp_path))
+    bare = msgspec.structs.replace(info, model_path=str(tmp_path))
     (cell,) = measure(core, bare, lengths, num_seqs=(1,), repeats=1, seed=0)
     assert cell.detokenize_s_per_token is None
     assert all((with_text.detokenize_s_per_token or 0.0) > 0.0 for with_text in cells)
@@ -198,7 +199,7 @@ def test_what_a_step_reads_of_memory(engine: tuple[EngineCore, EngineInfo]) -> N
     total = use.step_bytes.weights + use.step_bytes.kv
     assert use.rates == pytest.approx([total / 0.004, total / 0.001, total / 0.001])
     assert use.share == pytest.approx(total / 0.001 / 3e9)  # the middle one
-    of_int8 = memory_use(replace(info, quantization="int8"), [run], [1e9])
+    of_int8 = memory_use(msgspec.structs.replace(info, quantization="int8"), [run], [1e9])
     head = 2 * model.vocab_size * model.hidden_size
     assert of_int8.step_bytes.weights == (use.step_bytes.weights - head) / 2 + head
 

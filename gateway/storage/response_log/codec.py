@@ -12,6 +12,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 import msgpack
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from penstock.engine.errors import EngineError
 from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
@@ -139,13 +141,15 @@ def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> E
 
 
 def _header_fields(header: ResponseHeader) -> dict[str, Any]:
-    params = _fields(header.request.sampling_params)
+    # Neither copies deeply, as dataclasses.asdict does.
+    named = {field.name: getattr(header, field.name) for field in fields(header)}
+    params = asdict(header.request.sampling_params)
     params["logit_bias"] = dict(params["logit_bias"])
     params["beam_search"] = _optional_fields(params["beam_search"])
-    request = _fields(header.request)
+    request = asdict(header.request)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
-    return {**_fields(header), "echo": dict(header.echo), "request": request}
+    return {**named, "echo": dict(header.echo), "request": request}
 
 
 def _read_header(named: dict[str, Any]) -> ResponseHeader:
@@ -181,10 +185,5 @@ def _read_request(named: dict[str, Any]) -> Request:
     )
 
 
-def _fields(instance: Any) -> dict[str, Any]:
-    # Not dataclasses.asdict, which makes deep copies.
-    return {field.name: getattr(instance, field.name) for field in fields(instance)}
-
-
-def _optional_fields(instance: Any) -> Mapping[str, Any] | None:
-    return None if instance is None else _fields(instance)
+def _optional_fields(instance: Struct | None) -> Mapping[str, Any] | None:
+    return None if instance is None else asdict(instance)

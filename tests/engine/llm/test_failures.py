@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
+from msgspec.structs import replace
 
 from penstock.engine import (
     LLM,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields, replace
 
 import pytest
+from msgspec.structs import fields, replace
 
 from penstock.engine.request import (
     BeamSearch,
@@ -84,7 +84,7 @@ def test_another_layout_is_another_version() -> None:
         [kind.__name__, *(f"{each.name}: {each.type}" for each in fields(kind))] for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (4, "763e6cdca62654ab")
+    assert (PROTOCOL_VERSION, digest) == (5, "4ae3a34fee16c012")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

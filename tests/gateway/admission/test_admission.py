@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from penstock.engine.request import SamplingParams
@@ -32,7 +31,7 @@ class Bed:
         self.admission = Admission(self.quotas, self.queue)
 
     def tell(self, **stats: float) -> None:
-        self.stats = dataclasses.replace(self.stats, **stats)  # type: ignore[arg-type]
+        self.stats = msgspec.structs.replace(self.stats, **stats)  # type: ignore[arg-type]
 
     async def refusal(
         self, caller: Caller = ANYBODY, num_prompt: int = 10, deadline_s: float | None = None

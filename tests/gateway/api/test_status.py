@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -60,11 +60,11 @@ def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
     }
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineStats)])
+@pytest.mark.parametrize("name", [field.name for field in msgspec.structs.fields(EngineStats)])
 def test_every_number_of_the_engine_is_exported(name: str) -> None:
     base = EngineStats(num_blocks=100, num_host_blocks=50)
     before = _engine_metrics(base)
-    after = _engine_metrics(dataclasses.replace(base, **{name: getattr(base, name) + 7}))
+    after = _engine_metrics(msgspec.structs.replace(base, **{name: getattr(base, name) + 7}))
     assert before.keys() == after.keys()
     changed = [sample for sample in after if after[sample] != before[sample]]
     assert changed

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,11 +36,11 @@ def test_the_limit_is_lowered_as_little_as_needed_or_the_request_refused(
     is_search: bool,
     is_limit_given: bool,
 ) -> None:
-    info = dataclasses.replace(INFO, num_blocks=num_blocks, block_size=8)
+    info = msgspec.structs.replace(INFO, num_blocks=num_blocks, block_size=8)
     asked = params_of(num_branches, max_tokens, is_search=is_search)
 
     def fits(tokens: int) -> bool:
-        params = dataclasses.replace(asked, max_tokens=tokens)
+        params = msgspec.structs.replace(asked, max_tokens=tokens)
         return num_blocks_needed(params, num_prompt_tokens, 8) <= num_blocks
 
     try:
@@ -49,7 +48,7 @@ def test_the_limit_is_lowered_as_little_as_needed_or_the_request_refused(
     except InvalidRequestError:
         assert num_branches > info.max_num_seqs or not fits(max_tokens if is_limit_given else 1)
         return
-    assert dataclasses.replace(fitted, max_tokens=max_tokens) == asked
+    assert msgspec.structs.replace(fitted, max_tokens=max_tokens) == asked
     if num_branches == 1 or is_limit_given:
         assert fitted == asked
     else:
@@ -58,8 +57,8 @@ def test_the_limit_is_lowered_as_little_as_needed_or_the_request_refused(
 
 
 def test_the_lowered_limit_keeps_min_tokens() -> None:
-    info = dataclasses.replace(INFO, num_blocks=10, block_size=8)
-    asked = dataclasses.replace(params_of(4, 300, is_search=False), min_tokens=40)
+    info = msgspec.structs.replace(INFO, num_blocks=10, block_size=8)
+    asked = msgspec.structs.replace(params_of(4, 300, is_search=False), min_tokens=40)
     with pytest.raises(InvalidRequestError, match="4 outputs of 40 tokens for a prompt of 5"):
         fit_branches(asked, 5, info=info, is_limit_given=False)
 

@@ -141,9 +141,9 @@ def test_every_field_of_a_header_is_written() -> None:
     """The strategy above may not know a field that came later; the codec must."""
     _, named = msgpack.unpackb(encode_header(header()), strict_map_key=False)
     assert named.keys() == {field.name for field in dataclasses.fields(ResponseHeader)}
-    assert named["request"].keys() == {field.name for field in dataclasses.fields(Request)}
+    assert named["request"].keys() == set(Request.__struct_fields__)
     params = named["request"]["sampling_params"]
-    assert params.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert params.keys() == set(SamplingParams.__struct_fields__)
 
 
 def test_a_delta_costs_little_more_than_its_text() -> None:
