@@ -31,7 +31,6 @@ from penstock.gateway.http.event_stream import (
     EventStream,
     ResumedEventStream,
     data,
-    encoded,
     from_chunks,
 )
 
@@ -78,7 +77,6 @@ class Answer(abc.ABC):
         self._prompts_seen: set[int] = set()
         self._returns_token_ids = returns_token_ids
         self._num_sent: dict[int, int] = {}  # token ids sent in chunks, by choice
-        self._encode = data
 
     @abc.abstractmethod
     def add_prompt(self, number: int) -> None:
@@ -118,8 +116,6 @@ class Answer(abc.ABC):
 
     def event_stream(self, *, is_resumed: bool, ping_s: float) -> EventStream:
         """The answer as a response; `is_resumed`: another request has begun it."""
-        if is_resumed:
-            self._encode = encoded
         kind = ResumedEventStream if is_resumed else EventStream
         return kind(from_chunks(self.stream()), ping_s=ping_s, on_error=error_events)
 
@@ -173,7 +169,7 @@ class Answer(abc.ABC):
         }
         if self._usage.is_shown:
             chunk["usage"] = usage
-        return self._encode(orjson.dumps(chunk))
+        return data(orjson.dumps(chunk))
 
     def _total_usage(self) -> dict[str, Any]:
         return usage_object(generation.usage for generation in self.generations)

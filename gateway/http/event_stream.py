@@ -1,8 +1,10 @@
 """Server-sent events, through ASGI until the head is out and past it from then on (`raw_writer`).
 
 `EventStream` carries live answers, `ResumedEventStream` those that are resumed or run in the
-background. The latter is sse-starlette's response; live answers go past it for speed, at 18 µs of
-CPU per event and 21 KiB per stream instead of 27 µs and 45 KiB (`load.gateway.writers`).
+background. The latter is sse-starlette's response; live answers go past it for speed, at 19 µs of
+CPU per event and 21 KiB per stream instead of 24 µs and 46 KiB (`load.gateway.writers`). Events
+are JSON without line breaks, so `data` and `named` encode them as sse-starlette does, in 0.5 ms
+instead of 7.8 for an event of 1 MiB.
 
 Either response starts with the first event or the first silence, so that what is refused at once
 can still be a plain error with its status. No `id:` and no `retry:` fields, and a comment is a
@@ -46,11 +48,6 @@ def data(payload: bytes) -> bytes:
 
 def named(event: str, payload: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event.encode(), payload)
-
-
-def encoded(payload: bytes, event: str | None = None) -> bytes:
-    """What `data` and `named` make, by sse-starlette."""
-    return ServerSentEvent(payload.decode(), event=event, sep="\n").encode()
 
 
 async def wait_disconnect(receive: Receive) -> None:

@@ -67,6 +67,8 @@ class _Parser(argparse.ArgumentParser):
         if wrong is not None:
             near = _nearest(wrong[1], ("serve", "chat", "bench"))
             message = f"unknown command {wrong[1]!r}{near}"
+        if message.endswith("required: COMMAND"):
+            message = "give a command: serve, chat or bench"
         text = _WRONG_VALUE.sub(r"\1 must be", message).removeprefix("argument ")
         self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
 
@@ -172,7 +174,7 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
     if unknown:
         names = (flag.name for flag in FLAGS)
         hint = _nearest(unknown[0].replace("_", "-"), names)
-        raise ConfigError(f"the config file has unknown keys: {', '.join(unknown)}{hint}")
+        raise ConfigError(f"unknown in the config file: {', '.join(unknown)}{hint}")
     settings: dict[str, Any] = {
         "model": given.get("model")
         or environment.get("PENSTOCK_MODEL")
@@ -192,8 +194,10 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    if not isinstance(settings["model"], str):
+    if not isinstance(settings["model"], str) or not settings["model"]:
         raise ConfigError(f"model in the config file must be a text, not {settings['model']!r}")
+    if not all(name.strip() for name in settings["served_model_name"]):
+        raise ConfigError("--served-model-name is empty")
     if not all(key.strip() for key in settings["api_key"]):
         raise ConfigError("--api-key is empty: every caller would match it")
     if settings["api_workers"] > 1 and settings["redis_url"] is None:
@@ -219,7 +223,12 @@ def _read(flag: Flag, value: Any, source: str) -> Any:
     try:
         if isinstance(flag.default, bool):
             return _read_bool(value)
-        return _read_list(value) if flag.is_list else flag.parse(str(value))
+        if flag.is_list:
+            return _read_list(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, str) and (flag.kind.parse is str or not is_number):
+            raise ValueError(value)
+        return flag.parse(str(value))
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{source} {_fault(flag, value)}") from error
 

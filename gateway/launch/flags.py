@@ -25,6 +25,9 @@ from penstock.gateway.config import GatewayConfig
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "ms": 0.001}
 _MAX_BLOCK_SIZE = 1 << 16
+_MAX_DURATION_S = 100 * 365 * 86400.0  # more overflows the integers of Redis
+_MAX_COUNT = 1_000_000  # of sequences and tokens per step; buffers of this size still fit
+_MAX_THREADS = 1024
 
 
 def parse_bytes(text: str) -> int:
@@ -54,7 +57,7 @@ def parse_gib(text: str) -> float:
 
 
 def parse_duration(text: str, *, unit_s: float = 1.0) -> float:
-    """A duration, as `30`, `250ms`, `90s`, `10m`, `1.5h` or `30d`: 0 or more, and finite.
+    """A duration, as `30`, `250ms`, `90s`, `10m`, `1.5h` or `30d`: from 0 to 100 years.
 
     Args:
         unit_s: what a plain number counts, in seconds; the result is in it too.
@@ -70,7 +73,7 @@ def parse_duration(text: str, *, unit_s: float = 1.0) -> float:
     value = float(number)
     if unit:
         value *= _DURATIONS[unit] / unit_s
-    if not 0 <= value < math.inf:
+    if not 0 <= value * unit_s <= _MAX_DURATION_S:
         raise ValueError(f"{text!r} is not a duration")
     return value
 
@@ -150,6 +153,8 @@ URL = Kind("URL", "a URL")
 PORT = Kind("PORT", "between 0 and 65535", _integer(0, 65535))
 INTEGER = Kind("N", "a whole number", _integer())
 COUNT = Kind("N", "a whole number, 1 or more", _integer(1))
+BOUNDED = Kind("N", f"a whole number from 1 to {_MAX_COUNT}", _integer(1, _MAX_COUNT))
+THREADS = Kind("N", f"a whole number from 1 to {_MAX_THREADS}", _integer(1, _MAX_THREADS))
 SHARE = Kind("SHARE", "a number between 0 and 1", float)
 SIZE = Kind("SIZE", "a size such as 4M or 2GiB", parse_bytes, show_bytes)
 GIB = Kind("GIB", "a number of GiB, or a size such as 512M", parse_gib)
@@ -226,7 +231,7 @@ _GATEWAY = GatewayConfig(engine_address="")
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "listen": (
-        Flag("host", "127.0.0.1", "address to listen on; only this machine reaches the default",
+        Flag("host", "127.0.0.1", "address to listen on; the default accepts only this machine",
              HOST),
         Flag("port", 8000, "port to listen on; 0 picks a free one", PORT),
         Flag("api-workers", 1, "gateway processes that share the port; more than one need "
@@ -235,7 +240,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "TLS handshakes and WebSockets; further ones get 503", COUNT),
         Flag("header-timeout-s", _GATEWAY.header_timeout_s, "time for a TLS handshake, and then "
              "for a request's header", INTERVAL),
-        Flag("body-timeout-s", _GATEWAY.body_timeout_s, "time for a request's body", SECONDS),
+        Flag("body-timeout-s", _GATEWAY.body_timeout_s, "time for a request's body", INTERVAL),
         Flag("keep-alive-s", _GATEWAY.keep_alive_s, "how long an idle connection stays open; must "
              "exceed what clients and proxies use", INTERVAL),
         Flag("ping-interval-s", _GATEWAY.ping_interval_s, "send a comment on an event stream after "
@@ -272,11 +277,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "less exact (CPU only)", choices=QUANTIZATIONS),
         Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
              choices=("auto", "dummy")),
-        Flag("max-model-len", None, "context length in tokens; default: the model's own", INTEGER),
+        Flag("max-model-len", None, "context length in tokens; default: the model's own", COUNT),
         Flag("generation-config", _MODEL.generation_config, "auto: take sampling defaults and EOS "
              "from generation_config.json", choices=("auto", "none")),
         Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
-        Flag("num-threads", None, "CPU threads of the engine; default: one per core", INTEGER),
+        Flag("num-threads", None, "CPU threads of the engine; default: one per core", THREADS),
         Flag("deterministic", False, "results never depend on batch, chunks, preemption or cache; "
              "slower on a GPU"),
         Flag("cudagraph-mode", "auto", "CUDA graphs. full: whole decode batches, other batches "
@@ -299,9 +304,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", INTEGER),
     ),
     "scheduling": (
-        Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", INTEGER),
+        Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", BOUNDED),
         Flag("max-num-batched-tokens", _SCHEDULER.max_num_batched_tokens, "tokens computed per "
-             "step", INTEGER),
+             "step", BOUNDED),
         Flag("enable-chunked-prefill", _SCHEDULER.enable_chunked_prefill, "compute a long prompt "
              "over several steps"),
         Flag("max-stall-ms", _SCHEDULER.max_stall_ms, "how long prompts may delay running streams "
@@ -316,17 +321,17 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "ones get 503", COUNT),
         Flag("max-queue-tokens", _GATEWAY.max_queue_tokens, "prompt tokens that may wait", COUNT),
         Flag("request-deadline-ms", None, "refuse a request whose first token is predicted later "
-             "than this; its own x-request-deadline-ms overrides it", MILLISECONDS),
-        Flag("step-timeout-s", DEFAULT_STEP_TIMEOUT_S, "restart the engine, with its stacks in the "
-             "log, when a step makes no progress for so long; 0: never", SECONDS),
+             "than this; a request's header x-request-deadline-ms overrides it", MILLISECONDS),
+        Flag("step-timeout-s", DEFAULT_STEP_TIMEOUT_S, "log the engine's stacks and restart it "
+             "when a step makes no progress for so long; 0: never", SECONDS),
     ),
     "sessions": (
-        Flag("session-ttl-s", _GATEWAY.session_ttl_s, "how long Redis keeps an untouched "
-             "conversation", SECONDS),
+        Flag("session-ttl-s", _GATEWAY.session_ttl_s, "how long an untouched conversation "
+             "is kept", INTERVAL),
         Flag("session-store-bytes", _GATEWAY.session_store_bytes, "memory for conversations, "
              "without Redis", SIZE),
         Flag("session-retention-s", _GATEWAY.session_retention_s, "how long the KV of a stored "
-             "response is preferred to other cached KV; 0: not at all", SECONDS),
+             "response is kept in preference to other cached KV; 0: not at all", SECONDS),
         Flag("response-log-bytes", _GATEWAY.response_log_bytes, "memory for logs of ended "
              "responses, without Redis", SIZE),
         Flag("response-log-ttl-s", _GATEWAY.response_log_ttl_s, "how long an ended response can be "

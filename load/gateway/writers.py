@@ -18,7 +18,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from statistics import median
 
 import psutil
@@ -34,7 +34,6 @@ from penstock.gateway.errors import failure_of
 from penstock.gateway.http.event_stream import (
     EventStream,
     ResumedEventStream,
-    encoded,
     from_chunks,
     named,
 )
@@ -78,10 +77,10 @@ def app_of(writer: str, ticks_per_s: float) -> Starlette:
     """A server of endless streams."""
     ticker = Ticker(ticks_per_s)
 
-    async def chunks(encode: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         while True:
             await ticker.next()
-            yield encode()
+            yield named(_KIND, _JSON)
 
     async def events() -> AsyncGenerator[dict[str, str], None]:
         text = _JSON.decode()
@@ -92,11 +91,8 @@ def app_of(writer: str, ticks_per_s: float) -> Starlette:
     async def stream(_: Request) -> ASGIApp:
         if writer == "sse-starlette":
             return EventSourceResponse(events(), ping=_PING_S)
-        if writer == "resumed":
-            source = from_chunks(chunks(lambda: encoded(_JSON, _KIND)))
-            return ResumedEventStream(source, ping_s=_PING_S, on_error=_broken)
-        source = from_chunks(chunks(lambda: named(_KIND, _JSON)))
-        return EventStream(source, ping_s=_PING_S, on_error=_broken)
+        kind = ResumedEventStream if writer == "resumed" else EventStream
+        return kind(from_chunks(chunks()), ping_s=_PING_S, on_error=_broken)
 
     return Starlette(routes=[Route("/", stream)])
 

@@ -24,7 +24,7 @@ from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
-from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, encoded, named
+from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
 
 
@@ -113,7 +113,7 @@ class Responses:
         return EventStream(source, ping_s=self._ping_s, on_error=_broken)
 
     def _resumed(self, subscriber: Subscriber) -> ResumedEventStream:
-        source = partial(subscriber.write_to, payloads=_encoded)
+        source = partial(subscriber.write_to, payloads=_joined)
         return ResumedEventStream(source, ping_s=self._ping_s, on_error=_broken)
 
     async def _whole(self, request: Request, log: ResponseLog) -> dict[str, Any]:
@@ -129,10 +129,6 @@ class Responses:
 
 def _joined(events: Sequence[Event]) -> Iterable[bytes]:
     return (b"".join([named(event.type, event.json) for event in events]),)
-
-
-def _encoded(events: Sequence[Event]) -> Iterable[bytes]:
-    return (b"".join([encoded(event.json, event.type) for event in events]),)
 
 
 def _broken(error: Exception) -> bytes:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from penstock.engine.config import ModelConfig
 from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.http.event_stream import ResumedEventStream, data, encoded, from_chunks, named
+from penstock.gateway.http.event_stream import ResumedEventStream, data, from_chunks, named
 from penstock.gateway.http.http_protocol import StallTimer
 
 from .. import conftest
@@ -45,10 +45,12 @@ async def begun(served: Served, **options: Any) -> str:
     return str(created["id"])
 
 
-def test_the_encoding_is_that_of_live_streams() -> None:
-    payload = '{"delta":"é\\n\\r\u2028\x85 x"}'.encode()
-    assert encoded(payload, "response.completed") == named("response.completed", payload)
-    assert encoded(payload) == data(payload)
+def test_the_encoding_is_that_of_sse_starlette() -> None:
+    text = '{"delta":"é\\n\\r\u2028\x85 x"}'
+    payload = text.encode()
+    event = ServerSentEvent(text, event="response.completed", sep="\n")
+    assert named("response.completed", payload) == event.encode()
+    assert data(payload) == ServerSentEvent(text, sep="\n").encode()
 
 
 async def test_a_resumed_stream_has_the_bytes_of_the_first(served: Served) -> None:

@@ -247,7 +247,12 @@ def error_line(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (("serve", "--session-ttl-s", "3w"), "--session-ttl-s must be a number of seconds, or"),
         (("serve", "--dtype", "int3"), "--dtype must be one of auto, bfloat16"),
         (("serve", "--port"), "--port: expected one argument"),
+        (("serve", "--session-ttl-s", "0"), "--session-ttl-s must be a number of seconds, or"),
+        (("serve", "--session-ttl-s", "1e300d"), "--session-ttl-s must be a number of seconds"),
+        (("serve", "--max-num-seqs", "99999999999"), "a whole number from 1 to 1000000"),
+        (("serve", "--num-threads", "100000"), "--num-threads must be a whole number from 1 to"),
         (("serve", "a", "b"), "unexpected argument 'b'"),
+        ((), "penstock: error: give a command: serve, chat or bench"),
         (("chat", "--base-ulr=x"), "unknown option --base-ulr (did you mean --base-url?)"),
         (("--versoin",), "penstock: error: "),
         (("serv",), "unknown command 'serv' (did you mean serve?); see penstock --help"),
@@ -259,7 +264,7 @@ def test_a_mistake_is_one_line(
     found = error_line(*arguments, capsys=capsys)
     assert line in found
     assert found.endswith("--help\n")
-    if arguments[0] == "serve":
+    if arguments[:1] == ("serve",):
         assert found.endswith("; see penstock serve --help\n")
 
 
@@ -349,8 +354,12 @@ def test_values_that_the_engine_refuses(environment: dict[str, str]) -> None:
     ("text", "fault"),
     [
         ("model = 5", "must be a text"),
+        ("host = 5", "must be an address, not 5"),
+        ("host = {a = 1}", "must be an address"),
+        ("port = true", "must be between 0 and 65535, not True"),
+        ("served-model-name = ['']", "--served-model-name is empty"),
         ("api-key = [1]", "must be a list of texts"),
-        ("colour = 1", "unknown keys: colour$"),
+        ("colour = 1", "unknown in the config file: colour$"),
         ("max-num-seq = 1", r"max_num_seq \(did you mean max-num-seqs\?\)"),
         ("port = ", "cannot read"),
     ],
