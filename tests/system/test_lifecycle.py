@@ -206,7 +206,6 @@ def test_a_port_in_use_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (("--max-num-seqs", "0"), "--max-num-seqs must be at least 1"),
         (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization"),
         (
             ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8"),

@@ -249,6 +249,7 @@ def error_line(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (("serve", "--port"), "--port: expected one argument"),
         (("serve", "--session-ttl-s", "0"), "--session-ttl-s must be a number of seconds, or"),
         (("serve", "--session-ttl-s", "1e300d"), "--session-ttl-s must be a number of seconds"),
+        (("serve", "--max-num-seqs", "0"), "--max-num-seqs must be a whole number from 1"),
         (("serve", "--max-num-seqs", "99999999999"), "a whole number from 1 to 1000000"),
         (("serve", "--num-threads", "100000"), "--num-threads must be a whole number from 1 to"),
         (("serve", "a", "b"), "unexpected argument 'b'"),
