@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -58,18 +59,40 @@ class ResponseTaskSettings:
     interval_s: float = 0.0
 
 
+class Phase(enum.Enum):
+    """Where a response is in its life."""
+
+    STARTING = "starting"  # waits for an engine
+    GENERATING = "generating"
+    CANCELLED = "cancelled"  # somebody asked to stop it
+    ABANDONED = "abandoned"  # nobody has read it for too long
+    SUPERSEDED = "superseded"  # the engine says that another gateway runs it
+    LOST = "lost"  # another gateway runs it
+    ENDED = "ended"
+
+
+_LEGAL_MOVES: Mapping[Phase, frozenset[Phase]] = {
+    Phase.STARTING: frozenset(Phase) - {Phase.STARTING, Phase.SUPERSEDED},
+    Phase.GENERATING: frozenset(Phase) - {Phase.STARTING, Phase.GENERATING},
+    Phase.CANCELLED: frozenset({Phase.SUPERSEDED, Phase.LOST, Phase.ENDED}),
+    Phase.ABANDONED: frozenset({Phase.SUPERSEDED, Phase.LOST, Phase.ENDED}),
+    Phase.SUPERSEDED: frozenset({Phase.LOST, Phase.ENDED}),
+    Phase.LOST: frozenset(),
+    Phase.ENDED: frozenset(),
+}
+
+
 class ResponseTask:
-    """Runs one response.
+    """Runs one response; the owner of its log.
 
     Args:
         turn: the turn as stored while the response runs; None if it is not to be stored.
+        remember: called with the ended turn, before any reader sees the end.
         prompt_text: the text that the prompt was tokenised from, if known.
 
     Attributes:
         log: the response's log.
         failure: why it failed, if it did.
-        on_turn_ended: called with the ended turn, before any reader sees the end; set for a
-            response that is remembered instead of stored.
     """
 
     def __init__(
@@ -79,16 +102,17 @@ class ResponseTask:
         *,
         tokenizer: Tokenizer,
         turn: StoredTurn | None,
+        remember: Callable[[StoredTurn], None] | None = None,
         prompt_text: str | None = None,
         conversations: ConversationStore,
         settings: ResponseTaskSettings,
     ) -> None:
         self.log = log
         self.failure: Failure | None = None
-        self.on_turn_ended: Callable[[StoredTurn], None] | None = None
         self._generation = generation
         self._tokenizer = tokenizer
         self._turn = turn
+        self._remember = remember
         # Readers can come back. (A response that runs without storage has no turn either.)
         self._is_logged = turn is not None or not log.header.is_turn
         self._prompt_text = prompt_text
@@ -102,18 +126,17 @@ class ResponseTask:
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_over: asyncio.Future[None] | None = None  # while deltas are logged
-        self._is_cancelled = False
-        self._is_abandoned = False
-        self._is_superseded = False
+        self._phase = Phase.STARTING
         self._has_been_read = False
+
+    def _move_to(self, phase: Phase) -> None:
+        assert phase in _LEGAL_MOVES[self._phase], f"{self._phase} -> {phase} is not legal"
+        self._phase = phase
 
     def start(self, *, after: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
         """Begin once `after` has returned. In every case the log gets its end."""
-        self.log.on_cancel = self._cancel
-        self.log.on_lost = self._lose
-        if not self.log.header.is_background:
-            self.log.on_readers = self._watch_readers
-            self._watch_readers()
+        self.log.owner = self
+        self.readers_changed()
         self._touch_later()
         self._task = asyncio.create_task(self._run(after))
         return self._task
@@ -122,16 +145,19 @@ class ResponseTask:
         try:
             end = await self._generate(after)
         finally:
-            self.log.on_readers = self.log.on_cancel = self.log.on_lost = None
+            self.log.owner = None
             self._stop_grace()
             if self._checking_readers is not None:
                 self._checking_readers.cancel()
             if self._touch is not None:
                 self._touch.cancel()
         is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if not (is_natural or await self.log.verify(is_superseded=self._is_superseded)):
+        is_superseded = self._phase is Phase.SUPERSEDED
+        if not (is_natural or await self.log.verify(is_superseded=is_superseded)):
+            self._move_to(Phase.LOST)
             self.failure = None
-            return  # another gateway has taken it over and continues it
+            return
+        self._move_to(Phase.ENDED)
         await self._store(end)
         self.log.append(end)
 
@@ -141,10 +167,12 @@ class ResponseTask:
             if after is not None:
                 await after()
             with generation:
-                if self._is_cancelled:  # before it was submitted
+                if self._phase is Phase.STARTING:
+                    self._move_to(Phase.GENERATING)
+                else:  # it was stopped before it was submitted
                     generation.cancel()
                 await self._log_until_end()
-            if self._is_abandoned:
+            if self._phase is Phase.ABANDONED:
                 raise GenerationFailedError(
                     f"nobody read this response for {self._settings.grace_s:.0f} s"
                 )
@@ -155,7 +183,8 @@ class ResponseTask:
                 self._log("", ())  # `return_token_ids` needs them all
             return self._end(reason)
         except Exception as error:  # whatever it is, the response must end with a terminal event
-            self._is_superseded = isinstance(error, SupersededError)
+            if isinstance(error, SupersededError):
+                self._move_to(Phase.SUPERSEDED)
             self.failure = failure_of(error)
             code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
             return self._end(None, error=(code, self.failure.message))
@@ -243,8 +272,8 @@ class ResponseTask:
     async def _store(self, end: EndEntry) -> None:
         """Store the turn. Called before the end is logged: a reader may continue from it at
         once."""
-        if self.on_turn_ended is not None:
-            self.on_turn_ended(self._finished(turn_of(self.log.header), end))
+        if self._remember is not None:
+            self._remember(self._finished(turn_of(self.log.header), end))
         if self._turn is None:
             return
         try:
@@ -291,14 +320,25 @@ class ResponseTask:
         except RequestRefusedError as error:
             _LOG.warning("cannot renew the lease of turn %s: %s", turn.turn_id, error)
 
-    # -- readers -----------------------------------------------------------------------------
+    # -- `LogOwner` --------------------------------------------------------------------------
 
-    def _watch_readers(self) -> None:
+    def cancel(self) -> None:
+        self._stop(Phase.CANCELLED)
+
+    def lose(self) -> None:
+        if self._phase is not Phase.LOST:
+            self._move_to(Phase.LOST)
+            assert self._task is not None, "lose() before start()"
+            self._task.cancel()
+
+    def readers_changed(self) -> None:
+        if self.log.header.is_background:
+            return
         if self.log.readers:
             self._has_been_read = True
             self._stop_grace()
         elif not self._is_logged and self._has_been_read:
-            self._abandon()  # without a log nobody can resume it
+            self._stop(Phase.ABANDONED)  # without a log nobody can resume it
         elif self._grace is None:
             loop = asyncio.get_running_loop()
             self._grace = loop.call_later(self._settings.grace_s, self._check_other_readers)
@@ -318,22 +358,14 @@ class ResponseTask:
             return  # a reader came meanwhile, or the response has ended
         self._grace = None
         if is_read:
-            self._watch_readers()
+            self.readers_changed()
         else:
-            self._abandon()
+            self._stop(Phase.ABANDONED)
 
-    def _abandon(self) -> None:
-        self._is_abandoned = True
-        self._cancel()
-
-    def _cancel(self) -> None:
-        self._is_cancelled = True
-        self._generation.cancel()
-
-    def _lose(self) -> None:
-        """Another gateway has taken the response over."""
-        if self._task is not None:
-            self._task.cancel()
+    def _stop(self, phase: Phase) -> None:
+        if self._phase in (Phase.STARTING, Phase.GENERATING):
+            self._move_to(phase)
+            self._generation.cancel()
 
 
 def turn_of(header: ResponseHeader) -> StoredTurn:

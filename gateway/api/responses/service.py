@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,9 +127,10 @@ class ResponseService:
             generation.discard()
             raise
         turn = None if log is None else turn_of(header)
-        task = self._task(generation, log or ResponseLog(header), turn=turn, text=prompt.text)
-        if memory is not None and not request.store:
-            task.on_turn_ended = memory.keep
+        remember = None if memory is None or request.store else memory.keep
+        task = self._task(
+            generation, log or ResponseLog(header), turn=turn, text=prompt.text, remember=remember
+        )
         self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
         return task
 
@@ -173,13 +175,20 @@ class ResponseService:
             return None
 
     def _task(
-        self, generation: Generation, log: ResponseLog, *, turn: StoredTurn | None, text: str | None
+        self,
+        generation: Generation,
+        log: ResponseLog,
+        *,
+        turn: StoredTurn | None,
+        text: str | None,
+        remember: Callable[[StoredTurn], None] | None = None,
     ) -> ResponseTask:
         return ResponseTask(
             generation,
             log,
             tokenizer=self._generator.model.tokenizer,
             turn=turn,
+            remember=remember,
             prompt_text=text,
             conversations=self._conversations,
             settings=self._settings.task,

@@ -215,7 +215,7 @@ class Connection:
             if lane is None:
                 await self._service.cancel(self.caller, response_id)
                 return
-        if lane.log is None or lane.log.on_cancel is not None:
+        if lane.log is None or lane.log.owner is not None:
             lane.cancel()
         elif not lane.log.is_ended:  # it runs on another gateway
             await self._service.cancel(self.caller, lane.log.header.response_id)

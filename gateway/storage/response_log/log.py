@@ -79,6 +79,22 @@ class LogNotice:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
+class LogOwner(Protocol):
+    """Runs a response and appends to its log."""
+
+    def cancel(self) -> None:
+        """Stop the response."""
+        ...
+
+    def lose(self) -> None:
+        """Another gateway has taken the response over."""
+        ...
+
+    def readers_changed(self) -> None:
+        """The number of readers has changed."""
+        ...
+
+
 class ResponseLog:
     """One response.
 
@@ -88,10 +104,7 @@ class ResponseLog:
         is_cancelled: a cancel arrived at this gateway.
         is_resumable: False once an entry was sent to a client without being stored.
         readers: open cursors.
-        on_readers: called when the number of readers changes. Like the next two, set by the owner
-            while the response runs.
-        on_cancel: called to stop the response.
-        on_lost: called when another gateway has taken the response over.
+        owner: runs the response in this gateway; None if none does, or not any longer.
     """
 
     def __init__(self, header: ResponseHeader, *, storage: Storage = IN_MEMORY) -> None:
@@ -102,9 +115,7 @@ class ResponseLog:
         self.is_cancelled = False
         self.is_resumable = True
         self.readers: set[LogReader] = set()
-        self.on_readers: Callable[[], None] | None = None
-        self.on_cancel: Callable[[], None] | None = None
-        self.on_lost: Callable[[], None] | None = None
+        self.owner: LogOwner | None = None
         self.notices: list[tuple[int, LogNotice]] = []  # with the number of entries before each
         self.failure: Exception | None = None
         self._storage = storage
@@ -171,8 +182,8 @@ class ResponseLog:
         entries, then this error."""
         self.failure = error
         self._wake()
-        if self.on_lost is not None:
-            self.on_lost()
+        if self.owner is not None:
+            self.owner.lose()
 
     # -- for everyone -----------------------------------------------------------------------
 
@@ -188,13 +199,9 @@ class ResponseLog:
 
     def cancel(self) -> None:
         """Stop the response if this gateway runs it and it has not ended."""
-        if self.on_cancel is not None and not self.is_ended:
+        if self.owner is not None and not self.is_ended:
             self.is_cancelled = True
-            self.on_cancel()
-
-    def changed_readers(self) -> None:
-        if self.on_readers is not None:
-            self.on_readers()
+            self.owner.cancel()
 
     def _wake(self) -> None:
         for reader in self.readers:
@@ -227,13 +234,17 @@ class LogReader:
 
     def __enter__(self) -> LogReader:
         self.log.readers.add(self)
-        self.log.changed_readers()
+        self._report()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._on_more = None
         self.log.readers.discard(self)
-        self.log.changed_readers()
+        self._report()
+
+    def _report(self) -> None:
+        if self.log.owner is not None:
+            self.log.owner.readers_changed()
 
     @property
     def num_behind(self) -> int:

@@ -58,7 +58,7 @@ class LogStore(Protocol):
         ...
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """Have the owner stop a response (`ResponseLog.on_cancel`) unless it has ended. Raises as
+        """Have the owner stop a response (`LogOwner.cancel`) unless it has ended. Raises as
         `find`."""
         ...
 

@@ -111,7 +111,7 @@ class RedisLogStore:
         return self._ownership.gateway_id
 
     async def start(self, take_over: TakeOver) -> None:
-        """As `LogStore.start`. `take_over` must have set `on_cancel` when it returns."""
+        """As `LogStore.start`. `take_over` must have set `ResponseLog.owner` when it returns."""
         self._take_over = take_over
         await self._ownership.appear()
         self._tasks = [

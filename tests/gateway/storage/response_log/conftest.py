@@ -25,6 +25,24 @@ PATIENT = RedisLogSettings(ack_timeout_s=_FOREVER_S, request_timeout_s=_FOREVER_
 
 
 @dataclass
+class Owner:
+    """Runs one response, as far as its log goes."""
+
+    response_id: str = ""
+    cancelled: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def cancel(self) -> None:
+        self.cancelled.append(self.response_id)
+
+    def lose(self) -> None:
+        self.lost.append(self.response_id)
+
+    def readers_changed(self) -> None:
+        pass
+
+
+@dataclass
 class Gateway:
     """A gateway, as far as response logs go.
 
@@ -40,9 +58,7 @@ class Gateway:
     lost: list[str] = field(default_factory=list)
 
     def run(self, log: ResponseLog) -> None:
-        response_id = log.header.response_id
-        log.on_cancel = lambda: self.cancelled.append(response_id)
-        log.on_lost = lambda: self.lost.append(response_id)
+        log.owner = Owner(log.header.response_id, self.cancelled, self.lost)
 
     def take_over(self, log: ResponseLog) -> None:
         self.run(log)

@@ -16,7 +16,7 @@ from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.redis_stream import Command, lean_round_trip, log_key
 
 from ....redis_server import RedisServer
-from .conftest import PATIENT, Gateways
+from .conftest import PATIENT, Gateways, Owner
 from .records import TENANT, add_delta, add_end, header, read_to_end, seen, until
 
 pytestmark = pytest.mark.redis
@@ -68,10 +68,9 @@ async def test_a_cluster_serves_as_one_server_does(tmp_path: Path, gateways: Gat
         logs = [await here.store.create(header()) for _ in range(20)]
         replicas = [await there.store.find(TENANT, log.header.response_id) for log in logs]
         reading = [asyncio.create_task(read_to_end(replica)) for replica in replicas]
-        cancelled: list[str] = []
-        logs[0].on_cancel = lambda: cancelled.append("cancelled")
+        logs[0].owner = owner = Owner()
         await there.store.cancel(TENANT, logs[0].header.response_id)
-        await until(lambda: cancelled)
+        await until(lambda: owner.cancelled)
         for log in logs[1:]:
             add_delta(log)
             add_end(log)
