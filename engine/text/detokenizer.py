@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from penstock.engine.request import SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -147,8 +148,7 @@ def _new_utf8_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
-class TextDelta:
+class TextDelta(msgspec.Struct, gc=False):
     """The text that a push released.
 
     Attributes:
@@ -193,8 +193,8 @@ class OutputText:
         if not self._stops:
             detokenise = self._detokenizer.push
             if len(token_ids) == 1:
-                return TextDelta(text=detokenise(token_ids[0]), num_tokens=1)
-            return TextDelta(text="".join(map(detokenise, token_ids)), num_tokens=len(token_ids))
+                return TextDelta(detokenise(token_ids[0]), 1)
+            return TextDelta("".join(map(detokenise, token_ids)), len(token_ids))
         pieces: list[str] = []
         num_tokens = 0
         for token_id in token_ids:
@@ -206,17 +206,17 @@ class OutputText:
             pieces.append(text)
             if stop is not None:
                 self._is_stopped = True
-                return TextDelta(text="".join(pieces), num_tokens=num_tokens, stop=stop)
-        return TextDelta(text="".join(pieces), num_tokens=num_tokens)
+                return TextDelta("".join(pieces), num_tokens, stop)
+        return TextDelta("".join(pieces), num_tokens)
 
     def finish(self) -> TextDelta:
         """End the sequence: return the text held back, cut at a stop string in it."""
         if self._is_stopped:
-            return TextDelta(text="", num_tokens=0)
+            return TextDelta("", 0)
         text, stop = self._scan(self._detokenizer.finish())
         self._is_stopped = True
         rest, self._held = self._held, ""
-        return TextDelta(text=text if stop is not None else text + rest, num_tokens=0, stop=stop)
+        return TextDelta(text if stop is not None else text + rest, 0, stop)
 
     def _scan(self, new: str) -> tuple[str, str | None]:
         if not self._stops or not new:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import itertools
 import re
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -21,21 +21,20 @@ from penstock.gateway.errors import failure_of
 from penstock.gateway.generation.generation import (
     Delta,
     DeltaSource,
+    Merged,
     Output,
     Usage,
     collected,
-    merged,
 )
-from penstock.gateway.http.event_stream import (
-    DONE,
-    EventStream,
-    ResumedEventStream,
-    data,
-    from_chunks,
-)
+from penstock.gateway.http.event_stream import DONE, EventStream, ResumedEventStream, data
+from penstock.gateway.http.pump import pump
+from penstock.gateway.http.raw_writer import RawWriter
+from penstock.gateway.sources import next_of
 
 _ID = re.compile("[-_]")  # separates a request id's prefix, its random part and the prompt's number
 _LONG_PROMPT_TOKENS = 256  # from here on a thread converts the prompt's logprobs to JSON
+
+_ANY_TEXT = uuid.uuid4().hex  # stands for a text
 
 Choice = dict[str, Any]
 
@@ -77,6 +76,11 @@ class Answer(abc.ABC):
         self._prompts_seen: set[int] = set()
         self._returns_token_ids = returns_token_ids
         self._num_sent: dict[int, int] = {}  # token ids sent in chunks, by choice
+        has_logprobs = first.sampling_params.logprobs is not None
+        self._has_only_text = not (
+            returns_token_ids or has_logprobs or options.continuous_usage_stats
+        )
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # around the text of a chunk, by choice
 
     @abc.abstractmethod
     def add_prompt(self, number: int) -> None:
@@ -117,22 +121,45 @@ class Answer(abc.ABC):
     def event_stream(self, *, is_resumed: bool, ping_s: float) -> EventStream:
         """The answer as a response; `is_resumed`: another request has begun it."""
         kind = ResumedEventStream if is_resumed else EventStream
-        return kind(from_chunks(self.stream()), ping_s=ping_s, on_error=error_events)
+        return kind(self._write_to, ping_s=ping_s, on_error=error_events)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events, `[DONE]` last; after an exception `error_events` ends it."""
-        async with contextlib.aclosing(merged(self.generations)) as batches:
-            async for number, deltas in batches:
-                await self._see_prompt(number)
-                events = [
-                    self._event([piece], self._usage.of_chunk(self.generations))
-                    for delta in deltas
-                    for piece in self._pieces(number * self.num_each + delta.index, delta)
-                ]
-                if events:
-                    yield b"".join(events)
+    async def _write_to(self, out: RawWriter) -> None:
+        """Write the answer as events, `[DONE]` last; after an exception `error_events` ends it."""
+        with Merged(self.generations) as merged:
+            # A prompt's logprobs may need a thread, so a task writes until all have been seen.
+            while len(self._prompts_seen) < len(self.generations):
+                deltas = await next_of(merged)
+                if deltas is None:
+                    break
+                for number, _ in deltas:
+                    await self._see_prompt(number)
+                for payload in self._encoded(deltas):
+                    if not out.write(payload):
+                        await out.drained()
+            await pump(merged, self._encoded, out)
         last = self._event([], self._total_usage()) if self._usage.is_shown else b""
-        yield last + DONE
+        out.write(last + DONE)
+
+    def _encoded(self, deltas: Sequence[tuple[int, Delta]]) -> Sequence[bytes]:
+        """What arrives together is one write."""
+        events: list[bytes] = []
+        for number, delta in deltas:
+            index = number * self.num_each + delta.index
+            frame = self._frames.get(index)
+            if frame is None or delta.finish_reason is not None or not delta.text:
+                events += self._general(index, delta)
+            else:
+                events.append(b"%b%b%b" % (frame[0], orjson.dumps(delta.text), frame[1]))
+        return (b"".join(events),) if events else ()
+
+    def _general(self, index: int, delta: Delta) -> list[bytes]:
+        """A delta's events. What surrounds the text is kept, if that is all that will change."""
+        pieces = self._pieces(index, delta)
+        if delta.text and self._has_only_text and delta.finish_reason is None:
+            [piece] = self.pieces(index, Delta(delta.index, _ANY_TEXT))
+            start, end = self._event([piece], None).split(orjson.dumps(_ANY_TEXT))
+            self._frames[index] = start, end
+        return [self._event([piece], self._usage.of_chunk(self.generations)) for piece in pieces]
 
     def _pieces(self, index: int, delta: Delta) -> list[Choice]:
         pieces = self.pieces(index, delta)

@@ -9,19 +9,23 @@ equal the known ones, otherwise the request fails (`Replay`).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import msgspec
 
 from penstock.engine.request import Request, RequestOutput, TokenLogprobs
 from penstock.engine.transport.messages import Submit
 from penstock.gateway.errors import GenerationFailedError
+from penstock.gateway.wake_ups import WakeUps
 
 
 class EngineStream:
     """A request's outputs, in order; those of one branch are merged, but never across a notice.
+
+    A `Source`. Its callbacks come in the event loop's next iteration.
+
+    Args:
+        wake_ups: shared by the streams of a client.
 
     Attributes:
         wire_id: the request's id in the engine that computes it; None while no engine does.
@@ -41,6 +45,7 @@ class EngineStream:
         "_on_ready",
         "_pending",
         "_replay",
+        "_wake_ups",
         "ended",
         "epoch",
         "num_deaths",
@@ -50,7 +55,9 @@ class EngineStream:
         "wire_id",
     )
 
-    def __init__(self, request: Request, *, epoch: int = 1) -> None:
+    def __init__(
+        self, request: Request, *, epoch: int = 1, wake_ups: WakeUps | None = None
+    ) -> None:
         self.request = request
         self.epoch = epoch
         self.wire_id: str | None = None
@@ -65,46 +72,39 @@ class EngineStream:
         self._error: Exception | None = None
         self._is_done = False
         self._on_ready: Callable[[], None] | None = None
+        self._wake_ups = wake_ups or WakeUps()
         self._num_prompt_logprobs = 0
         self._num_submits = 0
         self._replay: Replay | None = None
 
     # -- for the reader ---------------------------------------------------------------------
 
-    async def next(self) -> list[RequestOutput]:
-        """All outputs since the last call; waits while there are none.
+    @property
+    def is_over(self) -> bool:
+        return self._is_done and not self._pending and self._error is None
+
+    def take(self) -> list[RequestOutput]:
+        """All outputs since the last call; may be empty.
 
         Raises:
             EngineDeadError: the engine died and no other replaced it in time.
             GenerationFailedError: no engine can continue this request.
         """
-        while not self._pending and self._error is None:
-            waiter = asyncio.get_running_loop().create_future()
-            self.when_ready(partial(_release, waiter))
-            await waiter
-        return self.next_nowait()
-
-    def when_ready(self, call: Callable[[], None]) -> None:
-        """Call `call` once, as soon as `next_nowait` has something to return; maybe at once."""
-        if self._pending or self._error is not None:
-            call()
-        else:
-            self._on_ready = call
-
-    def next_nowait(self) -> list[RequestOutput]:
-        """All outputs since the last call, without waiting; may be empty.
-
-        Raises:
-            Exception: as `next`.
-        """
         if not self._pending and self._error is not None:  # outputs come before the error
             raise self._error
         outputs, self._pending = self._pending, []
-        if self._last_index:
-            self._last_index.clear()
+        if not self._last_index:
+            return outputs  # type: ignore[return-value]  # nothing was merged
+        self._last_index.clear()
         return [
             output if isinstance(output, RequestOutput) else output.whole() for output in outputs
         ]
+
+    def when_ready(self, call: Callable[[], None]) -> bool:
+        if self._pending or self._is_done:
+            return False
+        self._on_ready = call
+        return True
 
     # -- for the client ---------------------------------------------------------------------
 
@@ -200,13 +200,8 @@ class EngineStream:
 
     def _wake(self) -> None:
         assert self._on_ready is not None
-        call, self._on_ready = self._on_ready, None
-        call()
-
-
-def _release(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        self._wake_ups.add(self._on_ready)
+        self._on_ready = None
 
 
 class _Merged:

@@ -23,6 +23,7 @@ from penstock.engine.request import Request, RequestOutput
 from penstock.engine.transport.messages import Abort, Message
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError
+from penstock.gateway.wake_ups import WakeUps
 
 _MAX_STRIKES = 3
 _TRIAL_S = 10.0  # an engine that survives a suspect for this long accepts the next one
@@ -49,6 +50,7 @@ class OpenStreams:
         self._max_engine_lives = max_engine_lives
         self._engine_wait_s = engine_wait_s
         self._clock = clock
+        self._wake_ups = WakeUps()
         self._streams: dict[EngineStream, None] = {}  # in order
         self._in_engine: dict[str, EngineStream] = {}  # by wire id
         self._lost: list[EngineStream] = []  # those that the last engine had
@@ -62,7 +64,7 @@ class OpenStreams:
 
     def open(self, request: Request, *, epoch: int = 1) -> EngineStream:
         """Submit a request."""
-        stream = EngineStream(request, epoch=epoch)
+        stream = EngineStream(request, epoch=epoch, wake_ups=self._wake_ups)
         self._streams[stream] = None
         self._submit(stream)
         return stream

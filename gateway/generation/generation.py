@@ -10,11 +10,12 @@ deltas from an engine, `api.responses.logged_generation` from a log.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import (
@@ -30,6 +31,7 @@ from penstock.gateway.admission.admission import Reservation
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError, SupersededError
+from penstock.gateway.sources import Source, next_of
 from penstock.gateway.telemetry.metrics import StreamMeter
 
 
@@ -47,7 +49,7 @@ class Generation:
     the request, leaving it before the end aborts the request.
 
         with generation:
-            while (deltas := await generation.next()) is not None:
+            while (deltas := await next_of(generation)) is not None:
                 ...
         generation.branches[0].finish_reason, generation.usage
 
@@ -168,51 +170,31 @@ class Generation:
         """The token ids so far of the branch of this rank."""
         return self.branches[self.best()[rank]].token_ids
 
-    async def next(self) -> list[Delta] | None:
-        """All deltas since the last call, in order; None at the end.
+    @property
+    def is_over(self) -> bool:
+        return self._num_running == 0 and not self._due
+
+    def take(self) -> list[Delta]:
+        """All deltas since the last call, in order; may be empty.
 
         Raises:
             EngineDeadError: the engine died.
             InvalidRequestError: the engine refused this request.
             GenerationFailedError: the engine gave up on this request.
         """
-        if self._due:
-            due, self._due = self._due, []
-            return due
-        while self._num_running:
-            assert self._stream is not None, "next() outside of its context"
-            deltas = self._deltas(await self._stream.next())
-            if deltas:
-                return deltas
-        return None
-
-    def next_nowait(self) -> list[Delta]:
-        """All deltas since the last call, without waiting; may be empty. For callbacks of
-        `when_ready`, which need no task.
-
-        Raises:
-            Exception: as `next`.
-        """
-        due, self._due = self._due, []
-        if self._num_running and self._stream is not None:
-            due += self._deltas(self._stream.next_nowait())
-        return due
-
-    def when_ready(self, call: Callable[[], None]) -> None:
-        """Call `call` once, as soon as `next_nowait` has something to return; maybe at once."""
-        assert self._stream is not None, "when_ready() outside of its context"
-        self._stream.when_ready(call)
-
-    def _deltas(self, outputs: Sequence[RequestOutput]) -> list[Delta]:
-        deltas = []
-        is_over = False
-        for output in outputs:  # per branch, so the last may come first
-            delta = self._delta_of(output)
-            if delta is not None:
-                deltas.append(delta)
-            is_over = is_over or output.is_last
-        assert not (is_over and self._num_running), "an end with branches left"
+        deltas, self._due = self._due, []
+        if self._num_running:
+            assert self._stream is not None, "take() outside of its context"
+            for output in self._stream.take():
+                delta = self._delta_of(output)
+                if delta is not None:
+                    deltas.append(delta)
         return deltas
+
+    def when_ready(self, call: Callable[[], None]) -> bool:
+        if self._due or self._stream is None:
+            return False
+        return self._stream.when_ready(call)
 
     def _catch_up(self, token_ids: tuple[int, ...]) -> None:
         """Process the output tokens that are known, as if they had just arrived."""
@@ -300,42 +282,48 @@ class Generation:
             self._engine.abort_branch(self._stream, index)
 
 
-async def merged(
-    generations: Sequence[DeltaSource],
-) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """Enter several generations and yield their deltas as they arrive, with the generation's
-    number."""
-    with contextlib.ExitStack() as stack:
-        for generation in generations:
-            stack.enter_context(generation)
-        if len(generations) == 1:  # the usual path needs no tasks
-            while (deltas := await generations[0].next()) is not None:
-                yield 0, deltas
-            return
-        waiting = {
-            asyncio.ensure_future(generation.next()): number
-            for number, generation in enumerate(generations)
-        }
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    number, deltas = waiting.pop(task), task.result()
-                    if deltas is not None:
-                        waiting[asyncio.ensure_future(generations[number].next())] = number
-                        yield number, deltas
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+class Merged:
+    """Several generations as one source of deltas, each with the number of its generation. A
+    context manager that enters them all."""
+
+    def __init__(self, generations: Sequence[DeltaSource]) -> None:
+        self._generations = generations
+        self._running = list(enumerate(generations))
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> Merged:
+        with contextlib.ExitStack() as entered:
+            for generation in self._generations:
+                entered.enter_context(generation)
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.__exit__(*exception)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._running
+
+    def take(self) -> list[tuple[int, Delta]]:
+        taken = []
+        for entry in self._running.copy():
+            number, each = entry
+            taken += [(number, delta) for delta in each.take()]
+            if each.is_over:
+                self._running.remove(entry)
+        return taken
+
+    def when_ready(self, call: Callable[[], None]) -> bool:
+        return all(each.when_ready(call) for _, each in self._running)
 
 
 async def collected(generations: Sequence[DeltaSource]) -> list[list[Output]]:
     """The best outputs of each generation, whole."""
     deltas: dict[tuple[int, int], list[Delta]] = {}  # by generation and branch
-    async with contextlib.aclosing(merged(generations)) as batches:
-        async for number, batch in batches:
-            for delta in batch:
+    with Merged(generations) as merged:
+        while (taken := await next_of(merged)) is not None:
+            for number, delta in taken:
                 deltas.setdefault((number, delta.index), []).append(delta)
     return [
         [_whole(deltas[number, index]) for index in generation.best()]
@@ -353,8 +341,7 @@ def _whole(deltas: Sequence[Delta]) -> Output:
     )
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: made for every token
-class Delta:
+class Delta(msgspec.Struct, gc=False):
     """One branch's output since its last delta.
 
     Attributes:
@@ -419,13 +406,7 @@ class Branch:
             self._sum_logprobs += sum(entry.logprob for entry in logprobs[: len(counted)])
             logprobs = () if params.logprobs is None else logprobs[: pushed.num_tokens]
         self.finish_reason = reason
-        return Delta(
-            index=self._index,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=reason,
-            notice=output.notice,
-        )
+        return Delta(self._index, text, logprobs, reason, output.notice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,20 +416,12 @@ class Usage:
     cached_tokens: int
 
 
-class DeltaSource(Protocol):
+class DeltaSource(Source[Delta], Protocol):
     """A context manager, like `Generation`."""
 
     def __enter__(self) -> DeltaSource: ...
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
-
-    async def next(self) -> list[Delta] | None:
-        """All deltas since the last call, in order; None at the end.
-
-        Raises:
-            Exception: the generation failed.
-        """
-        ...
 
     @property
     def request(self) -> Request: ...

@@ -60,19 +60,6 @@ async def wait_disconnect(receive: Receive) -> None:
 Source = Callable[[RawWriter], Awaitable[None]]
 
 
-def from_chunks(chunks: AsyncGenerator[bytes, None]) -> Source:
-    """A source that is a generator of whole events, several at once where several are ready. It is
-    closed when the client leaves, so whatever it holds open must let go then."""
-
-    async def write_to(out: RawWriter) -> None:
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                if not out.write(chunk):
-                    await out.drained()
-
-    return write_to
-
-
 class EventStream:
     """A response of events, and the `RawWriter` that its source writes them to.
 

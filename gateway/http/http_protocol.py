@@ -38,6 +38,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from penstock.gateway.errors import Failure, refusal
 from penstock.gateway.http.raw_writer import offer_raw_writer
+from penstock.gateway.wake_ups import WRITES
 
 MAX_REFUSED_CONNECTIONS = 64  # beyond the limit, open at the same time, answered 503
 _LOG = logging.getLogger(__name__)
@@ -356,7 +357,7 @@ class _Chunks:
 
     def write(self, payload: bytes) -> bool:
         if not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+            WRITES.write(self._transport, b"%x\r\n%b\r\n" % (len(payload), payload))
         return not self._flow.write_paused
 
     async def drained(self) -> None:

@@ -24,6 +24,7 @@ from websockets.server import ServerProtocol
 from penstock.gateway.errors import refusal
 from penstock.gateway.http.http_protocol import MAX_STALL_S, StallTimer, after_reading, last_answer
 from penstock.gateway.http.raw_writer import offer_raw_writer
+from penstock.gateway.wake_ups import WRITES
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
@@ -140,7 +141,7 @@ class _Messages:
     def write(self, payload: bytes) -> bool:
         if self._conn.state is not State.OPEN or self._transport.is_closing():
             raise WebSocketDisconnect(1006)
-        self._transport.write(text_frame(payload))
+        WRITES.write(self._transport, text_frame(payload))
         return self._writable.is_set()
 
     async def drained(self) -> None:

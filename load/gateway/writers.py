@@ -31,13 +31,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.gateway.errors import failure_of
-from penstock.gateway.http.event_stream import (
-    EventStream,
-    ResumedEventStream,
-    from_chunks,
-    named,
-)
+from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, Source, named
 from penstock.gateway.http.http_protocol import HttpLimits, limited_protocol
+from penstock.gateway.http.raw_writer import RawWriter
 from penstock.load.report.options import positive
 from penstock.load.report.tables import table
 
@@ -71,6 +67,18 @@ class Ticker:
         tick, self._tick = self._tick, None
         assert tick is not None
         tick.set_result(None)
+
+
+def from_chunks(chunks: AsyncGenerator[bytes, None]) -> Source:
+    """A source that is a generator of whole events; it is closed when the client leaves."""
+
+    async def write_to(out: RawWriter) -> None:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if not out.write(chunk):
+                    await out.drained()
+
+    return write_to
 
 
 def app_of(writer: str, ticks_per_s: float) -> Starlette:

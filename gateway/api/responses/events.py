@@ -12,8 +12,9 @@ its prompt has no item. Nothing here depends on time or place: a replay produces
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
@@ -36,7 +37,7 @@ _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
 }
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, gc=False):
     """One event: its type, and the whole event as JSON."""
 
     type: str

@@ -7,7 +7,7 @@ Used for answers that are not Responses (`ResponseHeader.is_turn` is False).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import InvalidRequestError
@@ -64,26 +64,31 @@ class LoggedGeneration:
         assert rank == 0
         return self._token_ids
 
-    async def next(self) -> list[Delta] | None:
-        """As `DeltaSource.next`, but one log entry at a time, so that a replay's deltas are those
-        of the first reader.
+    @property
+    def is_over(self) -> bool:
+        return self._end is not None
+
+    def take(self) -> list[Delta]:
+        """As `Source.take`, but one log entry at a time, so that a replay's deltas are those of the
+        first reader.
 
         Raises:
             InvalidRequestError: the engine refused the request.
             GenerationFailedError: the generation failed otherwise.
             RequestRefusedError: 503: this gateway cannot read the log to its end.
         """
-        while not self._due:
+        if not self._due:
             try:
-                entries = await self._reader.next()
+                entries = self._reader.take()
             except RequestRefusedError as error:
                 if error.code != "response_expired":
                     raise
                 raise _lost() from error
-            if entries is None:
-                return None
             self._due += [entry for entry in entries if not isinstance(entry, LogNotice)]
-        return [self._delta(self._due.popleft())]
+        return [self._delta(self._due.popleft())] if self._due else []
+
+    def when_ready(self, call: Callable[[], None]) -> bool:
+        return not self._due and self._reader.when_ready(call)
 
     def _delta(self, entry: Entry) -> Delta:
         if isinstance(entry, DeltaEntry):

@@ -203,21 +203,18 @@ class ResponseTask:
         if self._is_over is None or self._is_over.done():
             return
         try:
-            deltas = generation.next_nowait()
-            self._log_deltas(deltas)
+            deltas = generation.take()
+            if deltas:
+                self._log_deltas(deltas)
         except Exception as error:
             self._is_over.set_exception(error)
             return
-        if generation.is_finished:
+        if generation.is_over:
             self._is_over.set_result(None)
         elif deltas and interval_s > 0:
             self._loop.call_later(interval_s, self._log_new_deltas)
-        else:
-            generation.when_ready(self._log_soon)
-
-    def _log_soon(self) -> None:
-        # Not at once, so that the entry includes everything the engine has already sent.
-        self._loop.call_soon(self._log_new_deltas)
+        elif not generation.when_ready(self._log_new_deltas):
+            self._loop.call_soon(self._log_new_deltas)
 
     def _log_deltas(self, deltas: Sequence[Delta]) -> None:
         """Log the deltas since the last call as one entry, or more if there are notices."""

@@ -25,6 +25,7 @@ from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
 
 
@@ -119,7 +120,7 @@ class Responses:
     async def _whole(self, request: Request, log: ResponseLog) -> dict[str, Any]:
         """The response at its end, whichever gateway runs it."""
         with log.read(find_again=self._find_again(request, log)) as reader:
-            while await reader.next() is not None:
+            while await next_of(reader) is not None:
                 pass
             return response_object(reader.log)
 

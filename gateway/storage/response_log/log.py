@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from penstock.gateway.errors import RequestRefusedError
@@ -101,6 +100,7 @@ class ResponseLog:
     Attributes:
         epoch: of the owner that appends.
         entries: in order; the first `num_published` are visible to readers.
+        end: the last entry, once it is visible to readers.
         is_cancelled: a cancel arrived at this gateway.
         is_resumable: False once an entry was sent to a client without being stored.
         readers: open cursors.
@@ -112,6 +112,7 @@ class ResponseLog:
         self.epoch = 1
         self.entries: list[Entry] = []
         self.num_published = 0
+        self.end: EndEntry | None = None
         self.is_cancelled = False
         self.is_resumable = True
         self.readers: set[LogReader] = set()
@@ -126,12 +127,6 @@ class ResponseLog:
         if not self.entries:
             return self.header.num_opening_events
         return self.entries[-1].last_number + 1
-
-    @property
-    def end(self) -> EndEntry | None:
-        """The last entry, once it is visible to readers."""
-        last = self.entries[self.num_published - 1] if self.num_published else None
-        return last if isinstance(last, EndEntry) else None
 
     @property
     def is_ended(self) -> bool:
@@ -174,7 +169,10 @@ class ResponseLog:
 
     def publish(self, num_entries: int) -> None:
         """Make the first `num_entries` visible to readers."""
-        self.num_published = max(self.num_published, num_entries)
+        if num_entries > self.num_published:
+            self.num_published = num_entries
+            last = self.entries[num_entries - 1]
+            self.end = last if isinstance(last, EndEntry) else None
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -209,27 +207,38 @@ class ResponseLog:
 
 
 class LogReader:
-    """A cursor.
+    """A cursor, and a `Source` of entries and notices.
 
     Attributes:
         log: the log that it reads; replaced when another gateway takes the response over.
 
     with log.read(after) as reader:
-        while (entries := await reader.next()) is not None:
+        while (entries := await next_of(reader)) is not None:
             ...
     """
 
-    __slots__ = ("_after", "_find_again", "_next_notice", "_on_more", "_position", "log")
+    __slots__ = (
+        "_after",
+        "_find_again",
+        "_may_lag",
+        "_moving",
+        "_next_notice",
+        "_on_more",
+        "_position",
+        "log",
+    )
 
     def __init__(self, log: ResponseLog, after: int, find_again: FindAgain | None) -> None:
         self._find_again = find_again
         self._on_more: Callable[[], None] | None = None
+        self._moving: asyncio.Future[ResponseLog] | None = None  # to the next owner's log
         self._begin(log, after)
 
     def _begin(self, log: ResponseLog, after: int) -> None:
         self.log = log
         self._after = after
         self._position = _position(log, after)
+        self._may_lag = after >= 0
         self._next_notice = len(log.notices)
 
     def __enter__(self) -> LogReader:
@@ -239,6 +248,9 @@ class LogReader:
 
     def __exit__(self, *_: object) -> None:
         self._on_more = None
+        if self._moving is not None:
+            self._moving.cancel()
+            self._moving = None
         self.log.readers.discard(self)
         self._report()
 
@@ -247,75 +259,95 @@ class LogReader:
             self.log.owner.readers_changed()
 
     @property
-    def num_behind(self) -> int:
-        """Visible entries that were not read yet."""
-        return self.log.num_published - self._position
+    def is_over(self) -> bool:
+        return self.log.end is not None and self._position == self.log.num_published
 
-    async def next(self) -> list[Entry | LogNotice] | None:
-        """New entries and notices in order, up to a bound; waits while there are none; None at the
-        end.
+    def take(self) -> list[Entry | LogNotice]:
+        """New entries and notices in order, up to a bound; may be empty.
 
         Raises:
-            Exception: the error that `ResponseLog.fail` got, after all visible entries.
+            Exception: the error that `ResponseLog.fail` got, after all visible entries, unless the
+                response's next owner is being looked for.
         """
-        while True:
-            found = self.next_nowait()
-            if found:
-                return found
-            if self.num_behind:
-                continue  # the reader already had those entries
-            if self.log.end is not None:
-                return None
-            if self.log.failure is not None:
-                await self._move(self.log.failure)
-                continue
-            waiter = asyncio.get_running_loop().create_future()
-            self.when_more(partial(_release, waiter))
-            await waiter
+        log, begin = self.log, self._position
+        stop = min(log.num_published, begin + _MAX_AT_ONCE)
+        found: list[Entry | LogNotice] = []
+        while self._next_notice < len(log.notices):
+            position, notice = log.notices[self._next_notice]
+            if position > stop:
+                break
+            found += log.entries[begin:position]
+            found.append(notice)
+            begin = max(begin, position)
+            self._next_notice += 1
+        found += log.entries[begin:stop]
+        self._position = stop
+        if self._may_lag and found:
+            self._drop_known(found)
+        if log.failure is not None and log.end is None and not (found or self._is_behind):
+            self._move_or_raise(log.failure)
+        return found
 
-    async def _move(self, failure: Exception) -> None:
-        """Continue with the log of the response's next owner; raises `failure` if there is none."""
-        if self._find_again is None or not isinstance(failure, ResponseMovedError):
-            raise failure
-        log = await _found(self._find_again)
-        read = self.log.entries[: self._position]
-        self.__exit__()
-        self._begin(log, max(self._after, read[-1].last_number) if read else self._after)
-        self.__enter__()
+    def _drop_known(self, found: list[Entry | LogNotice]) -> None:
+        """A followed log may lag behind what its reader already got from the owner's gateway."""
+        while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
+            del found[0]
+        self._may_lag = not (found and not isinstance(found[0], LogNotice))
+
+    def when_ready(self, call: Callable[[], None]) -> bool:
+        """As `Source.when_ready`. The call comes at once from the code that appends."""
+        log = self.log
+        has_failed = log.failure is not None and not self._is_moving
+        if self._is_behind or log.end is not None or has_failed:
+            return False
+        self._on_more = call
+        return True
 
     @property
-    def is_at_end(self) -> bool:
-        """Whether this log gets no more entries; `next` then returns None, moves or raises."""
-        return self.log.end is not None or self.log.failure is not None
-
-    def when_more(self, call: Callable[[], None]) -> None:
-        """Call `call` once when the log changes. Only for readers that have read everything."""
-        self._on_more = call
+    def _is_behind(self) -> bool:
+        log, next_notice = self.log, self._next_notice
+        if self._position < log.num_published:
+            return True
+        return next_notice < len(log.notices) and log.notices[next_notice][0] <= self._position
 
     def wake(self) -> None:
         call, self._on_more = self._on_more, None
         if call is not None:
             call()
 
-    def next_nowait(self) -> list[Entry | LogNotice]:
-        """New entries and notices in order, up to a bound, without waiting; may be empty."""
-        log = self.log
-        stop = min(log.num_published, self._position + _MAX_AT_ONCE)
-        found: list[Entry | LogNotice] = []
-        while self._next_notice < len(log.notices):
-            position, notice = log.notices[self._next_notice]
-            if position > stop:
-                break
-            found += log.entries[self._position : position]
-            found.append(notice)
-            self._position = max(self._position, position)
-            self._next_notice += 1
-        found += log.entries[self._position : stop]
-        self._position = stop
-        # A followed log may lag behind what its reader already got from the owner's gateway.
-        while found and not isinstance(found[0], LogNotice) and found[0].last_number <= self._after:
-            del found[0]
-        return found
+    # -- the response's next owner ----------------------------------------------------------
+
+    @property
+    def _is_moving(self) -> bool:
+        return self._moving is not None and not self._moving.done()
+
+    def _move_or_raise(self, failure: Exception) -> None:
+        """Look for the log of the next owner; raise `failure` if there cannot be one."""
+        if self._find_again is None or not isinstance(failure, ResponseMovedError):
+            raise failure
+        if self._moving is None:
+            self._moving = asyncio.ensure_future(_found(self._find_again))
+            self._moving.add_done_callback(self._on_found)
+        elif self._moving.done():
+            self._moving.result()  # it has failed
+
+    def _on_found(self, moving: asyncio.Future[ResponseLog]) -> None:
+        if moving is not self._moving:
+            return  # the reader has left
+        if moving.exception() is not None:
+            self.wake()
+            return
+        self._moving = None
+        wake, self._on_more = self._on_more, None
+        read = self.log.entries[: self._position]
+        after = max(self._after, read[-1].last_number) if read else self._after
+        self.log.readers.discard(self)
+        self._report()
+        self._begin(moving.result(), after)
+        self.log.readers.add(self)
+        self._report()
+        if wake is not None:
+            wake()
 
 
 async def _found(find_again: FindAgain) -> ResponseLog:
@@ -327,11 +359,6 @@ async def _found(find_again: FindAgain) -> ResponseLog:
         except StoreUnavailableError:
             await asyncio.sleep(_TRY_AGAIN_S)
     return await find_again()
-
-
-def _release(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _position(log: ResponseLog, after: int) -> int:

@@ -44,6 +44,7 @@ from penstock.gateway.storage.response_log.redis_stream import (
     round_trip,
     store_unavailable,
 )
+from penstock.gateway.wake_ups import WRITES
 
 _LOG = logging.getLogger(__name__)
 _WRITING_TICKS = 5  # see `in_time`
@@ -435,10 +436,11 @@ class LogWriter:
         chores = self._chores.pop(node, [])
         replies = await self._send_with_chores(lean_round_trip, commands, chores)
         begin = 0
-        for owned, end, num_entries in parts:
-            if not self._confirmed(owned, replies[begin:end], num_entries):
-                again.append(owned)
-            begin = end
+        with WRITES:  # readers get what is confirmed
+            for owned, end, num_entries in parts:
+                if not self._confirmed(owned, replies[begin:end], num_entries):
+                    again.append(owned)
+                begin = end
         return again
 
     async def _send_with_chores(

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.gateway.api.responses.events import Event, num_closing_events, response_object
 from penstock.gateway.api.responses.subscriber import Subscriber
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, ResponseMovedError
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
 
@@ -172,11 +173,11 @@ async def test_a_slow_reader_gets_several_at_once() -> None:
     with log.read() as reader:
         for number in range(3):
             log.append(DeltaEntry(log.next_number, "x", (number,)))
-        assert reader.num_behind == 3
-        assert len(await reader.next() or ()) == 3
+        assert not reader.when_ready(lambda: None)
+        assert len(await next_of(reader) or ()) == 3
         log.append(end(log, FinishReason.STOP))
-        assert len(await reader.next() or ()) == 1
-        assert await reader.next() is None
+        assert len(await next_of(reader) or ()) == 1
+        assert await next_of(reader) is None
 
 
 async def test_what_comes_is_written_at_once_while_there_is_room() -> None:
@@ -275,7 +276,7 @@ async def test_what_is_not_confirmed_is_not_seen() -> None:
     log.append(DeltaEntry(log.next_number, "a", (1,)))
     log.append(end(log, FinishReason.STOP))
     with log.read() as reader:
-        waiting = asyncio.ensure_future(reader.next())
+        waiting = asyncio.ensure_future(next_of(reader))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         assert not log.is_ended
@@ -283,4 +284,4 @@ async def test_what_is_not_confirmed_is_not_seen() -> None:
         assert len(await waiting or ()) == 1
         log.fail(RuntimeError("the storage is gone"))
         with pytest.raises(RuntimeError, match="gone"):
-            await reader.next()
+            await next_of(reader)

@@ -22,6 +22,7 @@ from penstock.engine.transport.messages import DropPrefix, EngineStats, Step
 from penstock.gateway.engines import engine_client
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_stream import EngineStream
+from penstock.gateway.sources import next_of
 
 from ..conftest import PATIENCE_S, until
 from ..fake_engine import FakeEngine
@@ -57,7 +58,7 @@ def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
 async def drain(stream: EngineStream) -> list[int]:
     token_ids: list[int] = []
     while True:
-        for output in await stream.next():
+        for output in await next_of(stream):
             token_ids += output.token_ids
             if output.is_last:
                 return token_ids
@@ -76,7 +77,7 @@ async def test_the_time_since_the_last_step_needs_no_heartbeat(tmp_path: Path) -
         assert client.since_step_s == 0
         stream = client.submit(request("r"))
         assert client.since_step_s > 0
-        await stream.next()
+        await next_of(stream)
         first = client.since_step_s
         assert 0 < first < client.since_step_s
         client.abort(stream)
@@ -88,7 +89,7 @@ async def test_a_slow_reader_gets_one_merged_output() -> None:
         stream.push(RequestOutput(request_id="r", token_ids=(token_id,), num_cached_tokens=3))
     stream.push(RequestOutput(request_id="r", finish_reason=FinishReason.LENGTH, is_last=True))
     stream.push(RequestOutput(request_id="r", token_ids=(7,)))  # after the end: not ours
-    [output] = await stream.next()
+    [output] = await next_of(stream)
     assert output.token_ids == tuple(range(500))
     assert output.finish_reason is FinishReason.LENGTH
     assert output.num_cached_tokens == 3
@@ -107,7 +108,7 @@ async def test_branches_merge_apart_and_notices_keep_their_place() -> None:
     push(1, 13)
     push(0, 3, notice=Notice.RESUMED)
     push(0, 4)
-    merged = [(item.index, item.token_ids, item.notice) for item in await stream.next()]
+    merged = [(item.index, item.token_ids, item.notice) for item in await next_of(stream)]
     assert merged == [
         (0, (0, 1, 2), None),
         (1, (10, 11, 12, 13), None),
@@ -115,7 +116,7 @@ async def test_branches_merge_apart_and_notices_keep_their_place() -> None:
         (0, (3, 4), Notice.RESUMED),
     ]
     push(0, 5)
-    [output] = await stream.next()
+    [output] = await next_of(stream)
     assert output.token_ids == (5,)
 
 
@@ -124,7 +125,7 @@ async def test_prompt_logprobs_merge_in_order() -> None:
     entries = [TokenLogprobs(token_id=n, logprob=-1.0, rank=1) for n in range(4)]
     for entry in entries:
         stream.push(RequestOutput(request_id="r", prompt_logprobs=(entry,)))
-    [output] = await stream.next()
+    [output] = await next_of(stream)
     assert output.prompt_logprobs == tuple(entries)
 
 
@@ -149,7 +150,7 @@ async def test_a_link_that_is_often_lost_is_no_death_of_the_engine(
 async def test_abort_reaches_the_engine_once(tmp_path: Path) -> None:
     async with linked(tmp_path, step_s=0.01) as (client, engine):
         stream = client.submit(request("r"))
-        await stream.next()
+        await next_of(stream)
         client.abort(stream)
         client.abort(stream)
         await until(lambda: engine.aborted == {"r"})
@@ -158,12 +159,12 @@ async def test_abort_reaches_the_engine_once(tmp_path: Path) -> None:
 async def test_a_branch_is_aborted_alone(tmp_path: Path) -> None:
     async with linked(tmp_path, step_s=0.01) as (client, engine):
         stream = client.submit(request("r", n=2))
-        await stream.next()
+        await next_of(stream)
         client.abort_branch(stream, 1)
         await until(lambda: engine.aborted_branches == {("r", 1)})
-        while any(output.index == 1 for output in await stream.next()):
+        while any(output.index == 1 for output in await next_of(stream)):
             pass  # it was on its way
-        outputs = [output for _ in range(5) for output in await stream.next()]
+        outputs = [output for _ in range(5) for output in await next_of(stream)]
         assert {output.index for output in outputs} == {0}  # the other goes on, alone
         client.abort(stream)
         client.abort_branch(stream, 0)  # the request is over
@@ -202,9 +203,9 @@ async def test_what_came_before_the_death_is_delivered(
         await until(lambda: len(stream.token_ids[0]) > 0)
         await engine.die()
         await until(lambda: not client.is_alive)
-        assert (await stream.next())[0].token_ids
+        assert (await next_of(stream))[0].token_ids
         with pytest.raises(EngineDeadError, match="out of memory"):
-            await stream.next()
+            await next_of(stream)
         with pytest.raises(EngineDeadError):
             client.submit(request("s"))
         assert client.is_lost
@@ -213,7 +214,7 @@ async def test_what_came_before_the_death_is_delivered(
 async def test_a_lost_frame_is_a_death(tmp_path: Path) -> None:
     async with linked(tmp_path, step_s=0.01) as (client, engine):
         stream = client.submit(request("r", max_tokens=150))
-        num_before = sum(len(output.token_ids) for output in await stream.next())
+        num_before = sum(len(output.token_ids) for output in await next_of(stream))
         [identity] = engine.num_steps
         await engine.send(identity, Step(number=10**6, outputs=(), stats=EngineStats()))
         # A new life begins, the old one's request is given up, and nothing of its text is lost.

@@ -17,6 +17,7 @@ from penstock.gateway.engines import engine_client
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.generation.generation import Generation, Output, collected
+from penstock.gateway.sources import next_of
 from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 
 from ..conftest import ANSWER, PATIENCE_S, until
@@ -317,7 +318,7 @@ async def test_text_that_was_not_shown_before_the_cut_comes_first(connect: Conne
     async with connect() as link:
         generation = link.generation(output_token_ids=link.engine.script[:20], shown_text="Hel")
         with generation:
-            first = await generation.next()
+            first = await next_of(generation)
         assert first is not None
         assert first[0].text == link.tokenizer.decode(link.engine.script[:20])[3:]
 

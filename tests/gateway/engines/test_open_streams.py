@@ -9,6 +9,7 @@ from penstock.engine.transport.messages import Abort, Message, Submit
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.errors import GenerationFailedError
+from penstock.gateway.sources import next_of
 
 
 class Desk:
@@ -62,9 +63,9 @@ async def test_the_one_on_trial_is_to_blame_and_the_rest_go_on() -> None:
     assert desk.die() == ["a~2"]
     assert desk.die() == ["b~2"]
     with pytest.raises(GenerationFailedError, match="3 times with this request: a test"):
-        await a.next()
+        await next_of(a)
     desk.token("b~2")
-    [output] = await b.next()
+    [output] = await next_of(b)
     assert output.token_ids == (7,)
 
 

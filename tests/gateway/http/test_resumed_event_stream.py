@@ -20,8 +20,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from penstock.engine.config import ModelConfig
 from penstock.gateway.api.responses.subscriber import Subscriber
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.http.event_stream import ResumedEventStream, data, from_chunks, named
+from penstock.gateway.http.event_stream import ResumedEventStream, data, named
 from penstock.gateway.http.http_protocol import StallTimer
+from penstock.load.gateway.writers import from_chunks
 
 from .. import conftest
 from ..api.keyed import CHAT, COMPLETIONS, post

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import (
@@ -67,7 +68,7 @@ async def read_to_end(log: ResponseLog, after: int = -1) -> list[Entry]:
     found: list[Entry] = []
     async with asyncio.timeout(PATIENCE_S):
         with log.read(after) as reader:
-            while (entries := await reader.next()) is not None:
+            while (entries := await next_of(reader)) is not None:
                 found += [entry for entry in entries if not isinstance(entry, LogNotice)]
     return found
 

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.gateway.api.responses.logged_generation import LoggedGeneration
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.log_store import response_expired
 from penstock.gateway.storage.response_log.record import Entry
@@ -18,7 +19,7 @@ _MANY = 1000
 async def _taken(log: ResponseLog, after: int = -1) -> list[list[Entry | LogNotice]]:
     batches = []
     with log.read(after) as reader:
-        while (batch := await reader.next()) is not None:
+        while (batch := await next_of(reader)) is not None:
             batches.append(batch)
     return batches
 
@@ -40,7 +41,7 @@ async def test_who_knows_more_than_a_replica_gets_only_what_is_new() -> None:
         for _ in range(_MANY):  # more at once than a reader takes
             add_delta(log)
         new = add_delta(log)
-        assert await reader.next() == [new]
+        assert await next_of(reader) == [new]
 
 
 async def test_notices_keep_their_places_in_a_long_log() -> None:
@@ -54,7 +55,7 @@ async def test_notices_keep_their_places_in_a_long_log() -> None:
                 expected.append(log.notices[-1][1])
         expected.append(add_end(log))
         found: list[Entry | LogNotice] = []
-        while (batch := await reader.next()) is not None:
+        while (batch := await next_of(reader)) is not None:
             found += batch
     assert found == expected
 
@@ -68,8 +69,8 @@ async def test_an_answer_whose_log_is_lost_is_to_be_asked_for_again() -> None:
         return log
 
     with LoggedGeneration(log, find_again=find_again) as generation:
-        assert await generation.next() is not None
+        assert await next_of(generation) is not None
         log.fail(response_expired(log.header.response_id))
         with pytest.raises(RequestRefusedError) as caught:
-            await generation.next()
+            await next_of(generation)
     assert (caught.value.status, caught.value.code) == (503, "session_store_unavailable")

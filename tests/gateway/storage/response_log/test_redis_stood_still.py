@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.redis_errors import RedisAwayError
 from penstock.gateway.storage.response_log import log as response_log
@@ -108,4 +109,4 @@ async def test_a_reader_finds_its_log_again_when_storage_answers_late(
 
     with lost.read(find_again=find_again) as reader:
         lost.fail(ResponseMovedError(lost.header.response_id))
-        assert await reader.next() == found.entries
+        assert await next_of(reader) == found.entries
