@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -88,11 +87,7 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         """Used by calls without parameters: the model's generation config over
         `SamplingParams()`."""
-        defaults = asdict(self._defaults)
-        del defaults["eos_token_ids"]
-        return SamplingParams(
-            **{name: value for name, value in defaults.items() if value is not None}
-        )
+        return SamplingParams(**self._defaults.sampling)
 
     def generate(
         self,

@@ -7,7 +7,8 @@ A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from huggingface_hub.errors import (
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.json_file import read_json
-from penstock.engine.request import SamplingParams
+from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
@@ -96,14 +97,14 @@ def _require(path: Path, name: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """A model's generation config, used where a request has no value; None where it has none."""
+    """A model's generation config.
+
+    Attributes:
+        sampling: values of `SamplingParams` where a request has none.
+    """
 
     eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaults:
@@ -116,26 +117,22 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if mode == "auto" and generation_path.exists() else {}
     eos = generation.get("eos_token_id")
-    defaults = GenerationDefaults(
-        eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos, path),
-        temperature=_number(generation, "temperature"),
-        top_p=_number(generation, "top_p"),
-        top_k=_integer(generation, "top_k"),
-        min_p=_number(generation, "min_p"),
-        repetition_penalty=_number(generation, "repetition_penalty"),
-    )
-    _check_defaults(defaults, generation_path)
-    return defaults
-
-
-def _check_defaults(defaults: GenerationDefaults, path: Path) -> None:
-    """Raise `ModelLoadError` for an invalid default, instead of failing every request."""
-    values = asdict(defaults)
-    del values["eos_token_ids"]
+    sampling = {
+        name: parameter.type(value)
+        for name, parameter in SAMPLING_PARAMETERS.items()
+        if parameter.declared.has_model_default
+        and isinstance(value := generation.get(name), int | parameter.type)
+    }
     try:
-        SamplingParams(**{name: value for name, value in values.items() if value is not None})
-    except InvalidRequestError as error:
-        raise ModelLoadError(f"{path}: {error}; --generation-config none ignores it") from error
+        SamplingParams(**sampling)
+    except InvalidRequestError as error:  # now, instead of at every request
+        raise ModelLoadError(
+            f"{generation_path}: {error}; --generation-config none ignores it"
+        ) from error
+    return GenerationDefaults(
+        eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos, path),
+        sampling=sampling,
+    )
 
 
 def _token_ids(value: object, path: Path) -> tuple[int, ...]:
@@ -143,16 +140,6 @@ def _token_ids(value: object, path: Path) -> tuple[int, ...]:
     if not all(isinstance(token_id, int) for token_id in ids):
         raise ModelLoadError(f"{path}: eos_token_id is neither an id nor a list of ids")
     return tuple(ids)
-
-
-def _number(values: dict[str, Any], name: str) -> float | None:
-    value = values.get(name)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _integer(values: dict[str, Any], name: str) -> int | None:
-    value = values.get(name)
-    return value if isinstance(value, int) else None
 
 
 def weights_fingerprint(path: Path) -> bytes:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -40,89 +43,138 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """What a field of `SamplingParams` declares beside its name, type, default and meaning.
+
+    Its checks, the gateway's request schemas and the OpenAPI document are made from it.
+
+    Attributes:
+        ge, gt, le: bounds of its value.
+        rule: what a message about a value out of bounds says; by default, the bounds.
+        neutral: if it shapes a draw: its values that do not.
+        is_common: every generating endpoint takes it as it is declared here. The others are in
+            the schemas of endpoints, under a name or in a form of their own.
+        has_model_default: its default may come from the model's `generation_config.json`.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    rule: str = ""
+    neutral: tuple[object, ...] = ()
+    is_common: bool = False
+    has_model_default: bool = False
+
+    def bounds(self, name: str) -> tuple[float, float, str, str]:
+        """The smallest and the largest value, the parameter's name, and the rule."""
+        low = -math.inf if self.gt is None else math.nextafter(self.gt, math.inf)
+        high = math.inf if self.le is None else self.le
+        rule = self.rule or f"must be between {self.ge} and {self.le}"
+        return low if self.ge is None else self.ge, high, name, rule
+
+
+_common = partial(Declared, is_common=True)
+_model = partial(_common, has_model_default=True)
+_PENALTY = _common(ge=-2, le=2, rule="must be in [-2, 2]", neutral=(0.0,))
+_MIN_TOKENS = "must be between 0 and max_tokens"
+_LOGPROBS = Declared(ge=0, le=MAX_LOGPROBS)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How output tokens are chosen and when they end. Names and meanings follow vLLM.
 
-    Attributes:
-        temperature: 0 is greedy (argmax); otherwise logits are divided by it.
-        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
-        top_k: keep this many most likely tokens; 0 (or -1) keeps all.
-        min_p: drop tokens less likely than `min_p` × the likeliest, in [0, 1].
-        repetition_penalty: > 1 discourages tokens of prompt and output (CTRL paper, §4.1).
-        presence_penalty, frequency_penalty: OpenAI's, over output tokens, in [-2, 2].
-        logit_bias: token id → value added to its logit.
-        seed: 64-bit; a draw depends only on (seed, sequence index, token position).
-        max_tokens: maximum number of output tokens; 0 only computes the prompt.
-        min_tokens: EOS and stop tokens are masked until this many tokens were generated.
-        ignore_eos: EOS does not end the sequence.
-        stop_token_ids: extra ids that end the sequence, like EOS.
-        logprobs: None, or how many of the likeliest tokens to report with each output token.
-        prompt_logprobs: the same for every prompt token after the first.
-        n: number of outputs (with beam search, of hypotheses); they share the prompt's KV blocks.
-        best_of: number of outputs computed; `LLM` or the gateway keeps the n likeliest.
-        beam_search: search instead of sampling; every field that shapes a draw must be neutral.
-        stop, include_stop_str_in_output, skip_special_tokens: used by `engine.text`, where ids
-            become text; they never reach the engine core. `stop` may be a single string.
+    A parameter is declared here, with its meaning, and nowhere else.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
-    seed: int = 0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    beam_search: BeamSearch | None = None
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    temperature: Annotated[
+        float, _model(ge=0, le=100), "0 is greedy (argmax); otherwise logits are divided by it."
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        _model(gt=0, le=1, rule="must be in (0, 1]", neutral=(1.0,)),
+        "Keep the smallest set of tokens whose probability reaches this.",
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        _model(ge=-1, rule="must be -1 (off), 0 (off) or positive", neutral=(0, -1)),
+        "Keep this many most likely tokens; 0 (or -1) keeps all.",
+    ] = 0
+    min_p: Annotated[
+        float,
+        _model(ge=0, le=1, rule="must be in [0, 1]", neutral=(0.0,)),
+        "Drop tokens less likely than this × the likeliest.",
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        _model(ge=0.01, le=100, neutral=(1.0,)),
+        "Above 1 discourages tokens of prompt and output (CTRL paper, §4.1).",
+    ] = 1.0
+    presence_penalty: Annotated[float, _PENALTY, "OpenAI's, over output tokens."] = 0.0
+    frequency_penalty: Annotated[float, _PENALTY, "OpenAI's, over output tokens."] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float], Declared(neutral=({},)), "Token id → value added to its logit."
+    ] = msgspec.field(default_factory=dict)
+    seed: Annotated[
+        int,
+        Declared(ge=0, le=(1 << 64) - 1, rule="must be a 64-bit unsigned integer"),
+        "A draw depends only on seed, sequence index and token position.",
+    ] = 0
+    max_tokens: Annotated[
+        int,
+        Declared(ge=0, rule="must not be negative"),
+        "Maximum number of output tokens; 0 only computes the prompt.",
+    ] = 16
+    min_tokens: Annotated[
+        int,
+        _common(ge=0, rule=_MIN_TOKENS),
+        "EOS and stop tokens are masked until this many tokens were generated.",
+    ] = 0
+    ignore_eos: Annotated[bool, _common(), "EOS does not end the output."] = False
+    stop_token_ids: Annotated[
+        tuple[int, ...], Declared(), "Extra ids that end the output, like EOS."
+    ] = ()
+    logprobs: Annotated[
+        int | None,
+        _LOGPROBS,
+        "How many of the likeliest tokens to report with each output token; None: no logprobs.",
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, _LOGPROBS, "The same for every prompt token after the first."
+    ] = None
+    n: Annotated[
+        int,
+        Declared(ge=1, le=MAX_BRANCHES),
+        "Number of outputs (with beam search, of hypotheses); they share the prompt's KV blocks.",
+    ] = 1
+    best_of: Annotated[
+        int | None, Declared(), "Number of outputs computed, of which the n likeliest are kept."
+    ] = None
+    beam_search: Annotated[
+        BeamSearch | None,
+        Declared(),
+        "Search instead of sampling; every parameter that shapes a draw must be neutral.",
+    ] = None
+    # `engine.text` uses these, where ids become text; they never reach the engine core.
+    stop: Annotated[
+        tuple[str, ...], Declared(), "Texts that end the output; may be a single string."
+    ] = ()
+    include_stop_str_in_output: Annotated[bool, _common(), "Show the text that ends it."] = False
+    skip_special_tokens: Annotated[bool, _common(), "Leave special tokens out of the text."] = True
 
     def __post_init__(self) -> None:
-        _check(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
-        _check(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
-        _check(self.top_k >= -1, "top_k", "must be -1 (off), 0 (off) or positive")
-        _check(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]")
-        _check(
-            0.01 <= self.repetition_penalty <= 100.0,
-            "repetition_penalty",
-            "must be between 0.01 and 100",
-        )
-        _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be in [-2, 2]")
-        _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be in [-2, 2]")
-        _check(
-            all(math.isfinite(bias) for bias in self.logit_bias.values()),
-            "logit_bias",
-            "values must be finite",
-        )
-        _check(0 <= self.seed < 1 << 64, "seed", "must be a 64-bit unsigned integer")
-        _check(self.max_tokens >= 0, "max_tokens", "must not be negative")
-        _check(
-            0 <= self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            "must be between 0 and max_tokens",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _check(
-                count is None or 0 <= count <= MAX_LOGPROBS,
-                name,
-                f"must be between 0 and {MAX_LOGPROBS}",
-            )
-        self._check_branches()
+        for value, (low, high, name, rule) in zip(_BOUNDED(self), _BOUNDS, strict=True):
+            # NaN fails every comparison, so it is refused too.
+            if value is not None and not low <= value <= high:
+                raise InvalidRequestError(f"{name} {rule}", param=name)
+        is_finite = all(map(math.isfinite, self.logit_bias.values()))
+        _check(is_finite, "logit_bias", "values must be finite")
+        _check(self.min_tokens <= self.max_tokens, "min_tokens", _MIN_TOKENS)
+        if self.n > 1 or self.best_of is not None or self.beam_search is not None:
+            self._check_branches()
         msgspec.structs.force_setattr(self, "stop", _as_tuple(self.stop))
 
     def _check_branches(self) -> None:
-        _check(1 <= self.n <= MAX_BRANCHES, "n", f"must be between 1 and {MAX_BRANCHES}")
         _check(
             self.best_of is None or self.n <= self.best_of <= MAX_BRANCHES,
             "best_of",
@@ -135,8 +187,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         _check(self.n <= self.beam_search.width, "n", "must not exceed the beam width")
         _check(self.best_of is None, "best_of", "is not allowed with beam search")
         _check(self.temperature in (0.0, 1.0), "temperature", "must be 0 or 1 with beam search")
-        for name, neutral in _NEUTRAL_VALUES.items():
-            _check(getattr(self, name) in neutral, name, "is not allowed with beam search")
+        for name, (_, _, declared, _) in SAMPLING_PARAMETERS.items():
+            is_neutral = not declared.neutral or getattr(self, name) in declared.neutral
+            _check(is_neutral, name, "is not allowed with beam search")
 
     @property
     def num_branches(self) -> int:
@@ -153,15 +206,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         return self.logprobs
 
 
-_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "logit_bias": ({},),
+class SamplingParameter(NamedTuple):
+    """A field of `SamplingParams`."""
+
+    type: Any
+    default: Any  # `msgspec.NODEFAULT` if it is made anew for each instance
+    declared: Declared
+    doc: str
+
+
+SAMPLING_PARAMETERS: Mapping[str, SamplingParameter] = {
+    field.name: SamplingParameter(field.type.__origin__, field.default, *field.type.__metadata__)
+    for field in msgspec.structs.fields(SamplingParams)
 }
+_BOUNDS = [
+    declared.bounds(name)
+    for name, (_, _, declared, _) in SAMPLING_PARAMETERS.items()
+    if declared.ge is not None or declared.gt is not None
+]
+_BOUNDED = attrgetter(*(name for _, _, name, _ in _BOUNDS))
 
 
 def _as_tuple(strings: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -169,7 +232,6 @@ def _as_tuple(strings: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _check(is_valid: bool, param: str, rule: str) -> None:
-    # NaN fails every comparison, so it is refused too.
     if not is_valid:
         raise InvalidRequestError(f"{param} {rule}", param=param)
 

@@ -26,8 +26,8 @@ from penstock.gateway.api.conversations.schema import (
 )
 from penstock.gateway.api.items import IncludeQuery, ItemsQuery, PageQuery
 from penstock.gateway.api.responses.schema import ResponsesRequest
-from penstock.gateway.api.schema.fields import Model
-from penstock.gateway.api.schema.parameters import PARAMETERS, Endpoint, Parameter, Use
+from penstock.gateway.api.schema.fields import Model, SamplingRequest
+from penstock.gateway.api.schema.parameters import UNREAD, Unread, Use
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
 
 _STATUSES = {
@@ -178,11 +178,6 @@ _EVENT: Schema = {
     "properties": {"event": STRING, "data": STRING},
     "required": ["data"],
 }
-_ENDPOINTS = {
-    "ChatRequest": Endpoint.CHAT,
-    "CompletionRequest": Endpoint.COMPLETIONS,
-    "ResponsesRequest": Endpoint.RESPONSES,
-}
 _STREAMING_QUERY: tuple[tuple[str, Schema, str], ...] = (
     ("stream", {"enum": ["true", "false"]}, "Stream events instead of the whole response."),
     ("starting_after", INTEGER, "Only events with a higher sequence number; needs stream."),
@@ -318,19 +313,21 @@ def _request_schemas(model_names: Sequence[str]) -> dict[str, Schema]:
     for schema in schemas.values():
         if "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [*model_names, None]}
-    for name, endpoint in _ENDPOINTS.items():
-        properties = schemas[name]["properties"]
-        schemas[name]["properties"] = {
-            parameter: _as_accepted(use, properties.get(parameter, {}))
-            for parameter, use in PARAMETERS[endpoint].items()
-        }
+    for model in named:
+        if issubclass(model, SamplingRequest):
+            properties = schemas[model.__name__]["properties"]
+            honoured = {name: _or_null(schema) for name, schema in properties.items()}
+            unread = {name: _as_accepted(each) for name, each in UNREAD[model.endpoint].items()}
+            schemas[model.__name__]["properties"] = {**honoured, **unread}
     return schemas
 
 
-def _as_accepted(parameter: Parameter, schema: Schema) -> Schema:
-    if parameter.use is Use.HONOURED:
-        has_null = {"type": "null"} in schema.get("anyOf", ()) or None in schema.get("enum", ())
-        return schema if has_null else nullable(schema)
+def _or_null(schema: Schema) -> Schema:
+    has_null = {"type": "null"} in schema.get("anyOf", ()) or None in schema.get("enum", ())
+    return schema if has_null else nullable(schema)
+
+
+def _as_accepted(parameter: Unread) -> Schema:
     if parameter.use is Use.NEUTRAL:
         return {"description": "Accepted without effect."}
     return {"description": "Not supported.", "enum": [*parameter.defaults, None, []]}

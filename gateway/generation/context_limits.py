@@ -13,11 +13,33 @@ import msgspec
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.request import SamplingParams, num_blocks_needed
 from penstock.engine.transport.messages import EngineInfo
-from penstock.gateway.api.schema.fields import SamplingRequest
 from penstock.gateway.auth.callers import Caller
 
 _MIN_PROMPT_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 16  # four times the average of English
+UNKNOWN_LIMIT = (1 << 31) - 1
+
+
+class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks of its output, whatever API it came by.
+
+    Attributes:
+        sampling_params: with all defaults, but with `UNKNOWN_LIMIT` as `max_tokens`, which depends
+            on the prompt's length.
+        max_tokens: maximum of output tokens; None: what fits the context.
+        is_limit_given: the caller set that maximum; a default may be lowered to what fits.
+        priority: None if the caller has not set any.
+        wants_queue_position: the caller wants events with its position in the engine's queue.
+        continues_prompt: the text continues the prompt's instead of starting a new one.
+    """
+
+    sampling_params: SamplingParams
+    max_tokens: int | None = None
+    is_limit_given: bool = False
+    priority: int | None = None
+    cache_salt: str | None = None
+    wants_queue_position: bool = False
+    continues_prompt: bool = False
 
 
 def default_prompt_bytes(max_model_len: int) -> int:
@@ -72,7 +94,7 @@ def _num_bytes(text: str) -> int:
 
 
 def output_limit(
-    request: SamplingRequest, num_prompt_tokens: int, *, max_model_len: int, param: str
+    options: GenerationOptions, num_prompt_tokens: int, *, max_model_len: int, param: str
 ) -> int:
     """The maximum of output tokens: the requested number, or less if the context has less room.
 
@@ -84,9 +106,7 @@ def output_limit(
     """
     if num_prompt_tokens == 0:
         raise InvalidRequestError("the prompt has no tokens", param=param)
-    wanted = request.output_limit
-    if wanted is None:
-        wanted = request.default_output_limit
+    wanted, min_tokens = options.max_tokens, options.sampling_params.min_tokens
     room = max_model_len - num_prompt_tokens
     if room < (0 if wanted == 0 else 1):
         raise PromptTooLongError(
@@ -94,13 +114,13 @@ def output_limit(
             f"in the model's context of {max_model_len} tokens",
             param=param,
         )
-    if request.min_tokens > room:
+    if min_tokens > room:
         raise PromptTooLongError(
-            f"min_tokens is {request.min_tokens}, but after the prompt's {num_prompt_tokens} "
+            f"min_tokens is {min_tokens}, but after the prompt's {num_prompt_tokens} "
             f"tokens the model's context of {max_model_len} tokens has room for only {room}",
             param="min_tokens",
         )
-    if wanted is not None and request.min_tokens > wanted:
+    if wanted is not None and min_tokens > wanted:
         raise InvalidRequestError("min_tokens exceeds the output limit", param="min_tokens")
     return room if wanted is None else min(wanted, room)
 
@@ -156,13 +176,12 @@ def check_vocabulary(
         )
 
 
-def effective_priority(caller: Caller, request: SamplingRequest, policy: str) -> int:
+def effective_priority(caller: Caller, asked: int | None, policy: str) -> int:
     """The requested priority, clamped to the caller's bounds.
 
     Raises:
         InvalidRequestError: a priority is requested, but the scheduler does not use priorities.
     """
-    asked = request.priority if "priority" in request.model_fields_set else None
     if policy == "priority":
         return caller.priority_of(asked)
     if asked and caller.priority_bounds is not None:

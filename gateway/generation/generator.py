@@ -2,15 +2,13 @@
 
     prompt → token ids → (fits the context and KV memory?) → Generation
 
-Long texts are tokenised off the event loop, and every default of the sampling parameters is filled
-in.
+Long texts are tokenised off the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +19,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.engine.model_files import GenerationDefaults
 from penstock.engine.request import Request, Retention, SamplingParams
 from penstock.engine.text import OutputText
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.admission.admission import Admission, Reservation
-from penstock.gateway.api.chat.schema import ChatRequest
-from penstock.gateway.api.schema.fields import SamplingRequest
-from penstock.gateway.api.tokens.schema import TokenizeChat
 from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.context_limits import (
+    GenerationOptions,
     check_prompt_bytes,
     check_vocabulary,
     effective_priority,
@@ -49,9 +44,6 @@ LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop
 _LONG_TEXT_TOKENS = 16 << 10
 _MANY_MESSAGES = 256  # a template may take quadratic time in the number of messages
 NUM_CONTEXT_TOKENS = 64  # last tokens of a prompt on which the continuing text can depend
-_SEED_MASK = (1 << 64) - 1
-# Beam search does not sample, so the model's sampling defaults do not apply to it.
-_SEARCH_DEFAULTS = GenerationDefaults(temperature=0.0)
 _MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
 _MAX_OPEN = 64  # running and waiting; each keeps its text in memory
 _Result = TypeVar("_Result")
@@ -67,18 +59,6 @@ class ChatPrompt:
     add_special_tokens: bool = False  # templates write their own
     template: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, asked: ChatRequest | TokenizeChat) -> ChatPrompt:
-        """The chat of a request."""
-        return cls(
-            messages=[message.for_template() for message in asked.messages],
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            add_special_tokens=asked.add_special_tokens,
-            template=asked.chat_template,
-            kwargs=asked.chat_template_kwargs,
-        )
 
 
 class Generator:
@@ -213,8 +193,8 @@ class Generator:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
+        options: GenerationOptions,
         *,
-        request: SamplingRequest,
         param: str,
         caller: Caller = ANYBODY,
         deadline_s: float | None = None,
@@ -233,8 +213,8 @@ class Generator:
             EngineDeadError: the engine is not available.
         """
         info = self._engine.require_info()
-        priority = effective_priority(caller, request, info.scheduling_policy)
-        params = self._fitting_params(request, len(prompt_token_ids), info=info, param=param)
+        priority = effective_priority(caller, options.priority, info.scheduling_policy)
+        params = _fitting_params(options, len(prompt_token_ids), info=info, param=param)
         for name, token_ids in (
             (param, prompt_token_ids),
             ("logit_bias", params.logit_bias),
@@ -254,12 +234,12 @@ class Generator:
                 tenant=caller.tenant,
                 weight=caller.weight,
                 priority=priority,
-                cache_salt=caller.salt_of(request.cache_salt),
-                wants_queue_position=request.wants_queue_position,
+                cache_salt=caller.salt_of(options.cache_salt),
+                wants_queue_position=options.wants_queue_position,
                 deadline_s=None if deadline_s is None else now_s + deadline_s,
                 retention=retention,
             ),
-            continues_prompt=request.continues_prompt,
+            continues_prompt=options.continues_prompt,
             reservation=reservation,
         )
 
@@ -316,59 +296,25 @@ class Generator:
             weakref.finalize(generation, _release, reservation, loop).atexit = False
         return generation
 
-    def _fitting_params(
-        self, request: SamplingRequest, num_prompt_tokens: int, *, info: EngineInfo, param: str
-    ) -> SamplingParams:
-        max_tokens = output_limit(
-            request, num_prompt_tokens, max_model_len=info.max_model_len, param=param
-        )
-        return fit_branches(
-            self._sampling_params(request, max_tokens),
-            num_prompt_tokens,
-            info=info,
-            is_limit_given=request.output_limit is not None,
-        )
 
-    def _sampling_params(self, request: SamplingRequest, max_tokens: int) -> SamplingParams:
-        branching = request.branching
-        defaults = self.model.defaults if branching.beam_search is None else _SEARCH_DEFAULTS
-        seed = secrets.randbits(63) if request.seed is None else request.seed & _SEED_MASK
-        return SamplingParams(
-            temperature=_first(request.temperature, defaults.temperature, 1.0),
-            top_p=_first(request.top_p, defaults.top_p, 1.0),
-            top_k=_first(request.top_k, defaults.top_k, 0),
-            min_p=_first(request.min_p, defaults.min_p, 0.0),
-            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias={int(token_id): bias for token_id, bias in request.logit_bias.items()},
-            seed=seed,
-            max_tokens=max_tokens,
-            min_tokens=request.min_tokens,
-            ignore_eos=request.ignore_eos,
-            stop_token_ids=tuple(request.stop_token_ids),
-            logprobs=request.num_logprobs,
-            prompt_logprobs=request.num_prompt_logprobs,
-            n=branching.n,
-            best_of=branching.best_of,
-            beam_search=branching.beam_search,
-            stop=tuple(request.stop),
-            include_stop_str_in_output=request.include_stop_str_in_output,
-            skip_special_tokens=request.skip_special_tokens,
-        )
+def _fitting_params(
+    options: GenerationOptions, num_prompt_tokens: int, *, info: EngineInfo, param: str
+) -> SamplingParams:
+    max_tokens = output_limit(
+        options, num_prompt_tokens, max_model_len=info.max_model_len, param=param
+    )
+    return fit_branches(
+        msgspec.structs.replace(options.sampling_params, max_tokens=max_tokens),
+        num_prompt_tokens,
+        info=info,
+        is_limit_given=options.is_limit_given,
+    )
 
 
 def _release(reservation: Reservation, loop: asyncio.AbstractEventLoop) -> None:
     # The garbage collector may call this in any thread.
     if not (reservation.is_released or loop.is_closed()):
         loop.call_soon_threadsafe(reservation.release)
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _first(*values: _Number | None) -> _Number:
-    return next(value for value in values if value is not None)
 
 
 class LongWork:

@@ -129,10 +129,10 @@ def test_generation_defaults(tmp_path: Path) -> None:
         '{"eos_token_id": [6, 7], "temperature": 0.6, "top_k": 20, "top_p": 0.95}'
     )
     defaults = read_generation_defaults(tmp_path)
-    assert (defaults.eos_token_ids, defaults.temperature) == ((6, 7), 0.6)
-    assert (defaults.top_k, defaults.top_p, defaults.min_p) == (20, 0.95, None)
+    assert defaults.eos_token_ids == (6, 7)
+    assert defaults.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     none = read_generation_defaults(tmp_path, "none")
-    assert (none.eos_token_ids, none.temperature) == ((5,), None)
+    assert (none.eos_token_ids, none.sampling) == ((5,), {})
     (tmp_path / "generation_config.json").write_text("[1]")
     with pytest.raises(ModelLoadError, match="JSON object"):
         read_generation_defaults(tmp_path)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.chat.schema import ChatRequest
+from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt
 from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
@@ -20,7 +20,7 @@ from penstock.gateway.api.logprobs import prompt_dictionaries, token_objects
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
-from penstock.gateway.generation.generator import ChatPrompt, Generator
+from penstock.gateway.generation.generator import Generator
 from penstock.gateway.http.event_stream import EventStream
 
 
@@ -70,14 +70,14 @@ class ChatCompletions:
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
         prompt_token_ids = await self._generator.tokenise_chat(
-            ChatPrompt.of(chat),
+            chat_prompt(chat),
             must_fit=chat.truncate_prompt_tokens is None,
             tenant=caller_of(request.scope).tenant,
         )
         return await self._generator.plan(
             request_id,
             chat.kept(prompt_token_ids),
-            request=chat,
+            chat.options(self._generator.model.defaults.sampling),
             param="messages",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),

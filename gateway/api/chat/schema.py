@@ -15,6 +15,8 @@ from penstock.gateway.api.schema.fields import (
     invalid,
 )
 from penstock.gateway.api.schema.parameters import Endpoint
+from penstock.gateway.api.tokens.schema import TokenizeChat
+from penstock.gateway.generation.generator import ChatPrompt
 
 
 class ChatRequest(ChoicesRequest):
@@ -50,3 +52,15 @@ class ChatRequest(ChoicesRequest):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def chat_prompt(asked: ChatRequest | TokenizeChat) -> ChatPrompt:
+    """The conversation of a request."""
+    return ChatPrompt(
+        messages=[message.for_template() for message in asked.messages],
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        add_special_tokens=asked.add_special_tokens,
+        template=asked.chat_template,
+        kwargs=asked.chat_template_kwargs,
+    )

@@ -99,7 +99,7 @@ class Completions:
         return await self._generator.plan(
             request_id,
             completion.kept(token_ids),
-            request=completion,
+            completion.options(self._generator.model.defaults.sampling),
             param="prompt",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),

@@ -114,7 +114,7 @@ class ResponseService:
         generation = await self._generator.plan(
             response_id,
             prompt.token_ids,
-            request=request,
+            request.options(self._generator.model.defaults.sampling),
             param="input",
             caller=caller,
             deadline_s=deadline_s,

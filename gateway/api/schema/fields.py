@@ -6,16 +6,24 @@ Each endpoint's own `schema` has the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.engine.request import MAX_BRANCHES, MAX_LOGPROBS, BeamSearch
+from penstock.engine.request import (
+    MAX_BRANCHES,
+    MAX_LOGPROBS,
+    SAMPLING_PARAMETERS,
+    BeamSearch,
+    SamplingParams,
+)
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.context_limits import UNKNOWN_LIMIT, GenerationOptions
 
 MAX_ITEMS = 4096  # messages or input items of a request
 _MAX_KEYS = 128  # of one object
@@ -30,6 +38,9 @@ _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 1 << 31
+_SEED_MASK = (1 << 64) - 1
+# Beam search does not sample, so the model's sampling defaults do not apply to it.
+_SEARCH_DEFAULTS: Mapping[str, float] = {"temperature": 0.0}
 
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
@@ -222,43 +233,99 @@ class Branching:
     beam_search: BeamSearch | None = None
 
 
-class SamplingRequest(Model):
+class _Generating(Model):
+    endpoint: ClassVar[Endpoint]
+    model: str | None = None
+    stream: bool = False
+
+
+def _common_field(name: str) -> Any:
+    """A parameter as `SamplingParams` declares it; None where the model may have a default."""
+    kind, default, declared, _ = SAMPLING_PARAMETERS[name]
+    constraints = Field(ge=declared.ge, gt=declared.gt, le=declared.le)
+    limited: Any = Annotated[kind, constraints]
+    if declared.has_model_default:
+        return limited | None, _described(name, default=None)
+    return limited, _described(name, default=default)
+
+
+def _described(name: str, **more: Any) -> Any:
+    return Field(description=SAMPLING_PARAMETERS[name].doc, **more)
+
+
+_COMMON = {
+    name: _common_field(name)
+    for name, each in SAMPLING_PARAMETERS.items()
+    if each.declared.is_common
+}
+if TYPE_CHECKING:
+
+    class _Common(_Generating):
+        skip_special_tokens: bool  # what is read of them by name
+
+else:
+    _Common = create_model("_Common", __base__=_Generating, **_COMMON)
+
+
+class SamplingRequest(_Common):
     """Shared by all generating endpoints. Absent values take the model's defaults, then OpenAI's.
 
+    It has the common parameters of `SamplingParams` as they are declared there; here are the others
+    that all endpoints take.
+
     Attributes:
-        endpoint: its rows in `parameters` say which parameters are accepted.
+        endpoint: `parameters` says which more of its API's parameters are accepted.
         default_output_limit: output tokens where the caller sets no limit; None: what fits.
     """
 
-    endpoint: ClassVar[Endpoint]
     default_output_limit: ClassVar[int | None] = None
 
-    model: str | None = None
-    stream: bool = False
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
         BeforeValidator(lambda value: bounded(value, _MAX_LOGIT_BIAS)),
-    ] = Field(default_factory=dict)
-    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
-    stop: Annotated[_Stops, BeforeValidator(listed, json_schema_input_type=_Stop | _Stops)] = Field(
-        default_factory=list
+    ] = _described("logit_bias", default_factory=dict)
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = _described(
+        "seed", default=None
+    )
+    stop: Annotated[_Stops, BeforeValidator(listed, json_schema_input_type=_Stop | _Stops)] = (
+        _described("stop", default_factory=list)
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LOGIT_BIAS, fail_fast=True)] = (
-        Field(default_factory=list)
+        _described("stop_token_ids", default_factory=list)
     )
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-_MAX_PRIORITY, lt=_MAX_PRIORITY)] = 0
+
+    def options(self, model_defaults: Mapping[str, Any]) -> GenerationOptions:
+        """What it asks of its output."""
+        asked = self.output_limit
+        return GenerationOptions(
+            sampling_params=self._sampling_params(model_defaults),
+            max_tokens=self.default_output_limit if asked is None else asked,
+            is_limit_given=asked is not None,
+            priority=self.priority if "priority" in self.model_fields_set else None,
+            cache_salt=self.cache_salt,
+            wants_queue_position=self.wants_queue_position,
+            continues_prompt=self.continues_prompt,
+        )
+
+    def _sampling_params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
+        branching = self.branching
+        defaults = model_defaults if branching.beam_search is None else _SEARCH_DEFAULTS
+        given = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
+        return SamplingParams(
+            **{**defaults, **given},
+            logit_bias={int(token_id): bias for token_id, bias in self.logit_bias.items()},
+            seed=secrets.randbits(63) if self.seed is None else self.seed & _SEED_MASK,
+            max_tokens=UNKNOWN_LIMIT,
+            stop_token_ids=tuple(self.stop_token_ids),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            n=branching.n,
+            best_of=branching.best_of,
+            beam_search=branching.beam_search,
+            stop=tuple(self.stop),
+        )
 
     @property
     def continues_prompt(self) -> bool:

@@ -1,18 +1,17 @@
-"""One table: how every parameter of the generating endpoints is treated.
+"""How parameters of the generating endpoints are treated that no schema reads, in one table.
 
-    honoured   read by the endpoint's schema
-    neutral    OpenAI's (or vLLM's), cannot change the text: accepted and ignored
-    refused    would change the output but is not implemented: 400 `unsupported_parameter`
-    (absent)   in neither API: 400 `unknown_parameter`
+    (in the schema)   honoured: the endpoint's schema has its type and its bounds
+    neutral           OpenAI's (or vLLM's), cannot change the text: accepted and ignored
+    refused           would change the output but is not implemented: 400 `unsupported_parameter`
+    (absent)          in neither API: 400 `unknown_parameter`
 
-`null`, an empty list and the documented default are accepted for every parameter in the table.
-The types of honoured parameters are in each endpoint's `schema`.
+`null`, an empty list and the documented default are accepted for all but unknown parameters.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,13 @@ class Endpoint(enum.Enum):
 
 
 class Use(enum.Enum):
-    HONOURED = "honoured"
     NEUTRAL = "neutral"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """How a parameter is treated; `defaults` are a refused one's values that have no effect."""
+class Unread:
+    """How such a parameter is treated; `defaults` are a refused one's values without effect."""
 
     use: Use
     defaults: tuple[Any, ...] = ()
@@ -50,22 +48,12 @@ _TEXT_FORMATS = ({"type": "text"},)
 _Row = tuple[tuple[Endpoint, ...], Use, str, tuple[Any, ...]]
 _ROWS: tuple[_Row, ...] = (
     # OpenAI's
-    (_ALL, Use.HONOURED, "model stream temperature top_p", ()),
-    (_BOTH, Use.HONOURED, "stream_options max_tokens logprobs", ()),
-    (_CHAT, Use.HONOURED, "messages max_completion_tokens top_logprobs", ()),
-    (_COMPLETIONS, Use.HONOURED, "prompt", ()),
-    (_RESPONSES, Use.HONOURED, "input instructions max_output_tokens metadata", ()),
-    (_RESPONSES, Use.HONOURED, "previous_response_id conversation background", ()),
-    (_RESPONSES, Use.HONOURED, "store stream_options include top_logprobs", ()),
     (_ALL, Use.NEUTRAL, "user", ()),
     (_MESSAGES, Use.NEUTRAL, "service_tier safety_identifier parallel_tool_calls", ()),
-    (_RESPONSES, Use.HONOURED, "prompt_cache_options", ()),
     (_MESSAGES, Use.NEUTRAL, "prompt_cache_key prompt_cache_retention", ()),
     (_CHAT, Use.NEUTRAL, "prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store prediction", ()),
     (_RESPONSES, Use.NEUTRAL, "max_tool_calls", ()),
-    (_BOTH, Use.HONOURED, "n", ()),
-    (_COMPLETIONS, Use.HONOURED, "best_of echo", ()),
     (_COMPLETIONS, Use.REFUSED, "suffix", ("",)),
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
     (_MESSAGES, Use.REFUSED, "tools moderation", ()),
@@ -91,21 +79,8 @@ _ROWS: tuple[_Row, ...] = (
     (_RESPONSES, Use.REFUSED, "access_programs", ({"cyber": "standard"},)),
     (_RESPONSES, Use.REFUSED, "image", ({"context_compression": "auto"},)),
     ((Endpoint.RESPONSES,), Use.REFUSED, "generate", (True,)),  # only in the WebSocket mode
-    ((Endpoint.RESPONSES_SOCKET,), Use.HONOURED, "generate", ()),
-    # OpenAI's at some endpoints; here at all of them
-    (_BOTH, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
-    (_RESPONSES, Use.HONOURED, "seed stop presence_penalty frequency_penalty logit_bias", ()),
     # vLLM's extras at top level
-    (_ALL, Use.HONOURED, "top_k min_p repetition_penalty stop_token_ids min_tokens", ()),
-    (_ALL, Use.HONOURED, "ignore_eos skip_special_tokens include_stop_str_in_output", ()),
-    (_MESSAGES, Use.HONOURED, "chat_template chat_template_kwargs", ()),
-    (_CHAT, Use.HONOURED, "add_generation_prompt continue_final_message add_special_tokens", ()),
-    (_COMPLETIONS, Use.HONOURED, "add_special_tokens", ()),
     (_ALL, Use.NEUTRAL, "request_id", ()),
-    (_ALL, Use.HONOURED, "priority cache_salt", ()),
-    (_BOTH, Use.HONOURED, "use_beam_search length_penalty early_stopping prompt_logprobs", ()),
-    (_BOTH, Use.HONOURED, "return_token_ids return_tokens_as_token_ids", ()),
-    (_BOTH, Use.HONOURED, "truncate_prompt_tokens", ()),
     (_BOTH, Use.REFUSED, "spaces_between_special_tokens", (True,)),
     (_BOTH, Use.REFUSED, "allowed_token_ids bad_words", ()),
     (_BOTH, Use.REFUSED, "guided_json guided_regex guided_choice guided_grammar", ()),
@@ -115,45 +90,48 @@ _ROWS: tuple[_Row, ...] = (
     (_CHAT, Use.REFUSED, "include_reasoning", (True,)),
     (_CHAT, Use.REFUSED, "documents mm_processor_kwargs", ()),
     (_COMPLETIONS, Use.REFUSED, "response_format", _TEXT_FORMATS),
-    # our own
-    (_RESPONSES, Use.HONOURED, "penstock", ()),
 )
 
 
 _NEEDED = frozenset({"messages", "prompt", "input"})  # an empty one is a mistake, not a default
 
 
-def _build(rows: Iterable[_Row]) -> dict[Endpoint, dict[str, Parameter]]:
-    table: dict[Endpoint, dict[str, Parameter]] = {endpoint: {} for endpoint in Endpoint}
+def _build(rows: Iterable[_Row]) -> dict[Endpoint, dict[str, Unread]]:
+    table: dict[Endpoint, dict[str, Unread]] = {endpoint: {} for endpoint in Endpoint}
     for endpoints, use, names, defaults in rows:
         for endpoint in endpoints:
             for name in names.split():
                 assert name not in table[endpoint], f"{name} is in the table twice"
-                table[endpoint][name] = Parameter(use, defaults)
+                table[endpoint][name] = Unread(use, defaults)
     return table
 
 
-PARAMETERS: Mapping[Endpoint, Mapping[str, Parameter]] = _build(_ROWS)
+UNREAD: Mapping[Endpoint, Mapping[str, Unread]] = _build(_ROWS)
 
 
-def honoured(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+def honoured(endpoint: Endpoint, fields: Container[str], body: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a request that its schema reads.
+
+    Args:
+        fields: of the schema.
 
     Raises:
         RequestRefusedError: a parameter is unknown or not supported.
     """
     kept: dict[str, Any] = {}
     for name, value in body.items():
-        parameter = PARAMETERS[endpoint].get(name)
+        is_given = value is not None and (value != [] or name in _NEEDED)
+        if name in fields:
+            if is_given:
+                kept[name] = value
+            continue
+        parameter = UNREAD[endpoint].get(name)
         if parameter is None:
             raise RequestRefusedError(
                 f"unknown parameter: {name!r}", code="unknown_parameter", param=name
             )
-        if value is None or (value == [] and name not in _NEEDED):
-            continue
-        if parameter.use is Use.HONOURED:
-            kept[name] = value
-        elif parameter.use is Use.REFUSED and not _has_no_effect(value, parameter.defaults):
+        is_refused = is_given and parameter.use is Use.REFUSED
+        if is_refused and not _has_no_effect(value, parameter.defaults):
             raise RequestRefusedError(
                 f"this server does not support parameter {name!r}; "
                 f"allowed: {_allowed(parameter.defaults)}",

@@ -1,7 +1,8 @@
 """From bytes to a typed request, or to a `RequestRefusedError` that names the wrong parameter.
 
 JSON is parsed here, with its pitfalls, and pydantic's errors become the API's
-(`messages[0].content`). `parameters` says which parameters exist.
+(`messages[0].content`). `parameters` says how those are treated that the schema does not
+read.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def parse_request(kind: type[_Request], body: Mapping[str, Any]) -> _Request:
     Raises:
         RequestRefusedError: a parameter is unknown, unsupported, missing or wrong.
     """
-    return parse_fields(kind, honoured(kind.endpoint, body))
+    return parse_fields(kind, honoured(kind.endpoint, kind.model_fields, body))
 
 
 def parse_fields(kind: type[_Model], values: Mapping[str, Any]) -> _Model:

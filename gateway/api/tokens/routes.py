@@ -10,11 +10,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.gateway.api.chat.schema import chat_prompt
 from penstock.gateway.api.json_api import json_response, read_json
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
 from penstock.gateway.engines.engine_client import EngineClient
-from penstock.gateway.generation.generator import ChatPrompt, Generator
+from penstock.gateway.generation.generator import Generator
 
 _MANY_TOKENS = 16 << 10  # from here on a loop over all tokens would stall the event loop
 
@@ -84,4 +85,4 @@ class Tokens:
                 param="prompt",
                 must_fit=False,
             )
-        return await self._generator.tokenise_chat(ChatPrompt.of(asked), must_fit=False)
+        return await self._generator.tokenise_chat(chat_prompt(asked), must_fit=False)

@@ -11,8 +11,9 @@ import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
 from penstock.engine.config import ModelConfig
+from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.openapi import document
-from penstock.gateway.api.schema.parameters import PARAMETERS, Endpoint
+from penstock.gateway.api.schema.parameters import UNREAD, Endpoint
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 
@@ -51,7 +52,8 @@ async def test_a_parameter_is_described_as_it_is_taken(served: Served) -> None:
     answer = await served.http.get("/openapi.json")
     assert answer.headers["content-type"] == "application/json"
     chat = answer.json()["components"]["schemas"]["ChatRequest"]
-    assert chat["properties"].keys() == PARAMETERS[Endpoint.CHAT].keys()
+    names = ChatRequest.model_fields.keys() | UNREAD[Endpoint.CHAT].keys()
+    assert chat["properties"].keys() == names
     assert chat["properties"]["model"] == {"enum": ["tiny", None]}
     assert chat["properties"]["tools"]["enum"] == [None, []]
     assert chat["required"] == ["messages"]

@@ -1,4 +1,4 @@
-"""The table of parameters against the installed `openai` package and our own schemas."""
+"""The parameters against the installed `openai` package and our own schemas."""
 
 from __future__ import annotations
 
@@ -13,48 +13,76 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, responses_client_event
 
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.responses.schema import ResponsesRequest, SocketRequest
-from penstock.gateway.api.schema.parameters import PARAMETERS, Endpoint, Use
+from penstock.gateway.api.schema.fields import SamplingRequest
+from penstock.gateway.api.schema.parameters import UNREAD
 from penstock.gateway.api.schema.parsing import parse_json, parse_request
 from penstock.gateway.errors import RequestRefusedError
 
+_SCHEMAS: tuple[type[SamplingRequest], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    SocketRequest,
+)
+
+
+def known(schema: type[SamplingRequest]) -> set[str]:
+    return set(schema.model_fields) | set(UNREAD[schema.endpoint])
+
 
 @pytest.mark.parametrize(
-    ("endpoint", "kind"),
+    ("schema", "kind"),
     [
-        (Endpoint.CHAT, chat_params.CompletionCreateParamsStreaming),
-        (Endpoint.COMPLETIONS, completion_create_params.CompletionCreateParamsStreaming),
-        (Endpoint.RESPONSES, response_create_params.ResponseCreateParamsStreaming),
+        (ChatRequest, chat_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+        (ResponsesRequest, response_create_params.ResponseCreateParamsStreaming),
     ],
 )
-def test_every_parameter_of_openai_is_classified(endpoint: Endpoint, kind: Any) -> None:
-    assert set(get_type_hints(kind)) - set(PARAMETERS[endpoint]) == set()
+def test_every_parameter_of_openai_is_classified(schema: type[SamplingRequest], kind: Any) -> None:
+    assert set(get_type_hints(kind)) - known(schema) == set()
 
 
 def test_every_parameter_of_the_websocket_mode_is_classified() -> None:
-    known = set(PARAMETERS[Endpoint.RESPONSES_SOCKET]) | {"type", "stream_id"}
-    assert set(responses_client_event.ResponseCreate.model_fields) - known == set()
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "schema"),
-    [
-        (Endpoint.CHAT, ChatRequest),
-        (Endpoint.COMPLETIONS, CompletionRequest),
-        (Endpoint.RESPONSES, ResponsesRequest),
-        (Endpoint.RESPONSES_SOCKET, SocketRequest),
-    ],
-)
-def test_the_schemas_read_exactly_what_is_honoured(endpoint: Endpoint, schema: Any) -> None:
-    honoured = {
-        name for name, parameter in PARAMETERS[endpoint].items() if parameter.use is Use.HONOURED
+    assert set(responses_client_event.ResponseCreate.model_fields) - known(SocketRequest) == {
+        "type",
+        "stream_id",
     }
-    assert set(schema.model_fields) == honoured
 
 
-_NAMES = sorted({name for table in PARAMETERS.values() for name in table})
+@pytest.mark.parametrize("schema", _SCHEMAS)
+def test_no_parameter_is_both_read_and_unread(schema: type[SamplingRequest]) -> None:
+    assert set(schema.model_fields) & set(UNREAD[schema.endpoint]) == set()
+
+
+_VALUES_OF_COMMON = [
+    (name, value)
+    for name, each in SAMPLING_PARAMETERS.items()
+    if each.declared.is_common and each.type in (int, float)
+    for value in (-101, -3, -2, -1, 0, 0.005, 0.01, 1, 1.5, 2, 3, 100, 101)
+    if isinstance(value, int | each.type)
+]
+
+
+@pytest.mark.parametrize(("name", "value"), _VALUES_OF_COMMON)
+def test_a_value_is_refused_offline_where_it_is_over_http(name: str, value: float) -> None:
+    accepted = set()
+    with contextlib.suppress(InvalidRequestError):
+        SamplingParams(**{"max_tokens": 1000, name: value})
+        accepted.add("offline")
+    for schema, body in ((ChatRequest, {"messages": [_HELLO]}), (ResponsesRequest, {"input": "x"})):
+        with contextlib.suppress(RequestRefusedError):
+            parse_request(schema, {**body, name: value})
+            accepted.add("over HTTP")
+    assert len(accepted) != 1
+
+
+_HELLO = {"role": "user", "content": "Hello"}
+_NAMES = sorted({name for schema in _SCHEMAS for name in known(schema)})
 _NAMES += ["role", "content", "type", "text", "input_text", "message", "user", "assistant"]
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 1 << 65) | st.floats() | st.sampled_from(_NAMES),
@@ -68,7 +96,7 @@ _VALUES = st.recursive(
 
 
 @given(
-    kind=st.sampled_from([ChatRequest, CompletionRequest, ResponsesRequest, SocketRequest]),
+    kind=st.sampled_from(_SCHEMAS),
     body=st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=4),
 )
 def test_any_json_is_read_or_refused(kind: Any, body: dict[str, Any]) -> None:

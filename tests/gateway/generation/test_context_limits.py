@@ -82,7 +82,9 @@ def test_the_context_bounds_the_output(
 ) -> None:
     request = CompletionRequest.model_validate({"prompt": "x", **body})
     try:
-        found = output_limit(request, num_prompt_tokens, max_model_len=100, param="prompt")
+        found = output_limit(
+            request.options({}), num_prompt_tokens, max_model_len=100, param="prompt"
+        )
     except InvalidRequestError:
         assert limit is None
     else:
