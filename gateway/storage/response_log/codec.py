@@ -16,10 +16,18 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from penstock.engine.errors import EngineError
-from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
+from penstock.engine.request import (
+    SAMPLING_PARAMETERS,
+    BeamSearch,
+    FinishReason,
+    Request,
+    Retention,
+    SamplingParams,
+)
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
 VERSION = 1
+_NEEDED_PARAMS = frozenset({"beam_search", "stop", "stop_token_ids"})  # 83f2e9f reads them by name
 _T = TypeVar("_T")
 
 
@@ -143,7 +151,13 @@ def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> E
 def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     # Neither copies deeply, as dataclasses.asdict does.
     named = {field.name: getattr(header, field.name) for field in fields(header)}
-    params = asdict(header.request.sampling_params)
+    # Without what is as by default: during a rolling restart an earlier release reads this, and
+    # could not read parameters that it does not know.
+    params = {
+        name: value
+        for name, value in asdict(header.request.sampling_params).items()
+        if name in _NEEDED_PARAMS or value != SAMPLING_PARAMETERS[name].default
+    }
     params["logit_bias"] = dict(params["logit_bias"])
     params["beam_search"] = _optional_fields(params["beam_search"])
     request = asdict(header.request)
