@@ -105,6 +105,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         _model(ge=0, le=1, rule="must be in [0, 1]", neutral=(0.0,)),
         "Drop tokens less likely than this × the likeliest.",
     ] = 0.0
+    top_n_sigma: Annotated[
+        float,
+        _common(ge=-1, le=100, neutral=(0.0, -1.0)),
+        "Keep tokens whose logit is at most this many standard deviations of all logits below the "
+        "largest; 0 (or less) keeps all.",
+    ] = 0.0
     repetition_penalty: Annotated[
         float,
         _model(ge=0.01, le=100, neutral=(1.0,)),

@@ -35,6 +35,7 @@ class SamplingParams(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
+    top_n_sigma: float
     seed: int
     stop: str | Sequence[str]
     presence_penalty: float

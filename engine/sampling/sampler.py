@@ -1,8 +1,8 @@
 """The sampler: logits in, one token per row out.
 
 In order: float32 · logit_bias · repetition penalty · frequency and presence penalties ·
-min_tokens · temperature · top_k · top_p · min_p · draw. Log-probabilities are of the unmodified
-logits. Features that no row uses cost nothing, and no row's result depends on another's.
+min_tokens · top_n_sigma · temperature · top_k · top_p · min_p · draw. Log-probabilities are of the
+unmodified logits. Features that no row uses cost nothing, and no row's result depends on another's.
 
 Each step of `change_logits` collects the (row, token id) pairs of all rows and changes them at
 once. Ids outside the vocabulary cannot be sampled and are ignored.
@@ -150,7 +150,7 @@ _Entry = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]
 def change_logits(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int] = ()
 ) -> None:
-    """Apply bias, penalties and `min_tokens`, in this order.
+    """Apply bias, penalties, `min_tokens` and `top_n_sigma`, in this order.
 
     Args:
         logits: [num_rows, vocab_size] float32, modified in place
@@ -160,6 +160,7 @@ def change_logits(
     _apply_repetition_penalty(logits, rows)
     _apply_output_penalties(logits, rows)
     _mask_early_stops(logits, rows, eos_token_ids)
+    _cut_below_sigmas(logits, rows)
 
 
 def _add_logit_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -216,6 +217,23 @@ def _mask_early_stops(
     if entries:
         index, _ = _columns(entries, logits.device)
         logits[index] = -torch.inf
+
+
+def _cut_below_sigmas(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Mask logits more than `top_n_sigma` standard deviations below the row's largest (Tang et al.,
+    "Top-nσ: Not All Logits Are You Need", 2024, arXiv:2411.07641, algorithm 1). The paper divides
+    by the temperature first, which changes nothing. As in llama.cpp's sampler, masked logits do not
+    count, the deviation is the population's, and all other truncation comes later."""
+    for number, row in enumerate(rows):
+        if row.is_cut:
+            # Row by row: torch sums a row in another order beside others than alone.
+            values = logits[number].double()
+            is_possible = values > -torch.inf
+            num_possible = is_possible.sum()
+            mean = values.where(is_possible, 0).sum() / num_possible
+            variance = (values - mean).where(is_possible, 0).square().sum() / num_possible
+            threshold = values.max() - row.params.top_n_sigma * variance.sqrt()
+            logits[number].masked_fill_(values < threshold, -torch.inf)
 
 
 def _known(row: int, token_ids: Sequence[int], values: Sequence[float], logits: Tensor) -> _Entry:

@@ -137,12 +137,17 @@ class SamplingRow:
         return len(self.token_ids) - self.num_prompt_tokens < self.params.min_tokens
 
     @property
+    def is_cut(self) -> bool:
+        """Whether `top_n_sigma` changes its draws; the largest logit is always kept."""
+        return self.params.top_n_sigma > 0 and self.params.temperature > 0
+
+    @property
     def changes_logits(self) -> bool:
         """Whether its logits are changed before the draw."""
         params = self.params
         has_penalty = params.presence_penalty or params.frequency_penalty
         is_plain = params.repetition_penalty == 1.0 and not has_penalty and not params.logit_bias
-        return not is_plain or self.is_too_short
+        return not is_plain or self.is_cut or self.is_too_short
 
 
 class TokenCounts:

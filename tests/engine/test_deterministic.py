@@ -52,7 +52,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "prompt_logprobs": 2},
     {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3},
     {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.1, "n": 2},
-    {"temperature": 1.2, "min_p": 0.02, "logprobs": 3},
+    {"temperature": 1.2, "min_p": 0.02, "logprobs": 3, "top_n_sigma": 2.5},
     {"temperature": 0.0, "logit_bias": {5: 1.5}},
 )
 

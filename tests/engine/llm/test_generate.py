@@ -56,6 +56,15 @@ def test_a_prompt_is_a_text_or_ids_and_a_list_holds_several(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
+def test_a_small_top_n_sigma_makes_a_hot_draw_greedy(llm: LLM) -> None:
+    hot = replace(GREEDY, temperature=50.0, seed=1)
+    cut = replace(hot, top_n_sigma=1e-6)
+    greedy, plain, narrow = llm.generate(PROMPTS[:1] * 3, [GREEDY, hot, cut], use_tqdm=False)
+    assert narrow.outputs[0].token_ids == greedy.outputs[0].token_ids
+    assert plain.outputs[0] == one(llm, PROMPTS[0], hot) != narrow.outputs[0]
+    assert one(llm, PROMPTS[0], replace(hot, top_n_sigma=100.0)) == plain.outputs[0]
+
+
 def test_without_parameters_the_model_makers_advice_holds(llm: LLM) -> None:
     params = llm.default_sampling_params
     assert (params.temperature, params.top_p, params.max_tokens) == (0.2, 0.9, 16)

@@ -72,7 +72,14 @@ def naive_logits(logits: np.ndarray, item: SamplingRow) -> np.ndarray:
         logits[token_id] -= params.frequency_penalty * count + params.presence_penalty
     if len(item.token_ids) - item.num_prompt_tokens < params.min_tokens:
         logits[[*EOS, *params.stop_token_ids]] = -np.inf
+    if params.top_n_sigma > 0:
+        logits[logits < _sigma_threshold(logits, params)] = -np.inf
     return logits
+
+
+def _sigma_threshold(logits: np.ndarray, params: SamplingParams) -> float:
+    possible = logits[logits > -np.inf]
+    return float(possible.max() - params.top_n_sigma * possible.std())
 
 
 def naive_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -106,6 +113,7 @@ def sampling_params(draw: st.DrawFn) -> dict[str, Any]:
         **maybe("top_k", st.integers(-1, 14)),
         **maybe("top_p", st.floats(0.0625, 1, width=16)),
         **maybe("min_p", st.floats(0, 1, width=16)),
+        **maybe("top_n_sigma", st.sampled_from([-1.0, 0.0, 0.25, 1.0, 1.5, 3.0])),
         **maybe("repetition_penalty", st.floats(0.5, 2, width=16)),
         **maybe("frequency_penalty", penalty),
         **maybe("presence_penalty", penalty),
@@ -162,6 +170,7 @@ def mixed_rows() -> list[SamplingRow]:
         row(seed=4, frequency_penalty=0.5, presence_penalty=0.5, index=2),
         row(seed=5, logit_bias={3: 5.0}, min_tokens=9, logprobs=20),
         row(seed=6, temperature=0.4, top_k=50, top_p=0.5),
+        row(seed=7, temperature=3.0, top_n_sigma=1.2),
     ]
 
 
@@ -176,7 +185,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sample, dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("broken", range(7))
+@pytest.mark.parametrize("broken", range(8))
 def test_a_broken_row_is_marked_and_spoils_no_other(sample, broken, bad):
     rows = mixed_rows()
     logits = random_logits(len(rows), 50)
@@ -218,6 +227,16 @@ def test_draws_follow_the_distribution(sample):
         ({"min_p": 0.3}, {0, 1}),
         ({"min_p": 1.0}, {0}),
         ({"top_k": 3, "top_p": 0.95, "min_p": 0.01}, {0, 1, 2}),
+        # The deviation of the five logits is √2.
+        ({"top_n_sigma": 1.0}, {0, 1}),
+        ({"top_n_sigma": 1.5, "temperature": 50.0}, {0, 1, 2}),
+        ({"top_n_sigma": 0.5}, {0}),
+        ({"top_n_sigma": 1.5, "top_k": 2}, {0, 1}),
+        ({"top_n_sigma": -1.0, "temperature": 50.0}, {0, 1, 2, 3, 4}),
+        # Of the four that are left it is √1.25; a row of one logit keeps it.
+        ({"top_n_sigma": 1.8, "min_tokens": 9, "stop_token_ids": (0,)}, {1, 2, 3}),
+        ({"top_n_sigma": 1.7, "min_tokens": 9, "stop_token_ids": (0,)}, {1, 2}),
+        ({"top_n_sigma": 1.0, "min_tokens": 9, "stop_token_ids": (0, 1, 2, 3)}, {4}),
         ({"temperature": 1e-40}, {0}),
         ({"logit_bias": {4: 1e308}}, {4}),
         ({"logit_bias": {0: -1e308, 1: -1e308}}, {2, 3, 4}),

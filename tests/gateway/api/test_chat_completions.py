@@ -106,11 +106,13 @@ async def test_sampling_parameters_and_their_defaults(served: Served) -> None:
         model="tiny", messages=HELLO, temperature=0, top_p=0.5, seed=-1, max_completion_tokens=3,
         logit_bias={"7": -100}, presence_penalty=1, frequency_penalty=-1,
         extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
-                    "ignore_eos": True, "stop_token_ids": [9], "chat_template_kwargs": {}},
+                    "ignore_eos": True, "stop_token_ids": [9], "chat_template_kwargs": {},
+                    "top_n_sigma": 1.5},
     )  # fmt: skip
     asked = served.engine.submitted.popitem()[1].sampling_params
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (0, 0.5, 5, 0.1)
     assert (asked.repetition_penalty, asked.presence_penalty) == (1.1, 1)
+    assert (silent.top_n_sigma, asked.top_n_sigma) == (0, 1.5)
     assert (asked.frequency_penalty, asked.logit_bias) == (-1, {7: -100})
     assert (asked.max_tokens, asked.min_tokens, asked.ignore_eos) == (3, 2, True)
     assert (asked.stop_token_ids, asked.seed) == ((9,), (1 << 64) - 1)
