@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Mount, WebSocketRoute
 
 from penstock.engine.logs import LogWriter
 from penstock.gateway.admission.admission import Admission
@@ -25,10 +25,11 @@ from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas
 from penstock.gateway.api.chat.routes import ChatCompletions
 from penstock.gateway.api.completions.routes import Completions
-from penstock.gateway.api.conversations.routes import conversation_routes
+from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
 from penstock.gateway.api.idempotency import IdempotentAnswers
 from penstock.gateway.api.json_api import refusing_others
 from penstock.gateway.api.models import Models
+from penstock.gateway.api.operations import operations_of, routes_of
 from penstock.gateway.api.responses.response_task import ResponseTaskSettings
 from penstock.gateway.api.responses.routes import Responses
 from penstock.gateway.api.responses.service import ResponseService, ResponseServiceSettings
@@ -134,27 +135,16 @@ def create_app(
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
+    apis = _apis(config, generator, service=service, engine=engine, stores=stores)
+    apis += [TicketDesk(gate.tickets), Status(engine, metrics), Description(model.names)]
+    below_v1, others = routes_of(apis, mount="/v1")
+    sockets = [
+        WebSocketRoute("/responses", ResponsesSocket(service).serve),
+        WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
+    ]
     routes = [
-        Mount(
-            "/v1",
-            routes=refusing_others(
-                [
-                    *_api_routes(config, generator, service=service, engine=engine),
-                    WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
-                    *TicketDesk(gate.tickets).routes(),
-                    *conversation_routes(
-                        stores.conversations, service, max_body_bytes=config.max_body_bytes
-                    ),
-                ]
-            ),
-        ),
-        *refusing_others(
-            [
-                *Tokens(generator, engine, max_body_bytes=config.max_body_bytes).routes(),
-                *_status_routes(Status(engine, metrics)),
-                Route("/openapi.json", Description(model.names).read, methods=["GET"]),
-            ]
-        ),
+        Mount("/v1", routes=[*refusing_others(below_v1), *sockets]),
+        *refusing_others(others),
         Mount("/", app=ChatPage()),
     ]
     request_log = Middleware(
@@ -165,7 +155,7 @@ def create_app(
     )
     app = Starlette(
         routes=routes,
-        middleware=_middleware(config, gate, request_log=request_log),
+        middleware=_middleware(config, gate, routes, request_log=request_log),
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
@@ -174,22 +164,25 @@ def create_app(
     return app
 
 
-def _api_routes(
-    config: GatewayConfig, generator: Generator, *, service: ResponseService, engine: EngineClient
-) -> list[BaseRoute]:
-    models = Models(engine, generator.model)
+def _apis(
+    config: GatewayConfig,
+    generator: Generator,
+    *,
+    service: ResponseService,
+    engine: EngineClient,
+    stores: Stores,
+) -> list[object]:
+    """The objects whose methods serve the operations that take a body, and the models."""
     max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
     answers = IdempotentAnswers(service)
-    chat = ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s)
-    completions = Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s)
-    responses = Responses(service, max_body_bytes=max_bytes, ping_s=ping_s)
     return [
-        Route("/chat/completions", chat.create, methods=["POST"]),
-        Route("/completions", completions.create, methods=["POST"]),
-        WebSocketRoute("/responses", ResponsesSocket(service).serve),
-        *responses.routes(),
-        Route("/models", models.list, methods=["GET"]),
-        Route("/models/{model:path}", models.retrieve, methods=["GET"]),
+        ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
+        Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
+        Responses(service, max_body_bytes=max_bytes, ping_s=ping_s),
+        Models(engine, generator.model),
+        Conversations(stores.conversations, service, max_body_bytes=max_bytes),
+        ConversationItems(stores.conversations, max_body_bytes=max_bytes),
+        Tokens(generator, engine, max_body_bytes=max_bytes),
     ]
 
 
@@ -201,14 +194,6 @@ def _service_settings(config: GatewayConfig) -> ResponseServiceSettings:
         retention_s=config.session_retention_s,
         needs_storage=config.session_storage == "required",
     )
-
-
-def _status_routes(status: Status) -> list[BaseRoute]:
-    return [
-        Route("/health", status.health, methods=["GET"]),
-        Route("/ready", status.ready, methods=["GET"]),
-        Route("/metrics", status.metrics, methods=["GET"]),
-    ]
 
 
 def _workers(config: GatewayConfig) -> Workers | None:
@@ -255,11 +240,15 @@ def _watch(
         metrics.probe("redis_up", "1 while Redis answers.", stores.is_up)
 
 
-def _middleware(config: GatewayConfig, gate: Gate, *, request_log: Middleware) -> list[Middleware]:
+def _middleware(
+    config: GatewayConfig, gate: Gate, routes: Sequence[BaseRoute], *, request_log: Middleware
+) -> list[Middleware]:
     """The middlewares, outermost first."""
+    keyed = {f"/{each.path.split('/')[1]}" for each in operations_of(routes) if each.needs_key}
     guard = Middleware(
         Guard,
         config=config,
+        keyed_paths=sorted(keyed),
         keys=gate.keys,
         tickets=gate.tickets,
         limit_headers=gate.admission.headers,

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.gateway.api.json_api import json_response
+from penstock.gateway.api.operations import operation
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.generation.served_model import ServedModel
 
@@ -21,11 +22,13 @@ class Models:
         self._model = model
         self._created = int(time.time())
 
+    @operation("GET /v1/models", "List the model's names.", "Models")
     async def list(self, _: Request) -> Response:
         return json_response(
             {"object": "list", "data": [self._card(name) for name in self._model.names]}
         )
 
+    @operation("GET /v1/models/{model:path}", "Retrieve the model.", "Model")
     async def retrieve(self, request: Request) -> Response:
         return json_response(self._card(self._model.require(request.path_params["model"])))
 

@@ -1,5 +1,5 @@
-"""The project's own OpenAPI document: a table of operations, the schemas that parse requests, and
-exact schemas of answers, which a test checks answers against.
+"""The project's own OpenAPI document: the operations that are declared beside their handlers, the
+schemas that parse requests, and exact schemas of answers, which a test checks answers against.
 
 It describes parameters as the server accepts them: null for all of them, and for refused ones only
 the values without effect (`parameters`). It leaves out the WebSocket at `/v1/responses`
@@ -9,26 +9,15 @@ the values without effect (`parameters`). It leaves out the WebSocket at `/v1/re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.api.chat.schema import ChatRequest
-from penstock.gateway.api.completions.schema import CompletionRequest
-from penstock.gateway.api.conversations.schema import (
-    ConversationUpdate,
-    NewConversation,
-    NewHead,
-    NewItems,
-)
-from penstock.gateway.api.items import IncludeQuery, ItemsQuery, PageQuery
-from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.schema.fields import Model, SamplingRequest
 from penstock.gateway.api.schema.parameters import UNREAD, Unread, Use
-from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
 
 _STATUSES = {
     400: "A parameter is unknown, unsupported, missing or invalid, or the HTTP is malformed.",
@@ -58,119 +47,6 @@ _NULL: Schema = {"type": "null"}
 _ANYTHING: Schema = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    """One method of one path.
-
-    Attributes:
-        answer: name of the schema of a 200; empty: plain text.
-        body: schemas of the request body, of which one applies.
-        query: schema of the query string.
-        statuses: failures beside those that every operation has.
-        streams: whether it may answer with server-sent events.
-        example: an example of a body.
-    """
-
-    summary: str
-    answer: str = ""
-    body: tuple[type[Model], ...] = ()
-    query: type[Model] | None = None
-    statuses: tuple[int, ...] = ()
-    streams: bool = False
-    example: dict[str, Any] | None = None
-
-
-def _one(summary: str, answer: str, *statuses: int, **more: Any) -> _Operation:
-    """An operation on a resource that may not exist."""
-    return _Operation(summary=summary, answer=answer, statuses=(404, *statuses), **more)
-
-
-def _generate(summary: str, answer: str, body: type[Model], example: dict[str, Any]) -> _Operation:
-    return _Operation(
-        summary=summary,
-        answer=answer,
-        body=(body,),
-        statuses=(404, 409, 429),
-        streams=True,
-        example=example,
-    )
-
-
-_RESPONSE, _CONVERSATION = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
-_ITEMS = f"{_CONVERSATION}/items"
-_OPERATIONS: dict[tuple[str, str], _Operation] = {
-    ("post", "/v1/chat/completions"): _generate(
-        "Create a chat completion.",
-        "ChatCompletion",
-        ChatRequest,
-        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
-    ),
-    ("post", "/v1/completions"): _generate(
-        "Create a completion of one or several prompts.",
-        "Completion",
-        CompletionRequest,
-        {"prompt": ["Once upon", "There was"], "max_tokens": 16, "logprobs": 1},
-    ),
-    ("post", "/v1/responses"): _generate(
-        "Create a response.",
-        "Response",
-        ResponsesRequest,
-        {"input": "Hello", "max_output_tokens": 16},
-    ),
-    ("get", _RESPONSE): _one(
-        "Retrieve a response, or stream its events.", "Response", streams=True
-    ),
-    ("delete", _RESPONSE): _one("Delete a response.", "Deleted", 409),
-    ("post", f"{_RESPONSE}/cancel"): _one("Cancel a response.", "Response"),
-    ("get", f"{_RESPONSE}/input_items"): _one(
-        "List the input items of a response.", "Items", query=ItemsQuery
-    ),
-    ("post", "/v1/conversations"): _Operation(
-        summary="Create a conversation.", answer="Conversation", body=(NewConversation,)
-    ),
-    ("get", "/v1/conversations"): _one(
-        "List the tenant's conversations.", "Conversations", query=PageQuery
-    ),
-    ("get", _CONVERSATION): _one("Retrieve a conversation.", "Conversation"),
-    ("post", _CONVERSATION): _one(
-        "Update a conversation's metadata.", "Conversation", body=(ConversationUpdate,)
-    ),
-    ("delete", _CONVERSATION): _one("Delete a conversation.", "Deleted", 409),
-    ("get", f"{_CONVERSATION}/tree"): _one("List a conversation's turns.", "Tree"),
-    ("post", f"{_CONVERSATION}/head"): _one(
-        "Move a conversation's head to another turn.", "Head", 409, body=(NewHead,)
-    ),
-    ("get", _ITEMS): _one("List a conversation's items.", "Items", query=ItemsQuery),
-    ("post", _ITEMS): _one(
-        "Add items to a conversation.", "Items", 409, body=(NewItems,), query=IncludeQuery
-    ),
-    ("get", f"{_ITEMS}/{{item_id}}"): _one("Retrieve an item.", "Item", query=IncludeQuery),
-    ("delete", f"{_ITEMS}/{{item_id}}"): _one("Delete an item.", "Conversation", 409),
-    ("post", "/v1/tickets"): _Operation(
-        summary="Create a ticket that opens one WebSocket.", answer="Ticket"
-    ),
-    ("get", "/v1/models"): _Operation(summary="List the model's names.", answer="Models"),
-    ("get", "/v1/models/{model}"): _one("Retrieve the model.", "Model"),
-    ("post", "/tokenize"): _one(
-        "Tokenize a text or a chat.", "Tokens", body=(TokenizePrompt, TokenizeChat)
-    ),
-    ("post", "/detokenize"): _one("Convert token ids to text.", "Text", body=(Detokenize,)),
-    ("get", "/health"): _Operation(summary="Check whether the engine is up.", answer="Status"),
-    ("get", "/ready"): _Operation(
-        summary="Check whether requests would be served.", answer="Status"
-    ),
-    ("get", "/metrics"): _Operation(summary="Metrics for Prometheus."),
-    ("get", "/openapi.json"): _Operation(summary="This document.", answer="Document"),
-}
-# OpenAPI links: which parameters of other paths an operation's answer supplies.
-_LINKS = {
-    ("post", "/v1/responses"): {"response_id": "$response.body#/id"},
-    ("post", "/v1/conversations"): {"conversation_id": "$response.body#/id"},
-    ("post", _ITEMS): {
-        "conversation_id": "$request.path.conversation_id",
-        "item_id": "$response.body#/first_id",
-    },
-}
 _EVENT: Schema = {
     "type": "object",
     "description": "One event of many. Streams of chat completions and completions end with "
@@ -184,21 +60,25 @@ _STREAMING_QUERY: tuple[tuple[str, Schema, str], ...] = (
 )
 
 
-def document(model_names: Sequence[str]) -> dict[str, Any]:
+def document(model_names: Sequence[str], operations: Iterable[Operation]) -> dict[str, Any]:
     """The document, as JSON.
 
     Args:
         model_names: accepted values of a request's `model`.
+        operations: what the server serves.
     """
+    by_id = {f"{each.method.lower()} {_path(each)}": each for each in operations}
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), operation in _OPERATIONS.items():
-        paths.setdefault(path, {})[method] = _operation(method, path, operation)
+    for name, operation in by_id.items():
+        described = {"operationId": name, **_described(operation, by_id)}
+        paths.setdefault(_path(operation), {})[operation.method.lower()] = described
+    schemas = _request_schemas(by_id.values(), model_names)
     return {
         "openapi": "3.1.0",
         "info": {"title": "penstock", "version": "1", "description": _ABOUT},
         "paths": paths,
         "components": {
-            "schemas": {**ANSWERS, "Document": {"type": "object"}, **_request_schemas(model_names)},
+            "schemas": {**ANSWERS, "Document": {"type": "object"}, **schemas},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -211,20 +91,23 @@ _ABOUT = (
 )
 
 
-def _operation(method: str, path: str, operation: _Operation) -> dict[str, Any]:
-    is_keyed = path.startswith(("/v1/", "/tokenize", "/detokenize"))
+def _path(operation: Operation) -> str:
+    return operation.path.replace(":path}", "}")
+
+
+def _described(operation: Operation, by_id: Mapping[str, Operation]) -> dict[str, Any]:
     statuses = {*_ALWAYS, *operation.statuses}
-    statuses |= {*_KEYED} if is_keyed else set()
+    statuses |= {404} if _path_names(operation) else set()
+    statuses |= {*_KEYED} if operation.needs_key else set()
     statuses |= {*_WITH_BODY} if operation.body else set()
     described: dict[str, Any] = {
         "summary": operation.summary,
-        "operationId": f"{method} {path}",
-        "parameters": [*_path_parameters(path), *_query_parameters(method, operation)],
+        "parameters": [*_path_parameters(operation), *_query_parameters(operation)],
         "responses": {
             "200": {
                 "description": "Success.",
                 "content": _content(operation),
-                "links": _links(method, path),
+                "links": _links(operation, by_id),
             },
             **{str(status): _failure(status) for status in sorted(statuses)},
         },
@@ -236,30 +119,30 @@ def _operation(method: str, path: str, operation: _Operation) -> dict[str, Any]:
         if operation.example is not None:
             content["examples"] = {
                 "whole": {"value": operation.example},
-                "stream": {"value": operation.example | {"stream": True}},
+                "stream": {"value": {**operation.example, "stream": True}},
             }
         described["requestBody"] = {
             "required": True,
             "content": {"application/json": content},
         }
-    if is_keyed:
+    if operation.needs_key:
         described["security"] = [{"key": []}, {}]
     return described
 
 
-def _links(method: str, path: str) -> dict[str, Any]:
-    known = _LINKS.get((method, path), {})
+def _links(operation: Operation, by_id: Mapping[str, Operation]) -> dict[str, Any]:
+    known = operation.links
     return {
-        f"{method}{re.sub('[^a-z]+', '.', other)}".rstrip("."): {
-            "operationId": f"{method} {other}",
+        re.sub("[^a-z]+", ".", name.replace(" ", "", 1)).rstrip("."): {
+            "operationId": name,
             "parameters": known,
         }
-        for method, other in _OPERATIONS
+        for name, other in by_id.items()
         if known and set(_path_names(other)) == known.keys()
     }
 
 
-def _content(operation: _Operation) -> dict[str, Any]:
+def _content(operation: Operation) -> dict[str, Any]:
     if not operation.answer:
         return {"text/plain": {"schema": STRING}}
     content: dict[str, Any] = {"application/json": {"schema": ref(operation.answer)}}
@@ -275,21 +158,21 @@ def _failure(status: int) -> dict[str, Any]:
     }
 
 
-def _path_parameters(path: str) -> list[dict[str, Any]]:
+def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
     return [
         {"name": name, "in": "path", "required": True, "schema": STRING}
-        for name in _path_names(path)
+        for name in _path_names(operation)
     ]
 
 
-def _path_names(path: str) -> list[str]:
-    return [part[1:-1] for part in path.split("/") if part.startswith("{")]
+def _path_names(operation: Operation) -> list[str]:
+    return [part[1:-1] for part in _path(operation).split("/") if part.startswith("{")]
 
 
-def _query_parameters(method: str, operation: _Operation) -> list[dict[str, Any]]:
+def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
     if operation.query is None:
         rows: Iterable[tuple[str, Schema, str]] = (
-            _STREAMING_QUERY if operation.streams and method == "get" else ()
+            _STREAMING_QUERY if operation.streams and operation.method == "GET" else ()
         )
         return [
             {"name": name, "in": "query", "schema": schema, "description": text}
@@ -302,8 +185,10 @@ def _query_parameters(method: str, operation: _Operation) -> list[dict[str, Any]
 # -- requests ---------------------------------------------------------------------------------
 
 
-def _request_schemas(model_names: Sequence[str]) -> dict[str, Schema]:
-    models = {body for operation in _OPERATIONS.values() for body in operation.body}
+def _request_schemas(
+    operations: Iterable[Operation], model_names: Sequence[str]
+) -> dict[str, Schema]:
+    models = {body for operation in operations for body in operation.body}
     named: Sequence[type[Model]] = sorted(models, key=lambda model: model.__name__)
     _, found = models_json_schema(
         [(model, "validation") for model in named],

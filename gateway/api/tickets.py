@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.gateway.api.json_api import json_response
+from penstock.gateway.api.operations import operation
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.auth.tickets import TICKET_TTL_S, Tickets
 
@@ -17,9 +17,7 @@ class TicketDesk:
     def __init__(self, tickets: Tickets) -> None:
         self._tickets = tickets
 
-    def routes(self) -> list[Route]:
-        return [Route("/tickets", self.create, methods=["POST"])]
-
+    @operation("POST /v1/tickets", "Create a ticket that opens one WebSocket.", "Ticket")
     async def create(self, request: Request) -> Response:
         ticket = await self._tickets.issue(caller_of(request.scope).key_id)
         response = json_response({"ticket": ticket, "expires_in": TICKET_TTL_S})

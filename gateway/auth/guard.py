@@ -3,7 +3,7 @@
     Host     on a server bound to loopback it must name loopback (or an allowed origin), against
              DNS rebinding
     Origin   absent, the server's own, or allowed: browsers let any page open a WebSocket
-    key      `/v1/*`, `/tokenize`, `/detokenize`: `Authorization: Bearer`, or for browsers'
+    key      where an operation declares it (`/v1/*`, …): `Authorization: Bearer`, or for browsers'
              WebSockets a ticket as `?ticket=`, or the subprotocol `openai-insecure-api-key.<key>`
 
 The accepted caller is put into the scope (`callers`), and every answer gets headers with what is
@@ -26,7 +26,6 @@ from penstock.gateway.config import GatewayConfig, is_loopback
 from penstock.gateway.errors import Failure, refusal
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
-_KEY_PATHS = ("/v1", "/tokenize", "/detokenize")
 _TICKET = "ticket"
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -35,6 +34,7 @@ class Guard:
     """ASGI middleware. A WebSocket is refused at its handshake with the same answer as HTTP.
 
     Args:
+        keyed_paths: how paths begin that need a key.
         limit_headers: gives the headers with what is left of a caller's limits.
     """
 
@@ -43,11 +43,13 @@ class Guard:
         app: ASGIApp,
         config: GatewayConfig,
         *,
+        keyed_paths: Sequence[str],
         keys: KeyRing,
         tickets: Tickets,
         limit_headers: Callable[[Caller], Mapping[str, str]],
     ) -> None:
         self._app = app
+        self._keyed = tuple(keyed_paths)
         self._keys = keys
         self._tickets = tickets
         self._limit_headers = limit_headers
@@ -65,7 +67,7 @@ class Guard:
             return
         ticket = _pop_ticket(scope) if scope["type"] == "websocket" else None
         failure = self._check(scope)
-        if failure is None and not self._keys.is_open and scope["path"].startswith(_KEY_PATHS):
+        if failure is None and not self._keys.is_open and scope["path"].startswith(self._keyed):
             caller = await self._caller(scope, ticket)
             if caller is None:
                 failure = refusal(

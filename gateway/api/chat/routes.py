@@ -17,6 +17,7 @@ from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
 from penstock.gateway.api.logprobs import prompt_dictionaries, token_objects
+from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
@@ -45,6 +46,15 @@ class ChatCompletions:
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
 
+    @operation(
+        "POST /v1/chat/completions",
+        "Create a chat completion.",
+        "ChatCompletion",
+        body=(ChatRequest,),
+        statuses=(404, 409, 429),
+        streams=True,
+        example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
+    )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         chat = parse_request(ChatRequest, body)

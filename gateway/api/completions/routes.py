@@ -17,6 +17,7 @@ from penstock.gateway.api.completions.schema import CompletionRequest
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
 from penstock.gateway.api.logprobs import Lists, TokenLists, joined, prompt_dictionaries
+from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
@@ -45,6 +46,15 @@ class Completions:
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
 
+    @operation(
+        "POST /v1/completions",
+        "Create a completion of one or several prompts.",
+        "Completion",
+        body=(CompletionRequest,),
+        statuses=(404, 409, 429),
+        streams=True,
+        example={"prompt": ["Once upon", "There was"], "max_tokens": 16, "logprobs": 1},
+    )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         completion = parse_request(CompletionRequest, body)

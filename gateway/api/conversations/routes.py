@@ -13,7 +13,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from penstock.gateway.api.conversations.schema import (
     ConversationUpdate,
@@ -24,6 +23,7 @@ from penstock.gateway.api.conversations.schema import (
 )
 from penstock.gateway.api.items import (
     IncludeQuery,
+    ItemsQuery,
     PageQuery,
     item_objects,
     item_page,
@@ -32,6 +32,7 @@ from penstock.gateway.api.items import (
     without_logprobs,
 )
 from penstock.gateway.api.json_api import json_response, read_json
+from penstock.gateway.api.operations import operation
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.auth.callers import caller_of
@@ -45,27 +46,8 @@ from penstock.gateway.storage.conversations.records import (
 )
 from penstock.gateway.storage.conversations.store import ConversationStore
 
-
-def conversation_routes(
-    store: ConversationStore, service: ResponseService, *, max_body_bytes: int
-) -> list[BaseRoute]:
-    """The routes below `/v1`."""
-    conversations = Conversations(store, service, max_body_bytes=max_body_bytes)
-    items = ConversationItems(store, max_body_bytes=max_body_bytes)
-    one, item = "/conversations/{conversation_id}", "/conversations/{conversation_id}/items"
-    return [
-        Route("/conversations", conversations.create, methods=["POST"]),
-        Route("/conversations", conversations.list, methods=["GET"]),
-        Route(one, conversations.retrieve, methods=["GET"]),
-        Route(one, conversations.update, methods=["POST"]),
-        Route(one, conversations.delete, methods=["DELETE"]),
-        Route(f"{one}/tree", conversations.tree, methods=["GET"]),
-        Route(f"{one}/head", conversations.set_head, methods=["POST"]),
-        Route(item, items.create, methods=["POST"]),
-        Route(item, items.list, methods=["GET"]),
-        Route(f"{item}/{{item_id}}", items.retrieve, methods=["GET"]),
-        Route(f"{item}/{{item_id}}", items.delete, methods=["DELETE"]),
-    ]
+_ONE = "/v1/conversations/{conversation_id}"
+_ITEMS = f"{_ONE}/items"
 
 
 class _Endpoints:
@@ -105,6 +87,13 @@ class Conversations(_Endpoints):
         super().__init__(store, max_body_bytes=max_body_bytes)
         self._service = service
 
+    @operation(
+        "POST /v1/conversations",
+        "Create a conversation.",
+        "Conversation",
+        body=(NewConversation,),
+        links={"conversation_id": "$response.body#/id"},
+    )
     async def create(self, request: Request) -> Response:
         asked = parse_fields(NewConversation, await self._body(request))
         conversation = Conversation(
@@ -118,6 +107,13 @@ class Conversations(_Endpoints):
             await self._add(conversation, item_objects(asked.items))
         return json_response(_conversation_object(conversation))
 
+    @operation(
+        "GET /v1/conversations",
+        "List the tenant's conversations.",
+        "Conversations",
+        query=PageQuery,
+        statuses=(404,),
+    )
     async def list(self, request: Request) -> Response:
         query = read_query(PageQuery, request.query_params)
         page, has_more = await self._store.list_page(
@@ -130,9 +126,16 @@ class Conversations(_Endpoints):
             list_object([_conversation_object(c) for c in page], has_more=has_more)
         )
 
+    @operation(f"GET {_ONE}", "Retrieve a conversation.", "Conversation")
     async def retrieve(self, request: Request) -> Response:
         return json_response(_conversation_object(await self._conversation(request)))
 
+    @operation(
+        f"POST {_ONE}",
+        "Update a conversation's metadata.",
+        "Conversation",
+        body=(ConversationUpdate,),
+    )
     async def update(self, request: Request) -> Response:
         asked = parse_fields(ConversationUpdate, await self._body(request))
         conversation = await self._store.set_metadata(
@@ -140,6 +143,7 @@ class Conversations(_Endpoints):
         )
         return json_response(_conversation_object(conversation))
 
+    @operation(f"DELETE {_ONE}", "Delete a conversation.", "Deleted", statuses=(409,))
     async def delete(self, request: Request) -> Response:
         conversation_id = request.path_params["conversation_id"]
         await self._service.delete_conversation(caller_of(request.scope), conversation_id)
@@ -147,6 +151,7 @@ class Conversations(_Endpoints):
             {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
         )
 
+    @operation(f"GET {_ONE}/tree", "List a conversation's turns.", "Tree")
     async def tree(self, request: Request) -> Response:
         query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)
@@ -164,6 +169,13 @@ class Conversations(_Endpoints):
             }
         )
 
+    @operation(
+        f"POST {_ONE}/head",
+        "Move a conversation's head to another turn.",
+        "Head",
+        body=(NewHead,),
+        statuses=(409,),
+    )
     async def set_head(self, request: Request) -> Response:
         asked = parse_fields(NewHead, await self._body(request))
         conversation_id = request.path_params["conversation_id"]
@@ -182,6 +194,18 @@ class Conversations(_Endpoints):
 class ConversationItems(_Endpoints):
     """Endpoints of a conversation's items."""
 
+    @operation(
+        f"POST {_ITEMS}",
+        "Add items to a conversation.",
+        "Items",
+        body=(NewItems,),
+        query=IncludeQuery,
+        statuses=(409,),
+        links={
+            "conversation_id": "$request.path.conversation_id",
+            "item_id": "$response.body#/first_id",
+        },
+    )
     async def create(self, request: Request) -> Response:
         query = read_query(IncludeQuery, request.query_params)
         asked = parse_fields(NewItems, await self._body(request))
@@ -189,16 +213,19 @@ class ConversationItems(_Endpoints):
         await self._add(await self._conversation(request), items)
         return json_response(list_object([_shown(item, query) for item in items], has_more=False))
 
+    @operation(f"GET {_ITEMS}", "List a conversation's items.", "Items", query=ItemsQuery)
     async def list(self, request: Request) -> Response:
         path = await self._path(await self._conversation(request))
         items = [item for turn in path for item in _items_of(turn)]
         return json_response(item_page(items, request.query_params))
 
+    @operation(f"GET {_ITEMS}/{{item_id}}", "Retrieve an item.", "Item", query=IncludeQuery)
     async def retrieve(self, request: Request) -> Response:
         query = read_query(IncludeQuery, request.query_params)
         _, item = await self._find(request, await self._conversation(request))
         return json_response(_shown(item, query))
 
+    @operation(f"DELETE {_ITEMS}/{{item_id}}", "Delete an item.", "Conversation", statuses=(409,))
     async def delete(self, request: Request) -> Response:
         conversation = await self._conversation(request)
         turn, item = await self._find(request, conversation)

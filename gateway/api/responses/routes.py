@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.api.items import item_page
+from penstock.gateway.api.items import ItemsQuery, item_page
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
+from penstock.gateway.api.operations import operation
 from penstock.gateway.api.responses.events import Event, response_object
 from penstock.gateway.api.responses.prompt import items_of
 from penstock.gateway.api.responses.schema import ResponsesRequest
@@ -27,6 +27,8 @@ from penstock.gateway.errors import RequestRefusedError, failure_of
 from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, named
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
+
+_ONE = "/v1/responses/{response_id}"
 
 
 class Responses:
@@ -41,16 +43,16 @@ class Responses:
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
 
-    def routes(self) -> list[Route]:
-        one = "/responses/{response_id}"
-        return [
-            Route("/responses", self.create, methods=["POST"]),
-            Route(one, self.retrieve, methods=["GET"]),
-            Route(one, self.delete, methods=["DELETE"]),
-            Route(f"{one}/cancel", self.cancel, methods=["POST"]),
-            Route(f"{one}/input_items", self.input_items, methods=["GET"]),
-        ]
-
+    @operation(
+        "POST /v1/responses",
+        "Create a response.",
+        "Response",
+        body=(ResponsesRequest,),
+        statuses=(404, 409, 429),
+        streams=True,
+        example={"input": "Hello", "max_output_tokens": 16},
+        links={"response_id": "$response.body#/id"},
+    )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         asked = parse_request(ResponsesRequest, body)
@@ -67,6 +69,9 @@ class Responses:
             return task.failure.response()
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
+    @operation(
+        f"GET {_ONE}", "Retrieve a response, or stream its events.", "Response", streams=True
+    )
     async def retrieve(self, request: Request) -> Response | EventStream:
         response_id = request.path_params["response_id"]
         caller = caller_of(request.scope)
@@ -80,6 +85,7 @@ class Responses:
             return json_response(response_object(await self._service.log(caller, response_id)))
         return Response(turn.response, media_type="application/json")
 
+    @operation(f"POST {_ONE}/cancel", "Cancel a response.", "Response")
     async def cancel(self, request: Request) -> Response:
         """Cancel the response, wait for its end and return it."""
         response_id = request.path_params["response_id"]
@@ -91,11 +97,15 @@ class Responses:
         whole = await unless_gone(request, self._whole(request, log))
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
+    @operation(f"DELETE {_ONE}", "Delete a response.", "Deleted", statuses=(409,))
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         await self._service.delete(caller_of(request.scope), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
+    @operation(
+        f"GET {_ONE}/input_items", "List the input items of a response.", "Items", query=ItemsQuery
+    )
     async def input_items(self, request: Request) -> Response:
         """A page of the response's input: items of earlier turns, then its own."""
         path = await self._service.path(

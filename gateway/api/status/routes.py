@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.gateway.api.json_api import json_response
+from penstock.gateway.api.operations import operation, operations_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import refusal
 from penstock.gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -20,12 +21,14 @@ class Status:
         self._engine = engine
         self._metrics = metrics
 
+    @operation("GET /health", "Check whether the engine is up.", "Status", needs_key=False)
     async def health(self, _: Request) -> Response:
         """200 unless the engine was lost: a server that is still starting is healthy."""
         if self._engine.is_lost:
             return refusal(503, code="engine_unavailable", message="the engine died").response()
         return json_response({"status": "ok"})
 
+    @operation("GET /ready", "Check whether requests would be served.", "Status", needs_key=False)
     async def ready(self, _: Request) -> Response:
         """200 when a request would be served."""
         if not self._engine.is_alive:
@@ -34,6 +37,7 @@ class Status:
             ).response()
         return json_response({"status": "ready"})
 
+    @operation("GET /metrics", "Metrics for Prometheus.", needs_key=False)
     async def metrics(self, _: Request) -> Response:
         return Response(await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
@@ -44,8 +48,9 @@ class Description:
     def __init__(self, model_names: Sequence[str]) -> None:
         self._model_names = model_names
 
-    async def read(self, _: Request) -> Response:
+    @operation("GET /openapi.json", "This document.", "Document", needs_key=False)
+    async def read(self, request: Request) -> Response:
         # Loaded on demand: few clients request it, and it takes memory.
         from penstock.gateway.api.openapi import document
 
-        return json_response(document(self._model_names))
+        return json_response(document(self._model_names, operations_of(request.app.routes)))

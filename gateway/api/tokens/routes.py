@@ -7,11 +7,11 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.gateway.api.chat.schema import chat_prompt
 from penstock.gateway.api.json_api import json_response, read_json
+from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
 from penstock.gateway.engines.engine_client import EngineClient
@@ -28,12 +28,13 @@ class Tokens:
         self._engine = engine
         self._max_body_bytes = max_body_bytes
 
-    def routes(self) -> list[BaseRoute]:
-        return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-        ]
-
+    @operation(
+        "POST /tokenize",
+        "Tokenize a text or a chat.",
+        "Tokens",
+        body=(TokenizePrompt, TokenizeChat),
+        statuses=(404,),
+    )
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
         asked: TokenizeChat | TokenizePrompt
@@ -54,6 +55,13 @@ class Tokens:
             }
         )
 
+    @operation(
+        "POST /detokenize",
+        "Convert token ids to text.",
+        "Text",
+        body=(Detokenize,),
+        statuses=(404,),
+    )
     async def detokenize(self, request: Request) -> Response:
         asked = parse_fields(Detokenize, await self._body(request))
         model = self._generator.model

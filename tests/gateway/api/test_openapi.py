@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from penstock.engine.config import ModelConfig
 from penstock.gateway.api.chat.schema import ChatRequest
 from penstock.gateway.api.openapi import document
+from penstock.gateway.api.operations import operations_of
 from penstock.gateway.api.schema.parameters import UNREAD, Endpoint
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
@@ -44,7 +45,7 @@ async def test_every_route_is_described(model_path: Path, tmp_path: Path) -> Non
     app = create_app(GatewayConfig(engine_address=f"{tmp_path}/engine.sock", model=model))
     async with app.router.lifespan_context(app):
         served = set(_operations(app.routes))
-    paths = document(["tiny"])["paths"]
+    paths = document(["tiny"], operations_of(app.routes))["paths"]
     assert {(method, path) for path, methods in paths.items() for method in methods} == served
 
 

@@ -104,6 +104,8 @@ async def test_key_is_required(serve: Serve, header: str | None) -> None:
     async with serve(api_keys=("other", "secret")) as served:
         served.http.headers.pop("Authorization")
         headers = [] if header is None else [("Authorization", header.encode("latin-1"))]
+        for path in ("/tokenize", "/detokenize", "/v1/chat/completions", "/v1/unknown"):
+            assert (await served.http.post(path, headers=headers)).status_code == 401
         response = await served.http.get("/v1/models", headers=headers)
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
