@@ -28,10 +28,10 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError
+from penstock.gateway import installed_version
 from penstock.gateway.launch.flags import FLAGS, GROUPS, Flag
 from penstock.load.bench.commands import add_benches
 
-_DISTRIBUTION = "penstock-llm"
 _SERVE_HELP = "see penstock serve --help"
 # What argparse says, as against what it should say.
 _WRONG_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)'")
@@ -80,13 +80,7 @@ class _Version(argparse.Action):
     """Prints the version and ends the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib import metadata  # its import takes longer than all else here
-
-        try:
-            version = metadata.version(_DISTRIBUTION)
-        except metadata.PackageNotFoundError:
-            version = "(not installed)"
-        print(f"penstock {version}")
+        print(f"penstock {installed_version()}")
         parser.exit()
 
 
