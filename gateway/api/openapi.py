@@ -425,4 +425,5 @@ ANSWERS: dict[str, Schema] = {
     ),
     "Text": _object(prompt=STRING),
     "Status": _object(status=STRING),
+    "Version": _object(version=STRING),
 }

@@ -1,4 +1,4 @@
-"""`/health`, `/ready`, `/metrics` and `/openapi.json`."""
+"""`/health`, `/ready`, `/metrics`, `/version` and `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.gateway import installed_version
 from penstock.gateway.api.json_api import json_response
 from penstock.gateway.api.operations import operation, operations_of
 from penstock.gateway.engines.engine_client import EngineClient
@@ -40,6 +41,12 @@ class Status:
     @operation("GET /metrics", "Metrics for Prometheus.", needs_key=False)
     async def metrics(self, _: Request) -> Response:
         return Response(await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    @operation(
+        "GET /version", "The server's version, as vLLM gives it.", "Version", needs_key=False
+    )
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": installed_version()})
 
 
 class Description:

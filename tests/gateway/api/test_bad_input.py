@@ -99,6 +99,7 @@ async def test_wrong_places_answer_in_shape(
         ("/health", "GET, HEAD"),
         ("/ready", "GET, HEAD"),
         ("/metrics", "GET, HEAD"),
+        ("/version", "GET, HEAD"),
         ("/openapi.json", "GET, HEAD"),
         ("/", "GET, HEAD"),
         ("/chat.js", "GET, HEAD"),

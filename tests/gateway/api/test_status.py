@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ async def test_models(served: Served) -> None:
     assert model.id == "tiny"
     assert (await served.client.models.retrieve("tiny")).id == "tiny"
     assert model.max_model_len == 1024
+
+
+async def test_the_version_is_that_of_the_package(served: Served) -> None:
+    answer = await served.http.get("/version")
+    assert answer.json() == {"version": metadata.version("penstock-llm")}
 
 
 async def test_metrics(served: Served) -> None:

@@ -112,7 +112,7 @@ async def test_key_is_required(serve: Serve, header: str | None) -> None:
         assert response.json()["error"]["code"] == "invalid_api_key"
         good = {"Authorization": "Bearer secret"}
         assert (await served.http.get("/v1/models", headers=good)).status_code == 200
-        for path in ("/", "/health", "/ready", "/metrics"):
+        for path in ("/", "/health", "/ready", "/metrics", "/version"):
             assert (await served.http.get(path)).status_code == 200
 
 
