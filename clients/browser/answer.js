@@ -163,8 +163,9 @@ export class Answer extends EventTarget {
   }
 }
 
-/** The text of a Response. */
+/** The text of a Response's messages; its other items have none to show. */
 export function textOf(/** @type {any} */ response) {
-  /** @type {{ content: { text: string }[] }[]} */ const messages = response.output ?? [];
+  /** @type {{ type: string, content: { text: string }[] }[]} */ const output = response.output ?? [];
+  const messages = output.filter((item) => item.type === "message");
   return messages.flatMap((message) => message.content.map((part) => part.text)).join("");
 }

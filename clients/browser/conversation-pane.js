@@ -12,7 +12,7 @@ import { cutText, isGone, NOT_LOADED, problemText, refusalText, TAKEN, wasKept }
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
-import { grouped, inputOf, numShown, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { answersOf, grouped, inputOf, numShown, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -105,7 +105,7 @@ export class ConversationPane extends EventTarget {
   #viewOf(/** @type {Turn[]} */ group) {
     const view = new TurnView(this.#around.transcript, group[0].items ?? [], this.#wishes);
     view.turnIds = group.map((turn) => turn.turn);
-    for (const { output } of group) if (output) view.show(messageText(output));
+    for (const message of group.flatMap(answersOf)) view.show(messageText(message));
     this.#noteEnd(view, group[group.length - 1].status, null);
     return view;
   }

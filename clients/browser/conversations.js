@@ -8,6 +8,7 @@
 /**
  * @typedef {object} Item  a message
  * @property {string} id
+ * @property {string} type  `message`
  * @property {"user" | "assistant" | "system" | "developer"} role
  * @property {{ type: string, text: string }[]} content
  */
@@ -19,7 +20,7 @@
  * @property {string | null} response_id
  * @property {number} created_at
  * @property {Item[]} [items]  what came in; of turns on the path to the head, where it was asked for
- * @property {Item | null} [output]  what was answered
+ * @property {Item | Item[] | null} [output]  what was answered
  */
 /**
  * @typedef {object} Tree

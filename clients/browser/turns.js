@@ -6,7 +6,8 @@ import { childrenOf, pathTo } from "./penstock-client.js";
 
 /** @typedef {import("./conversations.js").Tree} Tree */
 /** @typedef {import("./conversations.js").Turn} Turn */
-/** @typedef {Pick<import("./conversations.js").Item, "role" | "content">} Said */
+/** @typedef {import("./conversations.js").Item} Item */
+/** @typedef {Pick<Item, "role" | "content">} Said */
 
 const MAX_TITLE_CHARACTERS = 80;
 
@@ -31,6 +32,11 @@ export function grouped(/** @type {Turn[]} */ path) {
     else groups.push([turn]);
   }
   return groups;
+}
+
+/** The messages of a turn's answer. @returns {Item[]} */
+export function answersOf(/** @type {Turn} */ { output }) {
+  return [output ?? []].flat().filter((item) => item.type === "message");
 }
 
 /** How many of the views, from the first on, show just these turns. */

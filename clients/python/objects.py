@@ -29,7 +29,8 @@ class TextPart(TypedDict):
 
 
 class Item(TypedDict):
-    """A message of the input or of the answer."""
+    """A message of the input or of the answer. Items of other types, which a newer server may send,
+    have other fields than `id` and `type`."""
 
     id: str
     type: str
@@ -182,5 +183,6 @@ class ChatChunk(TypedDict):
 
 
 def output_text(response: Response) -> str:
-    """All text of a response."""
-    return "".join(part["text"] for item in response["output"] for part in item["content"])
+    """All text of a response's messages."""
+    messages = [item for item in response["output"] if item["type"] == "message"]
+    return "".join(part["text"] for message in messages for part in message["content"])

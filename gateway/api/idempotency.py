@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import itertools
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,6 @@ from weakref import WeakValueDictionary
 import orjson
 from starlette.requests import Request
 
-from penstock.gateway.api.items import new_item_id
 from penstock.gateway.api.responses.logged_generation import LoggedGeneration
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.auth.callers import Caller
@@ -150,7 +150,7 @@ def _header(
         response_id=request.request_id,
         conversation_id=conversation_of(request.request_id) or "",
         tenant=key.tenant,
-        item_id=new_item_id(),
+        nonce=secrets.token_hex(16),
         created_at=int(request.arrival_s),
         echo={_DIGEST: key.digest},
         request=request,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ import httpx
 import pytest
 import redis
 
+from penstock.gateway.storage.conversations.turn_codec import TreeNode, pack, unpack
+from penstock.gateway.storage.response_log.codec import (
+    decode_delta,
+    decode_end,
+    decode_header,
+    encode_delta,
+    encode_end,
+    encode_header,
+)
 from tests.redis_server import RedisServer
 
 from .processes import END_S, serve
@@ -24,6 +34,14 @@ from .processes import END_S, serve
 pytestmark = pytest.mark.redis
 
 _FILE = Path(__file__).with_name("data") / "written_by_83f2e9f.json"
+_NODE = TreeNode(
+    turn_id="resp_1",
+    conversation_id="conv_1",
+    tenant="default",
+    parent_id=None,
+    status="completed",
+    created_at=1,
+)
 _FIELDS = {"model": "demo", "temperature": 0}
 
 
@@ -49,6 +67,30 @@ def client(
             httpx.Client(base_url=served.base_url, timeout=END_S) as client,
         ):
             yield client
+
+
+def test_the_earlier_version_can_read_what_this_one_writes(tmp_path: Path) -> None:
+    """Gateways of both run side by side during a rolling restart: of its responses, this version
+    writes the same bytes."""
+    readers: dict[bytes, Callable[[bytes], bytes]] = {
+        b"h": lambda data: encode_header(decode_header(data)),
+        b"d": lambda data: encode_delta(decode_delta(data)),
+        b"e": lambda data: encode_end(decode_end(data)),
+    }
+    kinds = Counter[bytes]()
+    with RedisServer(tmp_path) as server, redis.Redis.from_url(server.url) as database:
+        for key, dump in json.loads(_FILE.read_text())["redis"].items():
+            database.restore(key, 0, base64.b64decode(dump))
+        for key in database.keys("penstock:log:*"):
+            for _, fields in database.xrange(key):
+                for kind, data in fields.items():
+                    assert readers[kind](data) == data
+                    kinds[kind] += 1
+        for key in database.keys("penstock:*:turns"):
+            for body in database.hvals(key):
+                assert pack(unpack(_NODE, body, {})).body == body
+                kinds[b"turn"] += 1
+    assert set(kinds) == {*readers, b"turn"}
 
 
 def _get(client: httpx.Client, path: str) -> Any:

@@ -216,7 +216,7 @@ class ConversationItems(_Endpoints):
     @operation(f"GET {_ITEMS}", "List a conversation's items.", "Items", query=ItemsQuery)
     async def list(self, request: Request) -> Response:
         path = await self._path(await self._conversation(request))
-        items = [item for turn in path for item in _items_of(turn)]
+        items = [item for turn in path for item in turn.all_items]
         return json_response(item_page(items, request.query_params))
 
     @operation(f"GET {_ITEMS}/{{item_id}}", "Retrieve an item.", "Item", query=IncludeQuery)
@@ -232,8 +232,8 @@ class ConversationItems(_Endpoints):
         await self._store.replace_items(
             dataclasses.replace(
                 turn,
-                items=tuple(other for other in turn.items if other["id"] != item["id"]),
-                output=None if turn.output is item else turn.output,
+                items=_without(turn.items, item),
+                output=_without(turn.output, item),
             )
         )
         return json_response(_conversation_object(conversation))
@@ -247,7 +247,7 @@ class ConversationItems(_Endpoints):
         """The item in the path, and its turn."""
         item_id = request.path_params["item_id"]
         for turn in await self._path(conversation):
-            for item in _items_of(turn):
+            for item in turn.all_items:
                 if item["id"] == item_id:
                     return turn, item
         raise RequestRefusedError(
@@ -262,8 +262,8 @@ def _tenant(request: Request) -> str:
     return caller_of(request.scope).tenant
 
 
-def _items_of(turn: StoredTurn) -> tuple[Item, ...]:
-    return turn.items if turn.output is None else (*turn.items, turn.output)
+def _without(items: tuple[Item, ...], item: Item) -> tuple[Item, ...]:
+    return tuple(other for other in items if other["id"] != item["id"])
 
 
 def _shown(item: Item, query: IncludeQuery) -> Item:
@@ -281,7 +281,10 @@ def _conversation_object(conversation: Conversation) -> dict[str, Any]:
 
 def _turn_object(turn: TurnSummary, said: StoredTurn | None) -> dict[str, Any]:
     is_response = turn.turn_id.startswith("resp_")
-    items = {} if said is None else {"items": said.items, "output": said.output}
+    items: dict[str, Any] = {}
+    if said is not None:
+        output = said.output if len(said.output) > 1 else next(iter(said.output), None)
+        items = {"items": said.items, "output": output}
     return {
         "turn": turn.turn_id,
         "parent": turn.parent_id,

@@ -1,33 +1,34 @@
 """The events of a response, made from its log: the same for every reader and transport.
 
-    created · (queued) · in_progress · output_item.added · content_part.added
-    output_text.delta …
-    output_text.done · content_part.done · output_item.done
+    created · (queued) · in_progress
+    output_item.added … deltas … output_item.done      of each item; see `item_kinds`
     completed | incomplete | failed
 
-Events are numbered from 0 without gaps, and exactly one is terminal. A response that only prepares
-its prompt has no item. Nothing here depends on time or place: a replay produces the same bytes.
+Events are numbered from 0 without gaps, and exactly one is terminal. The events around an item's
+deltas follow from the deltas, except that a response whose only item is a message begins it before
+the first one. A response that only prepares its prompt has no item. Nothing here depends on time or
+place: a replay produces the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
+from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
+from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import (
-    NUM_CLOSING_EVENTS,
     DeltaEntry,
     EndEntry,
     Entry,
     ResponseHeader,
 )
-
-_Object = dict[str, Any]
 
 # Finish reason → (status of the response, terminal event, why it is incomplete).
 _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
@@ -52,7 +53,15 @@ class EventWriter:
         after: only events with a higher number.
     """
 
-    __slots__ = ("_after", "_delta_start", "_header", "_notices")
+    __slots__ = (
+        "_after",
+        "_delta_end",
+        "_delta_start",
+        "_delta_type",
+        "_header",
+        "_notices",
+        "_output_index",
+    )
 
     def __init__(
         self, header: ResponseHeader, *, notices: Collection[str] = (), after: int = -1
@@ -60,11 +69,8 @@ class EventWriter:
         self._header = header
         self._notices = notices
         self._after = after
-        self._delta_start = (
-            b'{"type":"response.output_text.delta","item_id":'
-            + orjson.dumps(header.item_id)
-            + b',"output_index":0,"content_index":0,"sequence_number":'
-        )
+        self._output_index = -1  # of the item whose delta events look like this:
+        self._delta_type, self._delta_start, self._delta_end = "", b"", b""
 
     def opening(self) -> list[Event]:
         """The events before the first entry."""
@@ -75,7 +81,9 @@ class EventWriter:
         found: list[Event] = []
         for entry in entries:
             if isinstance(entry, DeltaEntry):
-                found.append(self._delta(entry))
+                if entry.output_index != self._output_index:
+                    found += self._begin_item(entry, log)
+                found.append(self._delta_event(entry))
             elif isinstance(entry, EndEntry):
                 closing = _closing(log, entry)
                 found += _numbered(closing, first=entry.number, after=self._after)
@@ -83,16 +91,32 @@ class EventWriter:
                 found.append(self._notice(entry))
         return found
 
-    def _delta(self, entry: DeltaEntry) -> Event:
+    def _begin_item(self, entry: DeltaEntry, log: ResponseLog) -> list[Event]:
+        """The events of an entry before its delta, which is the first that this reader gets of its
+        item."""
+        kind, index = KINDS[entry.kind], entry.output_index
+        item = _item(self._header, index, kind.type, (), "in_progress")
+        self._output_index, self._delta_type, self._delta_end = index, kind.delta, kind.delta_end
+        begun = orjson.dumps({"type": kind.delta, **_place(item, index)})
+        self._delta_start = begun[:-1] + b',"sequence_number":'
+        if entry.num_events == 1:
+            return []
+        closed = _closing_item(_output(log, "completed")[index - 1], index - 1) if index else []
+        events = [*closed, *_opening_item(item, index)]
+        return _numbered(events, first=entry.number, after=self._after)
+
+    def _delta_event(self, entry: DeltaEntry) -> Event:
         # Formatted by hand, for speed: every token passes here.
         return Event(
-            "response.output_text.delta",
-            b'%b%d,"delta":%b,"logprobs":%b}'
+            self._delta_type,
+            b'%b%d,"delta":%b%b'
             % (
                 self._delta_start,
-                entry.number,
+                entry.number + entry.num_events - 1,
                 orjson.dumps(entry.text),
-                orjson.dumps(entry.logprobs) if entry.logprobs else b"[]",
+                b',"logprobs":%b}' % orjson.dumps(entry.logprobs)
+                if entry.logprobs
+                else self._delta_end,
             ),
         )
 
@@ -104,9 +128,10 @@ class EventWriter:
         )
 
 
-def num_closing_events(header: ResponseHeader, reason: FinishReason | None) -> int:
+def num_closing_events(log: ResponseLog, reason: FinishReason | None) -> int:
     """How many events end a response for this reason; None for a failure."""
-    return NUM_CLOSING_EVENTS if header.generates and reason is not None else 1
+    newest = None if reason is None else log.open_item
+    return 1 if newest is None else KINDS[newest[1]].num_closing_events + 1
 
 
 def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
@@ -133,32 +158,39 @@ def _opening(header: ResponseHeader) -> list[tuple[str, _Object]]:
         queued = {"response": {**response, "status": "queued"}}
         events = [("response.created", queued), ("response.queued", queued)]
     events.append(("response.in_progress", {"response": response}))
-    if header.generates:
-        item = _item(header, "in_progress", content=[])
-        events += [
-            ("response.output_item.added", {"output_index": 0, "item": item}),
-            ("response.content_part.added", {**_part_location(header), "part": _part("", [])}),
-        ]
+    if header.begins_message:
+        events += _opening_item(_item(header, 0, MESSAGE.type, (), "in_progress"), 0)
     assert len(events) == header.num_opening_events
     return events
 
 
+def _opening_item(item: _Object, output_index: int) -> list[tuple[str, _Object]]:
+    """The events before an item's first delta.
+
+    Args:
+        item: without text.
+    """
+    kind, place = KINDS[item["type"]], _place(item, output_index)
+    added = {"output_index": output_index, "item": {**item, kind.parts: []}}
+    parts = [(name, {**place, **fields(item)}) for name, fields in kind.opening.items()]
+    return [("response.output_item.added", added), *parts]
+
+
+def _closing_item(item: _Object, output_index: int) -> list[tuple[str, _Object]]:
+    """The events after an item's last delta."""
+    kind, place = KINDS[item["type"]], _place(item, output_index)
+    parts = [(name, {**place, **fields(item)}) for name, fields in kind.closing.items()]
+    return [*parts, ("response.output_item.done", {"output_index": output_index, "item": item})]
+
+
 def _closing(log: ResponseLog, end: EndEntry) -> list[tuple[str, _Object]]:
-    header, response = log.header, _ended(log, end)
+    response = _ended(log, end)
     if end.reason is None:
         return [("response.failed", {"response": response})]
-    _, terminal, _ = _ENDINGS[_reason(header, end.reason)]
-    if not header.generates:
-        return [(terminal, {"response": response})]
-    [item] = response["output"]
-    [part] = item["content"]
-    text = {"text": part["text"], "logprobs": part["logprobs"]}
-    return [
-        ("response.output_text.done", {**_part_location(header), **text}),
-        ("response.content_part.done", {**_part_location(header), "part": part}),
-        ("response.output_item.done", {"output_index": 0, "item": item}),
-        (terminal, {"response": response}),
-    ]
+    _, terminal, _ = _ENDINGS[_reason(log.header, end.reason)]
+    output = response["output"]
+    closing = _closing_item(output[-1], len(output) - 1) if output else []
+    return [*closing, (terminal, {"response": response})]
 
 
 def _ended(log: ResponseLog, end: EndEntry) -> _Object:
@@ -189,30 +221,31 @@ def _reason(header: ResponseHeader, reason: FinishReason) -> FinishReason:
 
 
 def _output(log: ResponseLog, status: str) -> list[_Object]:
-    if not log.header.generates:
-        return []
-    logprobs = [
-        token for entry in log.entries if isinstance(entry, DeltaEntry) for token in entry.logprobs
+    """All items. The last one has this status, the others are completed."""
+    header = log.header
+    deltas = [entry for entry in log.entries if isinstance(entry, DeltaEntry)]
+    items = [list(of_item) for _, of_item in groupby(deltas, attrgetter("output_index"))]
+    if not items and header.begins_message:
+        return [_item(header, 0, MESSAGE.type, (), status)]
+    return [
+        _item(header, index, said[0].kind, said, status if said is items[-1] else "completed")
+        for index, said in enumerate(items)
     ]
-    return [_item(log.header, status, content=[_part(log.text, logprobs)])]
 
 
-def _part_location(header: ResponseHeader) -> _Object:
-    return {"item_id": header.item_id, "output_index": 0, "content_index": 0}
+def _item(
+    header: ResponseHeader, output_index: int, kind: str, said: Sequence[DeltaEntry], status: str
+) -> _Object:
+    text = "".join([entry.text for entry in said])
+    logprobs = [token for entry in said for token in entry.logprobs]
+    of = KINDS[kind]
+    return of.item(header.item_id(output_index, of), status, text, logprobs)
 
 
-def _item(header: ResponseHeader, status: str, *, content: list[_Object]) -> _Object:
-    return {
-        "id": header.item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": content,
-    }
-
-
-def _part(text: str, logprobs: Sequence[Mapping[str, Any]]) -> _Object:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _place(item: _Object, output_index: int) -> _Object:
+    """The fields that say which part an event is about."""
+    part_index = KINDS[item["type"]].part_index
+    return {"item_id": item["id"], "output_index": output_index, **part_index}
 
 
 def _response(

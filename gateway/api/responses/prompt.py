@@ -159,34 +159,19 @@ class PromptBuilder:
 
 
 def history(path: Sequence[StoredTurn]) -> list[dict[str, str]]:
-    """The messages of turns, as chat templates expect them."""
-    messages: list[dict[str, str]] = []
-    for turn in path:
-        messages += [for_template(item) for item in turn.items]
-        if turn.output is None:
-            continue
-        answer = for_template(turn.output)
-        if turn.continues and messages and messages[-1]["role"] == answer["role"]:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + answer["content"]}
-        else:
-            messages.append(answer)
-    return messages
+    """The messages of turns, as chat templates expect them; they know no other items."""
+    return [for_template(item) for item in all_items(path) if item["type"] == "message"]
 
 
 def items_of(path: Sequence[StoredTurn]) -> list[Item]:
     """The input of the last of these turns: all items of earlier turns, then its own input."""
-    items: list[Item] = []
-    for turn in path[:-1]:
-        items += turn.items
-        if turn.output is not None:
-            items.append(turn.output)
-    return [*items, *path[-1].items]
+    return [*(item for turn in path[:-1] for item in turn.all_items), *path[-1].items]
 
 
 def _token_ids_to_continue(position: TurnPosition) -> list[int]:
     """The ids of a turn that continues as if it had never ended."""
     previous = position.previous
-    if previous is None or previous.status not in _CONTINUABLE or previous.output is None:
+    if previous is None or previous.status not in _CONTINUABLE or not previous.output:
         raise RequestRefusedError(
             "penstock.continue needs a previous response that is incomplete, cancelled or failed",
             code="invalid_value",
@@ -228,23 +213,25 @@ class LaneMemory:
 
 
 def all_items(path: Sequence[StoredTurn]) -> list[Item]:
-    """All items of turns. An answer and its continuation are joined to one item."""
+    """All items of turns. A message and its continuation are joined to one item."""
     items: list[Item] = []
     for turn in path:
         items += turn.items
-        if turn.output is None:
-            continue
-        if turn.continues and items and items[-1]["role"] == turn.output["role"]:
-            items[-1] = _joined(items[-1], turn.output)
-        else:
-            items.append(turn.output)
+        output = turn.output
+        if turn.continues and _is_answer(items[-1:]) and _is_answer(output[:1]):
+            items[-1], output = _joined(items[-1], output[0]), output[1:]
+        items += output
     return items
 
 
+def _is_answer(items: Sequence[Item]) -> bool:
+    return any(item["type"] == "message" and item["role"] == "assistant" for item in items)
+
+
 def _joined(first: Item, second: Item) -> Item:
-    [begun], [rest] = first["content"], second["content"]
+    """A message whose last part goes on in the first part of the second one."""
+    *parts, begun = first["content"]
+    rest, *others = second["content"]
     logprobs = [*begun["logprobs"], *rest["logprobs"]]
-    return {
-        **second,
-        "content": [{**rest, "text": begun["text"] + rest["text"], "logprobs": logprobs}],
-    }
+    whole = {**rest, "text": begun["text"] + rest["text"], "logprobs": logprobs}
+    return {**second, "content": [*parts, whole, *others]}

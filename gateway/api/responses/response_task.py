@@ -35,7 +35,7 @@ from penstock.gateway.storage.conversations.prompt_ids import rendering_of
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import DEFAULT_LEASE_S, ConversationStore
 from penstock.gateway.storage.response_log.log import ResponseLog
-from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
+from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
@@ -248,7 +248,7 @@ class ResponseTask:
         token_ids = self._generation.branches[0].token_ids
         new = tuple(token_ids[self._num_logged :])
         self._num_logged += len(new)
-        self.log.append(DeltaEntry(self.log.next_number, text, new, logprobs))
+        self.log.append_delta(text, new, logprobs)
 
     def _end(
         self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
@@ -256,7 +256,7 @@ class ResponseTask:
         usage = self._generation.usage
         return EndEntry(
             number=self.log.next_number,
-            num_events=num_closing_events(self.log.header, reason),
+            num_events=num_closing_events(self.log, reason),
             reason=reason,
             usage=(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
             ended_at=int(time.time()),
@@ -289,7 +289,7 @@ class ResponseTask:
         return dataclasses.replace(
             turn,
             status=status,
-            output=response["output"][0] if header.generates else None,
+            output=tuple(response["output"]),
             output_token_ids=array("I", branch.token_ids),
             whole=self._whole(branch.token_ids),
             prefix_id=end.prefix_id,

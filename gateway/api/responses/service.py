@@ -9,6 +9,7 @@ It defines the order of a response's steps and what is stored of it. `events` ma
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import Retention, SamplingParams
-from penstock.gateway.api.items import new_item_id
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
 from penstock.gateway.api.responses.response_task import ResponseTask, ResponseTaskSettings, turn_of
 from penstock.gateway.api.responses.schema import ResponsesRequest
@@ -324,7 +324,7 @@ def _header(
         response_id=generation.request.request_id,
         conversation_id=position.conversation_id,
         tenant=caller.tenant,
-        item_id=new_item_id(),
+        nonce=secrets.token_hex(16),
         created_at=int(time.time()),
         echo=_echo_of(request, model=model, params=generation.request.sampling_params),
         request=generation.request,

@@ -46,8 +46,9 @@ class StoredTurn:
     Attributes:
         turn_id: the response's id, or the id of items added without a response.
         items: the input.
-        output: the answering message; None for items without a response and for prepared prompts.
-        continues: its output continues its parent's; both are one message.
+        output: the answer; empty for items without a response and for prepared prompts.
+        continues: its output continues its parent's; the last item of one and the first of the
+            other are one message.
         prompt_token_ids: the whole conversation up to the answer (4 bytes each).
         output_token_ids: of the answer, end token included.
         prompt, whole: the rendered texts of the prompt's ids, and of prompt and answer together;
@@ -64,7 +65,7 @@ class StoredTurn:
     status: TurnStatus
     created_at: int
     items: tuple[Item, ...] = ()
-    output: Item | None = None
+    output: tuple[Item, ...] = ()
     continues: bool = False
     prompt_token_ids: array[int] = field(default_factory=lambda: array("I"))
     output_token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -73,6 +74,10 @@ class StoredTurn:
     prefix_id: bytes | None = None
     cache_salt: str = ""
     response: bytes = b""
+
+    @property
+    def all_items(self) -> tuple[Item, ...]:
+        return (*self.items, *self.output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

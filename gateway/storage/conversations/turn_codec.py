@@ -3,6 +3,9 @@
 Each turn's prompt contains those before it. Its ids are cut into chunks named by their digest,
 which the turns of a conversation share, so storage grows linearly with a conversation's length
 instead of quadratically. The stores keep the data of the tree (ids, parent, status) separately.
+
+In version 1 the answer is a message or nothing, in version 2 a list of items. Older gateways, which
+may share this one's Redis, read version 1 only, so it is written wherever it can hold the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import msgpack
 
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 
-_VERSION = 1
+_MESSAGE_VERSION, _VERSION = 1, 2
 _NUM_NAMES = struct.Struct("<I")
 NAME_BYTES = 16
 CHUNK_BYTES = 2048
@@ -70,11 +73,12 @@ def pack(turn: StoredTurn) -> Packed:
         chunk = token_ids[start : start + CHUNK_BYTES]
         names.append(hashlib.blake2b(chunk, digest_size=NAME_BYTES).digest())
         chunks[names[-1]] = chunk
+    is_one_message = [item["type"] for item in turn.output] in ([], ["message"])
     rest: bytes = msgpack.packb(
         (
-            _VERSION,
+            _MESSAGE_VERSION if is_one_message else _VERSION,
             turn.items,
-            turn.output,
+            next(iter(turn.output), None) if is_one_message else turn.output,
             turn.continues,
             token_ids[end:],
             turn.output_token_ids.tobytes(),
@@ -104,7 +108,9 @@ def unpack(node: TreeNode, body: bytes, chunks: Mapping[bytes, bytes]) -> Stored
     names = chunk_names(body)
     packed = memoryview(body)[_NUM_NAMES.size + len(names) * NAME_BYTES :]
     version, items, output, continues, *rest = msgpack.unpackb(packed)
-    assert version == _VERSION
+    assert version in (_MESSAGE_VERSION, _VERSION)
+    if version == _MESSAGE_VERSION:
+        output = [] if output is None else [output]
     prompt_ids, output_ids, prompt, whole, prefix_id, cache_salt, response = rest
     return StoredTurn(
         turn_id=node.turn_id,
@@ -114,7 +120,7 @@ def unpack(node: TreeNode, body: bytes, chunks: Mapping[bytes, bytes]) -> Stored
         status=node.status,
         created_at=node.created_at,
         items=tuple(items),
-        output=output,
+        output=tuple(output),
         continues=continues,
         prompt_token_ids=array("I", b"".join((*(chunks[name] for name in names), prompt_ids))),
         output_token_ids=array("I", output_ids),

@@ -3,31 +3,52 @@
 Each is one msgpack array that begins with the format's version. A header in it is a map by field
 name, so that a field with a default can be added and old headers still be read. Entries, of which
 there are many, are plain arrays.
+
+Version 1 holds responses of one message. Version 2 holds those of any items, and adds to a delta
+its item's output index and kind and its number of events. What version 1 can hold is written in
+version 1, because older gateways, which read no other, may share this one's Redis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgpack
-from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec import Struct, structs
 
 from penstock.engine.errors import EngineError
-from penstock.engine.request import (
-    SAMPLING_PARAMETERS,
-    BeamSearch,
-    FinishReason,
-    Request,
-    Retention,
-    SamplingParams,
-)
+from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
+from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
-VERSION = 1
-_NEEDED_PARAMS = frozenset({"beam_search", "stop", "stop_token_ids"})  # 83f2e9f reads them by name
+VERSION = 2
+_TEXT_VERSION = 1
+# All that readers of version 1 know of a request and its parameters. They cannot read a header with
+# any other field, so those that came later are only written if they do not have their default.
+_REQUEST_FIELDS = frozenset(
+    """
+    request_id prompt_token_ids sampling_params arrival_s output_token_ids tenant weight priority
+    cache_salt wants_queue_position deadline_s adapter retention
+
+    temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias
+    seed max_tokens min_tokens ignore_eos stop_token_ids logprobs prompt_logprobs n best_of
+    beam_search stop include_stop_str_in_output skip_special_tokens
+    """.split()  # noqa: SIM905
+)
+_LATER_FIELDS = {
+    field.name: field.default
+    for record in (Request, SamplingParams)
+    for field in structs.fields(record)
+    if field.name not in _REQUEST_FIELDS
+}
+_MESSAGE = MESSAGE.type
+_ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
+_HEADER_FIELDS = {field.name: field.name for field in fields(ResponseHeader)} | {"nonce": _ITEM_ID}
+_text_fields = attrgetter("text", "token_ids", "logprobs")
+_delta_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
 _T = TypeVar("_T")
 
 
@@ -36,7 +57,7 @@ class UnreadableEntryError(ValueError):
 
 
 def encode_header(header: ResponseHeader) -> bytes:
-    return _pack(VERSION, _header_fields(header))
+    return _pack(_version_of(header), _header_fields(header))
 
 
 def decode_header(data: bytes) -> ResponseHeader:
@@ -45,9 +66,11 @@ def decode_header(data: bytes) -> ResponseHeader:
 
 
 def encode_delta(entry: DeltaEntry) -> bytes:
+    if entry.output_index or entry.num_events > 1 or entry.kind != _MESSAGE:
+        return _pack(VERSION, entry.number, *_delta_fields(entry))
     if entry.logprobs:
-        return _pack(VERSION, entry.number, entry.text, entry.token_ids, entry.logprobs)
-    return _pack(VERSION, entry.number, entry.text, entry.token_ids)
+        return _pack(_TEXT_VERSION, entry.number, entry.text, entry.token_ids, entry.logprobs)
+    return _pack(_TEXT_VERSION, entry.number, entry.text, entry.token_ids)
 
 
 def decode_delta(data: bytes) -> DeltaEntry:
@@ -56,7 +79,7 @@ def decode_delta(data: bytes) -> DeltaEntry:
 
 
 def encode_end(entry: EndEntry) -> bytes:
-    return _pack(VERSION, *_end_fields(entry))
+    return _pack(_TEXT_VERSION, *_end_fields(entry))
 
 
 def decode_end(data: bytes) -> EndEntry:
@@ -68,12 +91,9 @@ def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
     """Encode an ended response: deltas, and the end."""
     *deltas, end = entries
     assert isinstance(end, EndEntry)
-    rows = [
-        (entry.text, entry.token_ids, entry.logprobs)
-        for entry in deltas
-        if isinstance(entry, DeltaEntry)
-    ]
-    return _pack(VERSION, _header_fields(header), rows, _end_fields(end))
+    row_of = _text_fields if header.is_text_only else _delta_fields
+    rows = [row_of(entry) for entry in deltas]
+    return _pack(_version_of(header), _header_fields(header), rows, _end_fields(end))
 
 
 def decode_log(data: bytes) -> tuple[ResponseHeader, list[Entry]]:
@@ -89,8 +109,8 @@ def _pack(*values: Any) -> bytes:
 def _decode(data: bytes, read: Callable[..., _T]) -> _T:
     try:
         version, *values = msgpack.unpackb(data, strict_map_key=False)
-        if version != VERSION:
-            raise UnreadableEntryError(f"version {version}, not {VERSION}")
+        if version not in (_TEXT_VERSION, VERSION):
+            raise UnreadableEntryError(f"version {version}, not {_TEXT_VERSION} or {VERSION}")
         return read(*values)
     except UnreadableEntryError:
         raise
@@ -105,20 +125,33 @@ def _decode(data: bytes, read: Callable[..., _T]) -> _T:
         raise UnreadableEntryError(f"not part of a response log: {error!r}") from error
 
 
+def _version_of(header: ResponseHeader) -> int:
+    return _TEXT_VERSION if header.is_text_only else VERSION
+
+
 def _read_delta(
-    number: int, text: str, token_ids: list[int], logprobs: list[Any] | None = None
+    number: int,
+    text: str,
+    token_ids: list[int],
+    logprobs: Sequence[Any] = (),
+    output_index: int = 0,
+    kind: str = _MESSAGE,
+    num_events: int = 1,
 ) -> DeltaEntry:
-    return DeltaEntry(number, text, tuple(token_ids), tuple(logprobs or ()))
+    known = KINDS[kind].type
+    ids = tuple(token_ids)
+    return DeltaEntry(number, text, ids, tuple(logprobs), output_index, known, num_events)
 
 
 def _read_log(
     named: dict[str, Any], rows: list[Any], end: list[Any]
 ) -> tuple[ResponseHeader, list[Entry]]:
     header = _read_header(named)
-    deltas = (
-        _read_delta(number, *row) for number, row in enumerate(rows, header.num_opening_events)
-    )
-    return header, [*deltas, _read_end(*end)]
+    number, entries = header.num_opening_events, list[Entry]()
+    for row in rows:
+        entries.append(_read_delta(number, *row))
+        number = entries[-1].last_number + 1
+    return header, [*entries, _read_end(*end)]
 
 
 def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
@@ -149,28 +182,35 @@ def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> E
 
 
 def _header_fields(header: ResponseHeader) -> dict[str, Any]:
-    # Neither copies deeply, as dataclasses.asdict does.
-    named = {field.name: getattr(header, field.name) for field in fields(header)}
-    # Without what is as by default: during a rolling restart an earlier release reads this, and
-    # could not read parameters that it does not know.
-    params = {
-        name: value
-        for name, value in asdict(header.request.sampling_params).items()
-        if name in _NEEDED_PARAMS or value != SAMPLING_PARAMETERS[name].default
-    }
+    # Neither this nor `structs.asdict` copies deeply, as dataclasses.asdict does.
+    named = {wire: getattr(header, name) for name, wire in _HEADER_FIELDS.items()}
+    named[_ITEM_ID] = MESSAGE.id_prefix + header.nonce
+    if header.is_text_only:
+        del named["is_text_only"]
+    params = _request_fields(header.request.sampling_params)
     params["logit_bias"] = dict(params["logit_bias"])
     params["beam_search"] = _optional_fields(params["beam_search"])
-    request = asdict(header.request)
+    request = _request_fields(header.request)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
     return {**named, "echo": dict(header.echo), "request": request}
 
 
+def _request_fields(record: Struct) -> dict[str, Any]:
+    named = structs.asdict(record)
+    for name, default in _LATER_FIELDS.items():
+        if named.get(name, default) == default:
+            named.pop(name, None)
+    return named
+
+
 def _read_header(named: dict[str, Any]) -> ResponseHeader:
     rendering = named["rendering"]
+    nonce = named.pop(_ITEM_ID).removeprefix(MESSAGE.id_prefix)
     return ResponseHeader(
         **{
             **named,
+            "nonce": nonce,
             "request": _read_request(named["request"]),
             "input_items": tuple(named["input_items"]),
             "rendering": None if rendering is None else (rendering[0], rendering[1]),
@@ -200,4 +240,4 @@ def _read_request(named: dict[str, Any]) -> Request:
 
 
 def _optional_fields(instance: Struct | None) -> Mapping[str, Any] | None:
-    return None if instance is None else asdict(instance)
+    return None if instance is None else structs.asdict(instance)

@@ -9,12 +9,15 @@ its position.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
 FindAgain = Callable[[], Awaitable["ResponseLog"]]
@@ -145,7 +148,38 @@ class ResponseLog:
             for token_id in entry.token_ids
         ]
 
+    @property
+    def open_item(self) -> tuple[int, str] | None:
+        """Output index and kind of the newest item; None before the first."""
+        for entry in reversed(self.entries):
+            if isinstance(entry, DeltaEntry):
+                return entry.output_index, entry.kind
+        return (0, MESSAGE.type) if self.header.begins_message else None
+
     # -- for the owner ----------------------------------------------------------------------
+
+    def append_delta(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[Mapping[str, Any], ...] = (),
+        *,
+        output_index: int = 0,
+        kind: str = MESSAGE.type,
+    ) -> None:
+        """Append a delta of the newest item, or the first delta of the next one."""
+        num_events = 1
+        last = self.entries[-1] if self.entries else None
+        if not (isinstance(last, DeltaEntry) and last.output_index == output_index):
+            newest = self.open_item
+            if newest is None or newest[0] != output_index:
+                num_events += KINDS[kind].num_opening_events
+                num_events += 0 if newest is None else KINDS[newest[1]].num_closing_events
+        number = self.next_number if last is None else last.last_number + 1
+        self.entries.append(
+            DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events)
+        )
+        self._storage.appended(self)
 
     def append(self, entry: Entry) -> None:
         """Append the next entry. Nothing follows an `EndEntry`."""
@@ -362,8 +396,6 @@ async def _found(find_again: FindAgain) -> ResponseLog:
 
 
 def _position(log: ResponseLog, after: int) -> int:
-    """The first entry with an event numbered above `after`. Deltas have one number each."""
-    position = min(max(0, after + 1 - log.header.num_opening_events), len(log.entries))
-    if position == len(log.entries) and position and log.entries[-1].last_number > after:
-        position -= 1  # `after` is one of the end's events
+    """The first entry with an event numbered above `after`."""
+    position = bisect_right(log.entries, after, key=attrgetter("last_number"))
     return min(position, log.num_published)

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.request import FinishReason, Request
-
-NUM_OPENING_EVENTS = 4  # created, in_progress, output_item.added, content_part.added
-NUM_CLOSING_EVENTS = 4  # output_text.done, content_part.done, output_item.done, the terminal one
+from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +22,12 @@ class ResponseHeader:
     """Everything that is known before the first token.
 
     Attributes:
-        item_id: of the answering message.
+        nonce: tells two headers of one response id apart; the ids of its items are made from it.
         echo: the fields of the Response object that only repeat the request.
         request: as sent to the engine, with its seed; its `request_id` is the response's id.
-        generates: False if the prompt is only prepared, so there is no message.
+        generates: False if the prompt is only prepared, so there is no output.
+        is_text_only: the output is one message, which begins with the response. Otherwise each item
+            begins with its first delta.
         is_background: it runs to its end even without readers.
         input_items: of this turn, in the API's format.
         takes_head: it holds the head of its conversation until its end.
@@ -41,13 +41,14 @@ class ResponseHeader:
     response_id: str
     conversation_id: str
     tenant: str
-    item_id: str
+    nonce: str
     created_at: int
     echo: Mapping[str, Any]
     request: Request
     parent_id: str | None = None
     takes_head: bool = False
     generates: bool = True
+    is_text_only: bool = True
     is_background: bool = False
     continues: bool = False
     is_turn: bool = True
@@ -57,29 +58,44 @@ class ResponseHeader:
 
     @property
     def num_opening_events(self) -> int:
-        extra = 1 if self.is_background else 0  # response.queued
-        return (NUM_OPENING_EVENTS if self.generates else 2) + extra
+        num = 3 if self.is_background else 2  # created, queued, in_progress
+        return num + MESSAGE.num_opening_events if self.begins_message else num
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether the opening events include those of a message."""
+        return self.generates and self.is_text_only
+
+    def item_id(self, output_index: int, kind: ItemKind) -> str:
+        suffix = f"_{output_index}" if output_index else ""
+        return f"{kind.id_prefix}{self.nonce}{suffix}"
 
 
 @dataclass(slots=True)  # not frozen: made for every token
 class DeltaEntry:
-    """One `response.output_text.delta`.
+    """A delta event, and before it, if it begins an item, the events that close the item before
+    and open its own.
 
     Attributes:
-        number: its sequence number.
+        number: the first event's sequence number.
         text: the text of this delta.
         token_ids: since the previous entry; part of their text may only follow in the next entry.
         logprobs: token objects in the API's format.
+        output_index: of its item.
+        kind: its item's, a key of `KINDS`.
     """
 
     number: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Mapping[str, Any], ...] = ()
+    output_index: int = 0
+    kind: str = MESSAGE.type
+    num_events: int = 1
 
     @property
     def last_number(self) -> int:
-        return self.number
+        return self.number + self.num_events - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

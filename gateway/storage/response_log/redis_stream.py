@@ -284,7 +284,7 @@ def header_of(fields: dict[bytes, bytes]) -> ResponseHeader:
 def is_begun_by(first: Sequence[StreamEntry], header: ResponseHeader) -> bool:
     """Whether a stream's first entry is this header."""
     try:
-        return bool(first) and header_of(first[0][1]).item_id == header.item_id
+        return bool(first) and header_of(first[0][1]).nonce == header.nonce
     except BrokenLogError:
         return False
 

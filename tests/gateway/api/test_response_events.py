@@ -31,7 +31,7 @@ def header(**values: Any) -> ResponseHeader:
         "response_id": f"resp_{tree}{turn}",
         "conversation_id": f"conv_{tree}",
         "tenant": "default",
-        "item_id": "msg_1",
+        "nonce": "1",
         "created_at": 1,
         "echo": {
             "model": "m", "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto",
@@ -47,7 +47,7 @@ def header(**values: Any) -> ResponseHeader:
 def end(log: ResponseLog, reason: FinishReason | None) -> EndEntry:
     return EndEntry(
         number=log.next_number,
-        num_events=num_closing_events(log.header, reason),
+        num_events=num_closing_events(log, reason),
         reason=reason,
         usage=(2, 1, 3),
         ended_at=2,

@@ -12,7 +12,12 @@ import pytest
 
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
 from penstock.gateway.storage.conversations.prompt_ids import rendering_of
-from penstock.gateway.storage.conversations.records import Conversation, StoredTurn, TurnStatus
+from penstock.gateway.storage.conversations.records import (
+    Conversation,
+    Item,
+    StoredTurn,
+    TurnStatus,
+)
 from penstock.gateway.storage.conversations.store import ConversationStore, NotFoundError
 
 TENANT = "tenant a"
@@ -46,11 +51,16 @@ def a_turn(
     return StoredTurn(**(values | fields))
 
 
-def finished(turn: StoredTurn, status: TurnStatus = "completed") -> StoredTurn:
+ANSWER = {"id": "msg_2", "type": "message", "role": "assistant", "content": [{"text": "Hello"}]}
+
+
+def finished(
+    turn: StoredTurn, status: TurnStatus = "completed", output: tuple[Item, ...] = (ANSWER,)
+) -> StoredTurn:
     return replace(
         turn,
         status=status,
-        output={"id": "msg_2", "role": "assistant", "content": [{"text": "Hello"}]},
+        output=output,
         output_token_ids=array("I", [7, 8, 9]),
         whole=rendering_of("<user>Hi<assistant>Hello"),
         prefix_id=b"\x00\xff",

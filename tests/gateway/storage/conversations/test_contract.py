@@ -205,7 +205,7 @@ async def test_items_are_added_behind_the_head(store: ConversationStore) -> None
 async def test_items_are_replaced(store: ConversationStore) -> None:
     conversation = a_conversation()
     await store.create(conversation)
-    turn = replace(await say(store, conversation), items=(), output=None)
+    turn = replace(await say(store, conversation), items=(), output=())
     await store.replace_items(turn)
     assert await store.turn(TENANT, turn.turn_id) == turn
     with not_found():

@@ -12,14 +12,9 @@ from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_conversation_id, new_response_id
+from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
-from penstock.gateway.storage.response_log.record import (
-    NUM_CLOSING_EVENTS,
-    DeltaEntry,
-    EndEntry,
-    Entry,
-    ResponseHeader,
-)
+from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
 TENANT = "acme"
 PATIENCE_S = 60.0  # of tests, with a machine that does other things too
@@ -36,7 +31,7 @@ def header(tenant: str = TENANT) -> ResponseHeader:
         response_id=response_id,
         conversation_id=conversation_id,
         tenant=tenant,
-        item_id="msg_1",
+        nonce="1",
         created_at=1_700_000_000,
         echo={"model": "demo"},
         request=request,
@@ -53,7 +48,7 @@ def add_delta(log: ResponseLog, text: str | None = None) -> DeltaEntry:
 def add_end(log: ResponseLog, reason: FinishReason = FinishReason.STOP) -> EndEntry:
     entry = EndEntry(
         number=log.next_number,
-        num_events=NUM_CLOSING_EVENTS,
+        num_events=MESSAGE.num_closing_events + 1,
         reason=reason,
         usage=(3, 0, len(log.token_ids)),
         ended_at=1_700_000_001,

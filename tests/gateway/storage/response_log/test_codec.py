@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
+from penstock.gateway.storage.response_log import codec
 from penstock.gateway.storage.response_log.codec import (
     VERSION,
     UnreadableEntryError,
@@ -82,7 +83,8 @@ headers = st.builds(
     response_id=st.text(),
     conversation_id=st.text(),
     tenant=st.text(),
-    item_id=st.text(),
+    nonce=st.text(),
+    is_text_only=st.booleans(),
     created_at=numbers,
     echo=json_objects,
     request=requests,
@@ -100,6 +102,8 @@ deltas = st.builds(
     text=st.text(),
     token_ids=token_ids,
     logprobs=st.lists(json_objects, max_size=2).map(tuple),
+    output_index=st.integers(0, 9),
+    num_events=st.integers(1, 9),
 )
 ends = st.builds(
     EndEntry,
@@ -132,22 +136,36 @@ def test_an_end_survives(written: EndEntry) -> None:
 def test_an_ended_log_survives(
     written: ResponseHeader, said: list[DeltaEntry], end: EndEntry
 ) -> None:
-    first = written.num_opening_events
-    numbered = [dataclasses.replace(each, number=number) for number, each in enumerate(said, first)]
+    number, numbered = written.num_opening_events, list[DeltaEntry]()
+    for each in said:
+        only = {"output_index": 0, "num_events": 1} if written.is_text_only else {}
+        numbered.append(dataclasses.replace(each, number=number, **only))
+        number = numbered[-1].last_number + 1
     assert decode_log(encode_log(written, [*numbered, end])) == (written, [*numbered, end])
 
 
 def test_every_field_of_a_header_is_written() -> None:
     """The strategy above may not know a field that came later; the codec must."""
-    _, named = msgpack.unpackb(encode_header(header()), strict_map_key=False)
-    assert named.keys() == {field.name for field in dataclasses.fields(ResponseHeader)}
-    assert named["request"].keys() == set(Request.__struct_fields__)
+    written = dataclasses.replace(header(), is_text_only=False)
+    _, named = msgpack.unpackb(encode_header(written), strict_map_key=False)
+    names = {field.name for field in dataclasses.fields(ResponseHeader)}
+    assert named.keys() == names - {"nonce"} | {"item_id"}
+    later = codec._LATER_FIELDS.keys()
+    assert named["request"].keys() == set(Request.__struct_fields__) - later
     params = named["request"]["sampling_params"]
-    # A gateway of an earlier release may read it: it needs these, and knows no newer ones.
-    assert params.keys() == {
-        *("seed", "max_tokens", "stop"),  # not as by default
-        *("beam_search", "stop_token_ids", "logit_bias"),
-    }
+    assert params.keys() == set(SamplingParams.__struct_fields__) - later
+
+
+def test_a_later_field_is_written_only_with_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older gateways cannot read a header with a field that they do not know."""
+    monkeypatch.setattr(codec, "_LATER_FIELDS", {"min_p": 0.0})
+    plain = header()
+    assert decode_header(encode_header(plain)) == plain
+    assert b"min_p" not in encode_header(plain)
+    params = SamplingParams(min_p=0.5)
+    request = Request(request_id="r", prompt_token_ids=(1,), sampling_params=params)
+    asked = dataclasses.replace(plain, request=request)
+    assert decode_header(encode_header(asked)) == asked
 
 
 def test_a_delta_costs_little_more_than_its_text() -> None:

@@ -36,7 +36,7 @@ async def test_a_running_response_is_found_as_itself(store: LogStore) -> None:
 
 async def test_of_one_id_there_is_one_log(store: LogStore) -> None:
     first = await store.create(header())
-    again = dataclasses.replace(first.header, item_id="msg_2")
+    again = dataclasses.replace(first.header, nonce="2")
     for _ in range(2):
         with pytest.raises(LogExistsError):
             await store.create(again)

@@ -56,6 +56,24 @@ async def test_another_gateway_reads_it_live_and_from_the_middle(
         assert await task == [entry for entry in whole if entry.last_number > after]
 
 
+async def test_another_gateway_reads_several_items(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
+    log = await here.store.create(dataclasses.replace(header(), is_text_only=False))
+    for output_index in (0, 0, 1):
+        log.append_delta("x", (1,), output_index=output_index)
+    add_end(log)
+    whole = await read_to_end(log)
+    assert [entry.number for entry in whole] == [2, 5, 6, 12]
+    for after in range(-1, 17):
+        replica = await there.store.find(TENANT, log.header.response_id)
+        assert await read_to_end(replica, after) == [
+            entry for entry in whole if entry.last_number > after
+        ]
+    assert log.is_resumable
+
+
 async def test_readers_of_one_response_share_one_copy_that_goes_with_them(
     redis_server: RedisServer, gateways: Gateways
 ) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.redis
 
 def twin_of(log: ResponseLog) -> ResponseLog:
     """What another gateway would have begun."""
-    return ResponseLog(dataclasses.replace(log.header, item_id="msg_2"))
+    return ResponseLog(dataclasses.replace(log.header, nonce="2"))
 
 
 async def is_whole_elsewhere(log: ResponseLog, gateway: Gateway) -> bool:
