@@ -26,8 +26,8 @@ def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = x.abs().amax(dim=1)
     inverse = torch.full_like(largest, 127.0).div(largest).nan_to_num(nan=0.0, posinf=0.0)
-    values = (x * inverse[:, None]).nan_to_num(nan=0.0)
-    return values.round().to(torch.int8), largest / 127.0
+    values = (x * inverse[:, None]).nan_to_num_(nan=0.0)
+    return values.round_().to(torch.int8), largest / 127.0
 
 
 def linear_int8_reference(

@@ -1,48 +1,14 @@
-"""Linear layers, plain, fused and in int8, and the embedding, whose table may be the output head.
-
-A `LinearMethod` decides how a layer's weights are stored and multiplied: the interface for other
-weight formats. The default is a dense matrix.
-"""
+"""Linear layers, plain and fused, and the embedding, whose table may be the output head."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 from penstock.kernels.linear import linear
-from penstock.kernels.linear_int8_reference import linear_int8_reference, quantize_rows_reference
-
-
-class LinearMethod(Protocol):
-    """How a linear layer stores its weights and computes."""
-
-    def create_weights(self, layer: Linear) -> None:
-        """Register the layer's parameters, uninitialised."""
-
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] → [num_tokens, out_features], the bias added."""
-
-
-class DenseLinearMethod:
-    """One matrix in the model's dtype."""
-
-    def create_weights(self, layer: Linear) -> None:
-        layer.weight = nn.Parameter(
-            torch.empty(layer.out_features, layer.in_features), requires_grad=False
-        )
-
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        return F.linear(x, layer.weight, layer.bias)
-
-
-class InvariantLinearMethod(DenseLinearMethod):
-    """A dense matrix; a row's bits do not depend on the other rows."""
-
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        return linear(x, layer.weight, layer.bias)
+from penstock.kernels.linear_int8_reference import linear_int8_reference
 
 
 class Linear(nn.Module):
@@ -50,31 +16,55 @@ class Linear(nn.Module):
 
     Args:
         part_sizes: the output sizes of the fused parts, in order; a single one if not fused.
+
+    Attributes:
+        weight: [out_features, in_features], in the model's dtype or, with `scales`, in int8.
+        scales: float32 [out_features], of the rows of an int8 matrix. Its products give the same
+            numbers as the CPU's kernels; it is converted to float32 for each of them, a part at a
+            time, so this saves memory but no time.
+        is_invariant: a row's result does not depend on the other rows, to the bit.
     """
 
-    weight: nn.Parameter
+    is_invariant = False
+    bias: nn.Parameter | None
+    scales: nn.Parameter | None
 
     def __init__(
-        self,
-        in_features: int,
-        part_sizes: tuple[int, ...],
-        *,
-        has_bias: bool = False,
-        method: LinearMethod | None = None,
+        self, in_features: int, part_sizes: tuple[int, ...], *, has_bias: bool = False
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.part_sizes = part_sizes
         self.out_features = sum(part_sizes)
-        self.method = method or DenseLinearMethod()
-        self.method.create_weights(self)
-        self.bias = (
-            nn.Parameter(torch.empty(self.out_features), requires_grad=False) if has_bias else None
-        )
+        self.weight = constant(torch.empty(self.out_features, in_features))
+        self.register_parameter("scales", None)
+        self.bias = constant(torch.empty(self.out_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, sum(part_sizes)]"""
-        return self.method.apply(self, x)
+        if self.scales is not None:
+            return linear_int8_reference(x, self.weight, self.scales, self.bias)
+        return (linear if self.is_invariant else F.linear)(x, self.weight, self.bias)
+
+    def hold(self, matrix: Matrix) -> None:
+        """Use this matrix instead."""
+        if isinstance(matrix, DenseMatrix):
+            self.weight, self.scales = constant(matrix.values), None
+        else:
+            self.weight, self.scales = constant(matrix.codes), constant(matrix.scales)
+
+    def take(self) -> Matrix:
+        """The matrix, which the layer loses."""
+        weight, scales = self.weight.data, self.scales
+        self.hold(DenseMatrix(weight.new_empty(0)))
+        if scales is None:
+            return DenseMatrix(weight)
+        return QuantizedMatrix(codes=weight, scales=scales.data)
+
+
+def constant(values: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(values, requires_grad=False)
 
 
 class Embedding(nn.Module):
@@ -88,7 +78,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.shape = vocab_size, hidden_size
+        self.weight = constant(torch.empty(self.shape))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] → [num_tokens, hidden_size]"""
@@ -97,31 +88,3 @@ class Embedding(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
         return (linear if self.is_invariant else F.linear)(hidden, self.weight)
-
-
-class Int8LinearMethod:
-    """An int8 matrix with a scale per row, for a CPU without the C kernels.
-
-    Gives the same numbers as the kernels. The matrix is converted to float32 for each product, a
-    part at a time, so this saves memory but no time.
-    """
-
-    def create_weights(self, layer: Linear) -> None:
-        weight = torch.empty(layer.out_features, layer.in_features, dtype=torch.int8)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.weight_scales = nn.Parameter(torch.empty(layer.out_features), requires_grad=False)
-
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        scales = layer.get_parameter("weight_scales")
-        return linear_int8_reference(x, layer.weight, scales, layer.bias)
-
-
-def quantize_linears(model: nn.Module) -> None:
-    """Quantize the matrix of every linear layer of the model, and drop the original."""
-    for layer in model.modules():
-        if isinstance(layer, Linear):
-            values, scales = quantize_rows_reference(layer.weight)
-            layer.method = Int8LinearMethod()
-            layer.method.create_weights(layer)
-            layer.weight.copy_(values)
-            layer.get_parameter("weight_scales").copy_(scales)

@@ -7,10 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Quantization
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.layers.linear import quantize_linears
 from penstock.engine.models.cpu_decoder import CpuDecoder, StepOutput, can_run
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -80,17 +78,10 @@ def check_deterministic(decoder: Decoder, block_size: int, library: CpuLibrary |
     raise ConfigError(f"--deterministic needs the CPU kernels, and {reason}")
 
 
-def fastest(
-    decoder: Decoder,
-    block_size: int,
-    library: CpuLibrary | None,
-    quantization: Quantization = "none",
-) -> LanguageModel:
+def fastest(decoder: Decoder, block_size: int, library: CpuLibrary | None) -> LanguageModel:
     """The fastest implementation of the decoder on its device; takes over the weights."""
     if library is not None and can_run(decoder.config, block_size):
-        return CpuDecoder(decoder, library, quantization)
-    if quantization == "int8":
-        quantize_linears(decoder)
+        return CpuDecoder(decoder, library)
     return decoder
 
 

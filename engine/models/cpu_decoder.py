@@ -16,13 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Quantization
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.packed_linear import LINEARS, Calls, CpuLinear, PackedLinear, address
+from penstock.engine.models.packed_linear import (
+    Calls,
+    CpuLinear,
+    PackedLinear,
+    address,
+    pack_linear,
+)
 from penstock.kernels.cpu.int8 import Int8Rows
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.structures import (
@@ -76,18 +81,15 @@ class CpuDecoder:
 
     Args:
         decoder: loses its weights: each matrix is packed here and dropped there.
-        quantization: of the layers' matrices; the head keeps its dtype.
     """
 
-    def __init__(
-        self, decoder: Decoder, library: CpuLibrary, quantization: Quantization = "none"
-    ) -> None:
+    def __init__(self, decoder: Decoder, library: CpuLibrary) -> None:
         self.config = decoder.config
         self.dtype = decoder.dtype
         self._library = library
         self._rotary = RotaryTable(decoder.rotary)
         self._layers = [
-            PackedLayer(library, layer, quantization)  # type: ignore[arg-type]
+            PackedLayer(library, layer)  # type: ignore[arg-type]
             for layer in decoder.layers
         ]
         self._norm = decoder.norm.weight
@@ -229,11 +231,9 @@ class CpuDecoder:
 class PackedLayer:
     """The weights of one layer, and its calls."""
 
-    def __init__(
-        self, library: CpuLibrary, layer: DecoderLayer, quantization: Quantization
-    ) -> None:
+    def __init__(self, library: CpuLibrary, layer: DecoderLayer) -> None:
         def pack(linear: Linear) -> CpuLinear:
-            return LINEARS[quantization](library, _move_out(linear.weight), linear.bias)
+            return pack_linear(library, linear.take(), linear.bias)
 
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm = layer.input_layernorm.weight

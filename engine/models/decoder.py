@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.layers.attention import Attention, ForwardContext
-from penstock.engine.layers.linear import Embedding, InvariantLinearMethod, Linear
+from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -152,10 +152,12 @@ class Decoder(nn.Module):
         Norms, activations and positions already do: one program computes a row.
         """
         for module in self.modules():
-            if isinstance(module, Linear):
-                module.method = InvariantLinearMethod()
-            elif isinstance(module, Embedding | Attention):
+            if isinstance(module, Linear | Embedding | Attention):
                 module.is_invariant = True
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [module for module in self.modules() if isinstance(module, Linear)]
 
     @property
     def dtype(self) -> torch.dtype:

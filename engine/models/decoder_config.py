@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.rotary import ROPE_TYPES, RopeConfig, RopeType
-from penstock.engine.models.config_fields import ConfigFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,6 @@ def _check_supported(fields: ConfigFields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", f"{activation!r} is not supported; only 'silu' is")
-    if "quantization_config" in fields:
-        raise fields.error("quantization_config", "quantised checkpoints are not supported")
 
 
 DEFAULT_THETA = 10_000.0

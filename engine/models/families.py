@@ -1,12 +1,12 @@
 """The model families: how each one's `config.json` and weight names map to the one decoder.
 
-Only switches and names. All families name their weights as Llama's checkpoints do; a fused
-parameter of the decoder is several checkpoint tensors, stacked in order.
+Only switches and names. All families name their modules as Llama's checkpoints do; a fused module
+of the decoder is several of the checkpoint's, stacked in order.
 """
 
 from __future__ import annotations
 
-from penstock.engine.models.config_fields import ConfigFields
+from penstock.engine.config_fields import ConfigFields
 from penstock.engine.models.decoder_config import (
     DecoderChoices,
     DecoderConfig,
@@ -89,14 +89,13 @@ _FUSED = {
 }
 
 
-def llama_weight_names(parameter: str) -> tuple[str, ...]:
-    """The checkpoint's tensors that make up one parameter of the decoder."""
-    if parameter.startswith("lm_head."):
-        return (parameter,)
-    module, _, kind = parameter.rpartition(".")
+def llama_module_names(module: str) -> tuple[str, ...]:
+    """The checkpoint's modules that make up one module of the decoder."""
+    if module == "lm_head":
+        return (module,)
     parent, _, name = module.rpartition(".")
     prefix = f"model.{parent}." if parent else "model."
-    return tuple(f"{prefix}{part}.{kind}" for part in _FUSED.get(name, (name,)))
+    return tuple(f"{prefix}{part}" for part in _FUSED.get(name, (name,)))
 
 
 def is_ignorable(tensor: str) -> bool:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.json_file import read_json
-from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.linear import Embedding, Linear, constant
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.registry import Architecture, read_model_config
+from penstock.engine.weights.checkpoint import Checkpoint
+from penstock.engine.weights.formats import choose_format
+from penstock.engine.weights.matrix import concatenate
+from penstock.engine.weights.quantization import QUANTIZERS, Quantizer
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -39,16 +39,19 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
         raise ConfigError("--quantization int8 needs a CPU: leave it out, or use --device cpu")
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
+    quantize, like = QUANTIZERS[config.quantization], torch.empty(0, dtype=dtype, device=device)
     with torch.device("meta"):
         model = Decoder(decoder_config).to(dtype)
-    # Rotary frequencies follow from the config and stay float32; weights are filled below.
-    rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
-    model = model.to_empty(device=device)
-    model.rotary = rotary.to(device)
     if config.load_format == "dummy":
+        model = model.to_empty(device=device)
         _fill_random(model, config.seed)
+        for linear in model.linears:
+            linear.hold(quantize([linear.take()], like))
     else:
-        _fill_from(Checkpoint(path), model, architecture)
+        _fill_from(Checkpoint(path), model, architecture, quantize, like)
+    # Rotary frequencies follow from the config and stay float32.
+    rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
+    model.rotary = rotary.to(device)
     return model.eval()
 
 
@@ -78,103 +81,38 @@ def _fill_random(model: Decoder, seed: int) -> None:
             part.copy_(numbers[: len(part)])
 
 
-def _fill_from(checkpoint: Checkpoint, model: Decoder, architecture: Architecture) -> None:
-    used: set[str] = set()
-    for name, parameter in model.named_parameters():
-        sources = architecture.weight_names(name)
-        used.update(sources)
-        for source, part in zip(sources, _parts(model, name, parameter), strict=True):
-            part.copy_(checkpoint.read(source, tuple(part.shape)))
+def _fill_from(
+    checkpoint: Checkpoint,
+    model: Decoder,
+    architecture: Architecture,
+    quantize: Quantizer,
+    like: Tensor,
+) -> None:
+    """Read the weights module by module, into tensors with the dtype and device of `like`."""
+    read_matrix = choose_format(checkpoint)
+    for name, module in list(model.named_modules()):
+        prefixes = architecture.module_names(name)
+        if isinstance(module, Linear):
+            sizes, in_features = module.part_sizes, module.in_features
+            parts = [
+                read_matrix(checkpoint, prefix, (size, in_features))
+                for prefix, size in zip(prefixes, sizes, strict=True)
+            ]
+            module.hold(quantize(parts, like))
+            if module.bias is not None:
+                biases = map(checkpoint.read, (f"{each}.bias" for each in prefixes), zip(sizes))
+                module.bias = constant(concatenate(list(biases), like))
+        elif isinstance(module, Embedding):
+            matrix = read_matrix(checkpoint, prefixes[0], module.shape)
+            module.weight = constant(concatenate([matrix.dequantize()], like))
+        else:
+            for kind, parameter in list(module.named_parameters(recurse=False)):
+                vector = checkpoint.read(f"{prefixes[0]}.{kind}", tuple(parameter.shape))
+                module.register_parameter(kind, constant(concatenate([vector], like)))
     ignored = {"lm_head.weight"} if model.config.is_tied else set()
-    surplus = [
-        name for name in checkpoint.names if name not in used | ignored and not is_ignorable(name)
-    ]
+    surplus = [name for name in checkpoint.unread - ignored if not is_ignorable(name)]
     if surplus:
         raise ModelLoadError(
             f"{checkpoint.path}: {len(surplus)} tensors do not belong to the architecture named in "
             f"config.json, such as {min(surplus)}"
         )
-
-
-def _parts(model: Decoder, name: str, parameter: nn.Parameter) -> tuple[Tensor, ...]:
-    """The slices of a parameter that come from separate tensors of the checkpoint."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(module, Linear):
-        return torch.split(parameter.data, list(module.part_sizes))
-    return (parameter.data,)
-
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_STORED_DTYPES = ("BF16", "F16", "F32")
-
-
-class Checkpoint:
-    """The tensors of a directory, by name: one safetensors file, or several with an index.
-
-    Files are memory-mapped, so a tensor is read only when it is copied.
-
-    Raises:
-        ModelLoadError: on construction if files are missing or corrupt; on reading if a
-            tensor is missing or has an unexpected shape or dtype.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        index = path / INDEX_FILE
-        if (path / SINGLE_FILE).is_file():
-            self._files = {SINGLE_FILE: _open(path / SINGLE_FILE)}
-            self._where = dict.fromkeys(self._files[SINGLE_FILE].keys(), SINGLE_FILE)
-        elif index.is_file():
-            self._where = _read_index(index)
-            self._files = {name: _open(path / name) for name in sorted(set(self._where.values()))}
-            self._check_index(index)
-        else:
-            raise ModelLoadError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
-
-    @property
-    def names(self) -> Iterable[str]:
-        return self._where.keys()
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, which must have `shape`; mapped from the file, read-only."""
-        if name not in self._where:
-            raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
-        file = self._files[self._where[name]]
-        place = f"{self.path / self._where[name]}: tensor {name}"
-        view = file.get_slice(name)
-        if tuple(view.get_shape()) != shape:
-            raise ModelLoadError(f"{place} has shape {view.get_shape()}, expected {list(shape)}")
-        if view.get_dtype() not in _STORED_DTYPES:
-            raise ModelLoadError(
-                f"{place} is {view.get_dtype()}; supported: {', '.join(_STORED_DTYPES)}"
-            )
-        try:
-            tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{place} cannot be read: {error}") from error
-        return tensor
-
-    def _check_index(self, index: Path) -> None:
-        names = {file: set(opened.keys()) for file, opened in self._files.items()}
-        for tensor, file in self._where.items():
-            if tensor not in names[file]:
-                raise ModelLoadError(f"{index}: {file} has no tensor {tensor}")
-
-
-def _open(path: Path) -> Any:  # safetensors' handle, which has no usable types
-    if not path.is_file():
-        raise ModelLoadError(f"{path} is missing")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{path} is corrupt or incomplete: {error}") from error
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    where = read_json(path).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        raise ModelLoadError(f"{path}: weight_map: expected an object of file names")
-    if any(Path(file).name != file for file in where.values()):
-        raise ModelLoadError(f"{path}: weight_map: files must be in the index's directory")
-    return where

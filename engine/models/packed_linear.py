@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import Structure
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from penstock.engine.config import Quantization
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 from penstock.kernels.cpu.int8 import Int8Rows, pack_int8
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.structures import LinearArgs, LinearInt8Args
@@ -76,9 +75,9 @@ class PackedLinear:
 class Int8Linear:
     """A matrix in int8, and inputs rounded to int8 just before each product."""
 
-    def __init__(self, library: CpuLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.weight = pack_int8(library, weight)
+    def __init__(self, library: CpuLibrary, matrix: QuantizedMatrix, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = matrix.codes.shape
+        self.weight = pack_int8(library, matrix.codes, matrix.scales)
         self.bias = bias
 
     @property
@@ -102,10 +101,11 @@ class Int8Linear:
         return [("quantize_rows", room.args(x, num_rows)), ("linear_int8", product)]
 
 
-LINEARS: dict[Quantization, Callable[[CpuLibrary, Tensor, Tensor | None], CpuLinear]] = {
-    "none": PackedLinear,
-    "int8": Int8Linear,
-}
+def pack_linear(library: CpuLibrary, matrix: Matrix, bias: Tensor | None) -> CpuLinear:
+    """Pack the matrix as its kernel reads it."""
+    if isinstance(matrix, DenseMatrix):
+        return PackedLinear(library, matrix.values, bias)
+    return Int8Linear(library, matrix, bias)
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.engine.json_file import read_json
-from penstock.engine.models.config_fields import ConfigFields
+from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families import (
-    llama_weight_names,
+    llama_module_names,
     read_llama_config,
     read_mistral_config,
     read_qwen2_config,
@@ -24,11 +23,11 @@ class Architecture:
 
     Attributes:
         read_config: `config.json` → the decoder's configuration.
-        weight_names: a parameter of the decoder → the checkpoint's tensors it is made of.
+        module_names: a module of the decoder → the checkpoint's modules it is made of.
     """
 
     read_config: Callable[[ConfigFields], DecoderConfig]
-    weight_names: Callable[[str], tuple[str, ...]] = llama_weight_names
+    module_names: Callable[[str], tuple[str, ...]] = llama_module_names
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -46,8 +45,7 @@ def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
         ModelLoadError: no readable `config.json`, an unsupported architecture, or a field that is
             missing, malformed or unsupported.
     """
-    config_path = path / "config.json"
-    fields = ConfigFields(read_json(config_path), path=config_path)
+    fields = read_model_fields(path)
     names = fields.texts("architectures")
     for name in names:
         if name in ARCHITECTURES:

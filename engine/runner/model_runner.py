@@ -106,7 +106,7 @@ class ModelRunner:
         max_blocks = min(num_blocks, shape.num_blocks_for(max_model_len))
         # Last, since it takes the weights out of `model`.
         self._model: LanguageModel = with_graphs(
-            fastest(model, shape.block_size, library, config.model.quantization),
+            fastest(model, shape.block_size, library),
             config,
             self._kv_pool,
             max_blocks=max_blocks,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import addressof
-
 import torch
 from torch import Tensor
 
@@ -26,7 +23,7 @@ class Int8Rows:
     """
 
     def __init__(self, num_rows: int, size: int) -> None:
-        self.values = torch.empty(num_rows, -(-size // QUAD) * QUAD, dtype=torch.uint8)
+        self.values = torch.empty(num_rows, _padded(size), dtype=torch.uint8)
         self.scales = torch.empty(num_rows)
 
     def args(self, x: Tensor, num_rows: int) -> QuantizeRowsArgs:
@@ -40,22 +37,25 @@ class Int8Rows:
         )
 
 
-def pack_int8(library: CpuLibrary, weight: Tensor) -> Tensor:
-    """Quantize weight [out_features, in_features], of the library's dtype, row by row; returns
-    bytes in the layout of `linear_int8.inc.c`, in one dimension."""
-    out_features, in_features = weight.shape
+def pack_int8(library: CpuLibrary, codes: Tensor, scales: Tensor) -> Tensor:
+    """codes int8 [out_features, in_features] and scales float32 [out_features] as bytes in the
+    layout of `linear_int8.inc.c`, in one dimension."""
+    out_features, in_features = codes.shape
     assert in_features <= MAX_FEATURES, f"{in_features:,} products may exceed 32 bits"
-    weight = weight.contiguous()
-    rows, num_rows = Int8Rows(out_features, in_features), ctypes.c_int64(out_features)
-    library.run("quantize_rows", rows.args(weight, addressof(num_rows)))
+    codes, scales = codes.contiguous(), scales.contiguous()
     num_columns = -(-out_features // LANES) * LANES
-    packed = library.memory.allocate(num_columns * (_HEADER_BYTES + rows.values.shape[1]))
+    packed = library.memory.allocate(num_columns * (_HEADER_BYTES + _padded(in_features)))
     args = PackInt8Args(
         packed=packed.data_ptr(),
-        bytes=rows.values.data_ptr(),
-        scales=rows.scales.data_ptr(),
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
         in_features=in_features,
         out_features=out_features,
     )
     library.run("pack_int8", args)
     return packed
+
+
+def _padded(size: int) -> int:
+    """Rounded up to `QUAD`."""
+    return -(-size // QUAD) * QUAD

@@ -142,13 +142,14 @@ static void NAME(pack_int8_item)(const void *args, long group) {
     float *scales = (float *)(first_sums + width);
     int8_t *packed = (int8_t *)(scales + width);
     for (long n = 0; n < width; n++) {
-        const uint8_t *bytes = a->bytes + (first + n) * quads * QUAD;
+        const int8_t *codes = a->codes + (first + n) * a->in_features;
         const int is_there = first + n < a->out_features;
+        const long size = is_there ? a->in_features : 0;
         int32_t sum = 0;
         for (long k = 0; k < quads; k++) {
             int8_t weights[QUAD] = {0};
-            for (int i = 0; i < QUAD && is_there; i++) {
-                weights[i] = (int8_t)(bytes[k * QUAD + i] - ZERO_BYTE);
+            for (int i = 0; i < QUAD && k * QUAD + i < size; i++) {
+                weights[i] = codes[k * QUAD + i];
                 sum += weights[i];
             }
             memcpy(packed + (k * width + n) * QUAD, weights, QUAD);

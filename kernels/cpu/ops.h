@@ -36,11 +36,11 @@ struct quantize_rows_args {
     int64_t size;
 };
 
-/* Weights as quantize_rows makes them of rows [out, in], in the layout of linear_int8.inc.c. */
+/* Weights [out, in], rounded like the rows of quantize_rows, in the layout of linear_int8.inc.c. */
 struct pack_int8_args {
     char *packed;
-    const uint8_t *bytes;
-    const float *scales;
+    const int8_t *codes;
+    const float *scales; /* [out] */
     int64_t in_features, out_features;
 };
 

@@ -38,7 +38,7 @@ class QuantizeRowsArgs(ctypes.Structure):
 
 
 class PackInt8Args(ctypes.Structure):
-    _fields_: ClassVar = _fields("packed bytes scales", "in_features out_features")
+    _fields_: ClassVar = _fields("packed codes scales", "in_features out_features")
 
 
 class LinearInt8Args(LinearArgs):

@@ -165,10 +165,10 @@ def _squares(rows: Tensor) -> float:
 def _load(
     path: Path, dtype: str, quantization: Quantization, num_threads: int | None
 ) -> LanguageModel:
-    config = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
+    config = ModelConfig(dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
     decoder = load_model(config, path, torch.device("cpu"))
     library = cpu_kernels(decoder, _BLOCK_SIZE, num_threads=num_threads)
-    return fastest(decoder, _BLOCK_SIZE, library, quantization)
+    return fastest(decoder, _BLOCK_SIZE, library)
 
 
 def _pool(model: LanguageModel, num_tokens: int) -> Tensor:

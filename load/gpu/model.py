@@ -78,15 +78,16 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _checkpoint_tensors(decoder: Decoder, path: Path) -> dict[str, torch.Tensor]:
+def _checkpoint_tensors(decoder: Decoder, model_path: Path) -> dict[str, torch.Tensor]:
     """The decoder's weights by their names in a checkpoint: fused matrices in their parts."""
-    architecture, _ = read_model_config(path)
+    architecture, _ = read_model_config(model_path)
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in decoder.named_parameters():
-        module = decoder.get_submodule(name.rpartition(".")[0])
+        path, _, kind = name.rpartition(".")
+        module = decoder.get_submodule(path)
         sizes = list(module.part_sizes) if isinstance(module, Linear) else [len(parameter)]
-        parts = torch.split(parameter.data, sizes)
-        tensors.update(zip(architecture.weight_names(name), parts, strict=True))
+        names = (f"{each}.{kind}" for each in architecture.module_names(path))
+        tensors.update(zip(names, torch.split(parameter.data, sizes), strict=True))
     return tensors
 
 

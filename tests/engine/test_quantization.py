@@ -42,9 +42,10 @@ QUESTIONS = [
 def load(
     path: Path, quantization: Quantization, *, in_torch: bool = False, dtype: str = "float32"
 ) -> LanguageModel:
-    decoder = load_model(ModelConfig(dtype=dtype), path, CPU)  # type: ignore[arg-type]
+    config = ModelConfig(dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
+    decoder = load_model(config, path, CPU)
     library = None if in_torch else cpu_kernels(decoder, BLOCK_SIZE)
-    model = fastest(decoder, BLOCK_SIZE, library, quantization)
+    model = fastest(decoder, BLOCK_SIZE, library)
     assert isinstance(model, Decoder if in_torch else CpuDecoder)
     return model
 
@@ -106,12 +107,11 @@ def test_chunks_do_not_change_a_bit(tiny_checkpoint: Callable[..., Path]):
 
 def test_a_byte_a_weight_and_the_originals_are_dropped(tiny_checkpoint: Callable[..., Path]):
     path = tiny_checkpoint()
-    decoder = load_model(ModelConfig(), path, CPU)
-    int8 = fastest(decoder, BLOCK_SIZE, cpu_kernels(decoder, BLOCK_SIZE), "int8")
+    decoder = load_model(ModelConfig(quantization="int8"), path, CPU)
+    int8 = fastest(decoder, BLOCK_SIZE, cpu_kernels(decoder, BLOCK_SIZE))
     whole = load(path, "none")
-    matrices = [each for each in decoder.layers.parameters() if each.dim() != 1 or not len(each)]
-    assert len(matrices) == 4 * decoder.config.num_layers
-    assert all(each.numel() == 0 for each in matrices)
+    assert len(decoder.linears) == 4 * decoder.config.num_layers
+    assert all(each.weight.numel() == 0 and each.scales is None for each in decoder.linears)
     assert isinstance(int8, CpuDecoder)
     assert isinstance(whole, CpuDecoder)
     for layer, original in zip(int8._layers, whole._layers, strict=True):
@@ -120,10 +120,12 @@ def test_a_byte_a_weight_and_the_originals_are_dropped(tiny_checkpoint: Callable
 
 
 def test_in_torch_it_is_a_byte_a_weight_too(tiny_checkpoint: Callable[..., Path]):
-    decoder = load_model(ModelConfig(), tiny_checkpoint(), CPU)
-    num_bytes = sum(each.nbytes for each in decoder.layers.parameters())
-    fastest(decoder, BLOCK_SIZE, None, "int8")
-    assert sum(each.nbytes for each in decoder.layers.parameters()) < 0.3 * num_bytes
+    int8, whole = (
+        load_model(ModelConfig(quantization=quantization), tiny_checkpoint(), CPU)
+        for quantization in ("int8", "none")
+    )
+    num_bytes = sum(each.nbytes for each in whole.layers.parameters())
+    assert sum(each.nbytes for each in int8.layers.parameters()) < 0.3 * num_bytes
 
 
 def test_a_gpu_is_refused(tiny_checkpoint: Callable[..., Path]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,12 @@ def test_errors_of_the_demo_model() -> None:
 
 
 def test_without_rounding_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = quantization.fastest
-    monkeypatch.setattr(quantization, "fastest", lambda *args: original(*args[:3], "none"))
+    original = quantization.load_model
+    monkeypatch.setattr(
+        quantization,
+        "load_model",
+        lambda config, *where: original(replace(config, quantization="none"), *where),
+    )
     texts = held_out_texts(DEMO, num_texts=2, seed=1, context_len=2048)
     found = measure_errors(DEMO, dtype="auto", texts=texts, num_threads=None)
     assert found.relative_error == 0.0

@@ -48,7 +48,8 @@ def linear_int8(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    packed, rows = pack_int8(library, weight), quantized(library, x)
+    packed = pack_int8(library, *quantize_rows_reference(weight))
+    rows = quantized(library, x)
     y = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype)
     num_rows = ctypes.c_int64(len(x))
     args = LinearInt8Args(
@@ -131,7 +132,7 @@ def test_sums_at_the_limit_of_32_bits(library):
 
 def test_more_features_are_refused(library):
     with pytest.raises(AssertionError, match="32 bits"):
-        pack_int8(library, torch.ones(1, MAX_FEATURES + 1, dtype=library.dtype))
+        pack_int8(library, torch.ones(1, MAX_FEATURES + 1, dtype=torch.int8), torch.ones(1))
 
 
 def test_a_row_does_not_depend_on_its_neighbours(library):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
+from penstock.engine.json_file import read_json
 
 
 class ConfigFields:
@@ -84,3 +85,9 @@ class ConfigFields:
         if default is None:
             raise self.error(name, "is missing")
         return default
+
+
+def read_model_fields(path: Path) -> ConfigFields:
+    """The `config.json` of the model in directory `path`."""
+    file = path / "config.json"
+    return ConfigFields(read_json(file), path=file)

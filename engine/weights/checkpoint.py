@@ -1,0 +1,92 @@
+"""The tensors of a model's directory, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.engine.config_fields import read_model_fields
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.json_file import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOATS = ("BF16", "F16", "F32")  # as safetensors names them
+
+
+class Checkpoint:
+    """The tensors of a directory, by name: one safetensors file, or several with an index.
+
+    Files are memory-mapped, so a tensor is read only when it is copied.
+
+    Raises:
+        ModelLoadError: on construction if files are missing or corrupt; on reading if a
+            tensor is missing or has an unexpected shape or dtype.
+
+    Attributes:
+        config: the fields of `config.json`.
+        unread: the names of the tensors that were not read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_model_fields(path)
+        index = path / INDEX_FILE
+        if (path / SINGLE_FILE).is_file():
+            self._files = {SINGLE_FILE: _open(path / SINGLE_FILE)}
+            self._where = dict.fromkeys(self._files[SINGLE_FILE].keys(), SINGLE_FILE)
+        elif index.is_file():
+            self._where = _read_index(index)
+            self._files = {name: _open(path / name) for name in sorted(set(self._where.values()))}
+            self._check_index(index)
+        else:
+            raise ModelLoadError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+        self.unread = set(self._where)
+
+    def read(
+        self, name: str, shape: tuple[int, ...], *, dtypes: tuple[str, ...] = FLOATS
+    ) -> Tensor:
+        """The tensor `name`, which must have `shape` and one of `dtypes`; mapped from the file,
+        read-only."""
+        if name not in self._where:
+            raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
+        file = self._files[self._where[name]]
+        place = f"{self.path / self._where[name]}: tensor {name}"
+        view = file.get_slice(name)
+        if tuple(view.get_shape()) != shape:
+            raise ModelLoadError(f"{place} has shape {view.get_shape()}, expected {list(shape)}")
+        if view.get_dtype() not in dtypes:
+            raise ModelLoadError(f"{place} is {view.get_dtype()}; supported: {', '.join(dtypes)}")
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{place} cannot be read: {error}") from error
+        self.unread.discard(name)
+        return tensor
+
+    def _check_index(self, index: Path) -> None:
+        names = {file: set(opened.keys()) for file, opened in self._files.items()}
+        for tensor, file in self._where.items():
+            if tensor not in names[file]:
+                raise ModelLoadError(f"{index}: {file} has no tensor {tensor}")
+
+
+def _open(path: Path) -> Any:  # safetensors' handle, which has no usable types
+    if not path.is_file():
+        raise ModelLoadError(f"{path} is missing")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is corrupt or incomplete: {error}") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    where = read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise ModelLoadError(f"{path}: weight_map: expected an object of file names")
+    if any(Path(file).name != file for file in where.values()):
+        raise ModelLoadError(f"{path}: weight_map: files must be in the index's directory")
+    return where

@@ -1,0 +1,42 @@
+"""The formats of checkpoints. Each is one function, in a file of its own, that reads a module's
+matrix; `quantization_config` in `config.json` names the format."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.engine.weights.checkpoint import Checkpoint
+from penstock.engine.weights.formats.dense import read_dense
+from penstock.engine.weights.matrix import Matrix
+
+
+class ReadMatrix(Protocol):
+    def __call__(self, checkpoint: Checkpoint, prefix: str, shape: tuple[int, int], /) -> Matrix:
+        """The matrix of the module `prefix`, whose tensors are `prefix.…`.
+
+        The parameters of a scheme, and which modules it spares, are in `checkpoint.config`.
+
+        Args:
+            shape: (out_features, in_features), which the matrix must have.
+
+        Raises:
+            ModelLoadError: names the tensor that is missing, or that no `Matrix` can hold.
+        """
+        ...
+
+
+FORMATS: dict[str, ReadMatrix] = {"dense": read_dense}
+
+
+def choose_format(checkpoint: Checkpoint) -> ReadMatrix:
+    """The format of a checkpoint, by the `quant_method` in its config.
+
+    Raises:
+        ModelLoadError: it is not among the `FORMATS`.
+    """
+    config, method = checkpoint.config, "dense"
+    if "quantization_config" in config:
+        method = config.section("quantization_config").text("quant_method")
+    if method not in FORMATS:
+        raise config.error("quantization_config", f"{method!r} checkpoints are not supported")
+    return FORMATS[method]
