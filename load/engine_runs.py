@@ -27,9 +27,9 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.models.cpu_decoder import CpuDecoder, DrawnTokens
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.cpu_decoder import DrawnTokens
 from penstock.engine.request import Request, RequestOutput, SamplingParams
+from penstock.engine.runner import model_runner
 from penstock.engine.runner.input_batch import InputBatch
 from penstock.engine.sampling.sampler import ChosenTokens, Sampler
 from penstock.engine.scheduling import Scheduler
@@ -47,10 +47,7 @@ _PLACES: Places = {
     "schedule": ((Scheduler, "schedule"),),
     "prepare": ((InputBatch, "update"), (InputBatch, "prepare")),
     "forward": (
-        (CpuDecoder, "step"),  # draws too, in the same call
-        (CpuDecoder, "logits"),
-        (Decoder, "forward"),
-        (Decoder, "logits"),
+        (model_runner, "run_step"),  # on a CPU it draws too
     ),
     "sample": ((Sampler, "choose"), (ChosenTokens, "read"), (DrawnTokens, "read")),
     "update": ((Scheduler, "update"),),

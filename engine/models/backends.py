@@ -1,8 +1,6 @@
-"""Picks the implementation of the decoder: C on a CPU where it can run, otherwise torch."""
+"""Picks the implementation of a model: C on a CPU where it can run, otherwise torch."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,35 +9,9 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.cpu_decoder import CpuDecoder, StepOutput, can_run
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.language_model import LanguageModel
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
-
-
-class LanguageModel(Protocol):
-    """The interface of a decoder to the runner."""
-
-    config: DecoderConfig
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def needs_prompt_lens(self) -> bool: ...
-
-    @property
-    def num_threads(self) -> int:
-        """CPU threads that compute."""
-        ...
-
-    def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
-        next call"""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
-        ...
 
 
 def cpu_kernels(

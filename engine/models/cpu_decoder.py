@@ -83,9 +83,12 @@ class CpuDecoder:
         decoder: loses its weights: each matrix is packed here and dropped there.
     """
 
+    can_be_captured = False
+
     def __init__(self, decoder: Decoder, library: CpuLibrary) -> None:
         self.config = decoder.config
         self.dtype = decoder.dtype
+        self.kv_spec = decoder.kv_spec
         self._library = library
         self._rotary = RotaryTable(decoder.rotary)
         self._layers = [

@@ -14,6 +14,7 @@ from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.language_model import LayerKV
 from penstock.kernels.gated_activation import silu_and_mul
 from penstock.kernels.qk_norm import QKNorm
 from penstock.kernels.rotary_store_kv import rotary_store_kv
@@ -111,11 +112,15 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, hidden states out; logits only for the rows that need them."""
+    """A `TorchModel`."""
+
+    can_be_captured = True
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.vocab_size, self.context_len = config.vocab_size, config.context_len
+        self._kv_dtype: torch.dtype | None = None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer) for layer in range(config.num_layers)
@@ -140,8 +145,21 @@ class Decoder(nn.Module):
         head = self.embed_tokens if self.config.is_tied else self.lm_head
         return head.logits(hidden)
 
+    @property
+    def kv_spec(self) -> tuple[LayerKV, ...]:
+        return tuple(
+            LayerKV(
+                num_heads=self.config.num_kv_heads,
+                head_size=self.config.head_dim,
+                dtype=self._kv_dtype or self.dtype,
+                window=window,
+            )
+            for window in self.config.windows
+        )
+
     def use_fp8_cache(self) -> None:
         """Store keys and values in FP8."""
+        self._kv_dtype = torch.float8_e4m3fn
         for module in self.modules():
             if isinstance(module, Attention):
                 module.use_fp8_cache(self.config.num_kv_heads, self.device)

@@ -1,4 +1,4 @@
-"""A decoder that replays small steps from CUDA graphs, since launching them takes longer than
+"""A model that replays small steps from CUDA graphs, since launching them takes longer than
 computing them.
 
 Decode batches are replayed whole (`DecodeGraphs`), other steps between their attention calls
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from penstock.engine.config import CudagraphMode, EngineConfig, SchedulerConfig
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.backends import LanguageModel
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.runner.device import resolve_cudagraph_mode
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -62,37 +61,38 @@ def piece_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ..
     return (*(size for size in sizes if size < largest), largest)
 
 
-class GraphedDecoder:
-    """A `LanguageModel`: a decoder with graphs of its small steps.
+class GraphedModel:
+    """A `LanguageModel`: a model with graphs of its small steps.
 
     Args:
         kv_pool: the pool that steps will use.
         max_blocks: maximum number of blocks of a sequence.
     """
 
+    can_be_captured = False
+
     def __init__(
         self,
-        decoder: Decoder,
+        model: LanguageModel,
         kv_pool: Tensor,
         sizes: GraphSizes,
         maker: GraphMaker,
         *,
         max_blocks: int,
     ) -> None:
-        self.config = decoder.config
-        self.dtype = decoder.dtype
-        self.needs_prompt_lens = decoder.needs_prompt_lens
-        self.num_threads = decoder.num_threads
-        self.logits = decoder.logits
-        self._decoder = decoder
+        self.kv_spec = model.kv_spec
+        self.needs_prompt_lens = model.needs_prompt_lens
+        self.num_threads = model.num_threads
+        self.logits = model.logits
+        self._model = model
         self._graphs: list[DecodeGraphs | PieceGraphs] = []
         with torch.inference_mode(), maker.capturing():
             if sizes.decodes:
                 self._graphs.append(
-                    DecodeGraphs(decoder, kv_pool, sizes.decodes, maker, max_blocks=max_blocks)
+                    DecodeGraphs(model, kv_pool, sizes.decodes, maker, max_blocks=max_blocks)
                 )
             if sizes.pieces:
-                self._graphs.append(PieceGraphs(decoder, kv_pool, sizes.pieces, maker))
+                self._graphs.append(PieceGraphs(model, kv_pool, sizes.pieces, maker))
 
     def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
@@ -101,7 +101,7 @@ class GraphedDecoder:
             hidden = graphs.replay(input_ids, context)
             if hidden is not None:
                 return hidden
-        output: Tensor = self._decoder(input_ids, context)
+        output: Tensor = self._model(input_ids, context)
         return output
 
 
@@ -115,9 +115,9 @@ def with_graphs(
     """
     mode = resolve_cudagraph_mode(config.device, kv_pool.device)
     sizes = GraphSizes.of(mode, config.scheduler)
-    if mode == "none" or not isinstance(model, Decoder):
+    if mode == "none" or not model.can_be_captured:
         return model
-    return GraphedDecoder(model, kv_pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
+    return GraphedModel(model, kv_pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
 
 
 def graphs_num_bytes(
@@ -168,7 +168,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: LanguageModel,
         kv_pool: Tensor,
         sizes: Sequence[int],
         maker: GraphMaker,
@@ -176,22 +176,20 @@ class DecodeGraphs:
         max_blocks: int,
     ) -> None:
         self._sizes = sizes
-        most, device = sizes[-1], decoder.device
-        self._inputs = GraphInputs(most, device, needs_prompt_lens=decoder.needs_prompt_lens)
+        most, device = sizes[-1], kv_pool.device
+        self._inputs = GraphInputs(most, device, needs_prompt_lens=model.needs_prompt_lens)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._hidden = torch.empty(
-            most, decoder.config.hidden_size, dtype=decoder.dtype, device=device
-        )
+        self._hidden = torch.empty(0)
         # The largest first: the others reuse its temporary memory.
         self._graphs = {
-            size: self._capture(decoder, self._context(kv_pool, size), maker)
+            size: self._capture(model, self._context(kv_pool, size), maker)
             for size in reversed(sizes)
         }
 
     def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """The decoder's hidden states, valid until the next call; None for a batch that is not a
+        """The model's hidden states, valid until the next call; None for a batch that is not a
         decode batch, or too large."""
         layout, num_seqs = context.layout, len(input_ids)
         size = padded_size(self._sizes, num_seqs) if layout.max_query_len == 1 else None
@@ -205,13 +203,15 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self._hidden[:num_seqs]
 
-    def _capture(self, decoder: Decoder, context: ForwardContext, maker: GraphMaker) -> Graph:
+    def _capture(self, model: LanguageModel, context: ForwardContext, maker: GraphMaker) -> Graph:
         size = len(context.positions)
         input_ids = self._inputs.input_ids[:size]
-        decoder(input_ids, context)  # compiles and loads kernels before the capture
+        hidden = model(input_ids, context)  # compiles and loads kernels before the capture
+        if not len(self._hidden):
+            self._hidden = torch.zeros_like(hidden)  # the largest
         graph = maker.graph()
         graph.begin()
-        self._hidden[:size].copy_(decoder(input_ids, context))
+        self._hidden[:size].copy_(model(input_ids, context))
         graph.end()
         return graph
 
@@ -251,25 +251,20 @@ class PieceGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder, kv_pool: Tensor, sizes: Sequence[int], maker: GraphMaker
+        self, model: LanguageModel, kv_pool: Tensor, sizes: Sequence[int], maker: GraphMaker
     ) -> None:
         self._sizes = sizes
-        most, device, config = sizes[-1], decoder.device, decoder.config
-        self._inputs = GraphInputs(most, device, needs_prompt_lens=decoder.needs_prompt_lens)
-
-        def rows(*shape: int) -> Tensor:
-            return torch.zeros(most, *shape, dtype=decoder.dtype, device=device)
-
-        # The tensors that pass between pieces and attention calls.
-        self._query = rows(config.num_heads, config.head_dim)
-        self._mixed = rows(config.num_heads, config.head_dim)
-        self._hidden = rows(config.hidden_size)
+        self._inputs = GraphInputs(
+            sizes[-1], kv_pool.device, needs_prompt_lens=model.needs_prompt_lens
+        )
+        # The tensors that pass between pieces and attention calls, made by the largest capture.
+        self._query = self._mixed = self._hidden = torch.empty(0)
         self._pieces = {
-            size: self._capture(decoder, kv_pool, size, maker) for size in reversed(sizes)
+            size: self._capture(model, kv_pool, size, maker) for size in reversed(sizes)
         }
 
     def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """The decoder's hidden states, valid until the next call; None for a step that is too
+        """The model's hidden states, valid until the next call; None for a step that is too
         large."""
         num_tokens = len(input_ids)
         size = padded_size(self._sizes, num_tokens)
@@ -284,9 +279,11 @@ class PieceGraphs:
         pieces.graphs[-1].replay()
         return self._hidden[:num_tokens]
 
-    def _capture(self, decoder: Decoder, kv_pool: Tensor, size: int, maker: GraphMaker) -> _Pieces:
-        inputs, pieces = self._inputs, _Pieces(maker, self._query[:size], self._mixed[:size])
-        nothing = torch.zeros(0, dtype=torch.int32, device=decoder.device)
+    def _capture(
+        self, model: LanguageModel, kv_pool: Tensor, size: int, maker: GraphMaker
+    ) -> _Pieces:
+        inputs = self._inputs
+        nothing = torch.zeros(0, dtype=torch.int32, device=kv_pool.device)
         layout = PagedLayout(  # attention is not captured, so only the slots are read
             query_start_loc=nothing,
             seq_lens=nothing,
@@ -304,10 +301,18 @@ class PieceGraphs:
                 prompt_lens=inputs.prompt_lens_of(size),
                 attend=attend,
             )
-            hidden: Tensor = decoder(inputs.input_ids[:size], context)
+            hidden: Tensor = model(inputs.input_ids[:size], context)
             return hidden
 
-        forward(lambda *_, **__: self._mixed[:size])  # compiles kernels before the capture
+        def skip(query: Tensor, *_: object, **__: object) -> Tensor:
+            if not len(self._query):
+                self._query, self._mixed = torch.zeros_like(query), torch.zeros_like(query)
+            return self._mixed[:size]
+
+        hidden = forward(skip)  # compiles kernels before the capture
+        if not len(self._hidden):
+            self._hidden = torch.zeros_like(hidden)
+        pieces = _Pieces(maker, self._query[:size], self._mixed[:size])
         pieces.begin()
         self._hidden[:size].copy_(forward(pieces.attend))
         pieces.graphs[-1].end()

@@ -6,7 +6,6 @@ import torch
 
 from penstock.engine.config import CacheConfig, CudagraphMode, DeviceConfig, ModelConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.kernels.cpu.cores import num_usable_cores
 
 
@@ -58,18 +57,18 @@ def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.devi
     return torch.float8_e4m3fn
 
 
-def resolve_max_model_len(config: ModelConfig, decoder: DecoderConfig) -> int:
+def resolve_max_model_len(config: ModelConfig, context_len: int) -> int:
     """Maximum number of tokens of a sequence: as configured, or the model's context.
 
     Raises:
         ConfigError: more than the model's context.
     """
     if config.max_model_len is None:
-        return decoder.context_len
-    if not 1 <= config.max_model_len <= decoder.context_len:
+        return context_len
+    if not 1 <= config.max_model_len <= context_len:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is not between 1 and the model's "
-            f"{decoder.context_len} positions (max_position_embeddings with rope scaling)"
+            f"{context_len} positions (max_position_embeddings with rope scaling)"
         )
     return config.max_model_len
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.config import CacheConfig, EngineConfig
 from penstock.engine.errors import ConfigError
-from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.language_model import LayerKV
 
 _GIB = 1 << 30
 _HOST_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB}
@@ -29,12 +29,24 @@ class KVShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: DecoderConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+    def of(cls, kv_spec: Sequence[LayerKV], block_size: int) -> KVShape:
+        """The shape for a model's layers; their windows do not matter.
+
+        Raises:
+            ConfigError: layers differ in size, which one tensor cannot hold.
+        """
+        sizes = {(layer.num_heads, layer.head_size, layer.dtype) for layer in kv_spec}
+        if len(sizes) > 1:
+            raise ConfigError(
+                "the model's layers store keys and values of different sizes: "
+                "models with such layers are not supported"
+            )
+        ((num_heads, head_size, dtype),) = sizes
         return cls(
-            num_layers=config.num_layers,
+            num_layers=len(kv_spec),
             block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=num_heads,
+            head_dim=head_size,
             dtype=dtype,
         )
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.language_model import TorchModel
 from penstock.engine.runner.cuda_graphs import (
     CudaGraphMaker,
-    GraphedDecoder,
+    GraphedModel,
     GraphSizes,
     graphs_num_bytes,
 )
@@ -41,7 +41,7 @@ _ATTENTION_BYTES = 1 << 30
 
 
 def allocate_pool(
-    config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
+    config: EngineConfig, model: TorchModel, shape: KVShape, max_model_len: int
 ) -> Tensor:
     """The device's pool, as in `KVShape.allocate`.
 
@@ -76,7 +76,7 @@ def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> Ho
 
 
 def available_bytes(
-    config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
+    config: EngineConfig, model: TorchModel, shape: KVShape, max_model_len: int
 ) -> int:
     """Bytes for the KV pool on the model's device."""
     device = model.device
@@ -93,10 +93,10 @@ def available_bytes(
 
 
 @torch.inference_mode()
-def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) -> int:
+def _profile_peak_bytes(config: EngineConfig, model: TorchModel, shape: KVShape) -> int:
     """Peak memory of a full step's forward pass, besides weights and KV pool."""
     device = model.device
-    num_tokens = min(config.scheduler.max_num_batched_tokens, model.config.context_len)
+    num_tokens = min(config.scheduler.max_num_batched_tokens, model.context_len)
     num_blocks = shape.num_blocks_for(num_tokens)
     positions = torch.arange(num_tokens, device=device)
     layout = PagedLayout(
@@ -125,15 +125,15 @@ def _profile_peak_bytes(config: EngineConfig, model: Decoder, shape: KVShape) ->
 
 
 def _profile_graphs_bytes(
-    config: EngineConfig, model: Decoder, shape: KVShape, max_model_len: int
+    config: EngineConfig, model: TorchModel, shape: KVShape, max_model_len: int
 ) -> int:
     """Memory of the graphs that will be captured, from capturing some of them."""
     device = model.device
     pool = shape.allocate(1, device)
 
-    def capture(sizes: GraphSizes) -> GraphedDecoder:
+    def capture(sizes: GraphSizes) -> GraphedModel:
         max_blocks = shape.num_blocks_for(max_model_len)
-        return GraphedDecoder(model, pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
+        return GraphedModel(model, pool, sizes, CudaGraphMaker(), max_blocks=max_blocks)
 
     def used_bytes() -> int:
         torch.cuda.synchronize(device)

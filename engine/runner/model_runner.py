@@ -15,15 +15,10 @@ import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
-from penstock.engine.models.backends import (
-    LanguageModel,
-    check_deterministic,
-    cpu_kernels,
-    fastest,
-    run_step,
-)
+from penstock.engine.layers.attention import Attention
+from penstock.engine.models.backends import check_deterministic, cpu_kernels, fastest, run_step
 from penstock.engine.models.cpu_decoder import StepOutput
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.request import TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
@@ -87,12 +82,12 @@ class ModelRunner:
     ) -> None:
         self._device = select_device(config.device)
         model = load_model(config.model, model_path, self._device)
-        decoder, dtype = model.config, model.dtype
-        max_model_len = resolve_max_model_len(config.model, decoder)
+        dtype = model.dtype
+        max_model_len = resolve_max_model_len(config.model, model.context_len)
         kv_dtype = resolve_kv_dtype(config.cache, dtype, self._device)
         if kv_dtype != dtype:
             model.use_fp8_cache()
-        shape = KVShape.of(decoder, config.cache.block_size, kv_dtype)
+        shape = KVShape.of(model.kv_spec, config.cache.block_size)
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
         library = cpu_kernels(model, shape.block_size, num_threads=config.device.num_threads)
@@ -111,7 +106,7 @@ class ModelRunner:
             self._kv_pool,
             max_blocks=max_blocks,
         )
-        self.progress = Progress(self._model, library)
+        self.progress = Progress(self._model, self._device, library)
         self._batch, self._tokens = make_token_path(
             config.scheduler,
             max_blocks=max_blocks,
@@ -120,7 +115,7 @@ class ModelRunner:
         )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
-            vocab_size=decoder.vocab_size,
+            vocab_size=model.vocab_size,
             num_blocks=num_blocks,
             block_size=shape.block_size,
             num_host_blocks=self._host_tier.num_blocks,
@@ -250,13 +245,16 @@ class Progress:
         library: the CPU kernels; None if there are none.
     """
 
-    def __init__(self, model: LanguageModel, library: CpuLibrary | None) -> None:
+    def __init__(
+        self, model: LanguageModel, device: torch.device, library: CpuLibrary | None
+    ) -> None:
         self._library = library
         self._num_layers = 0
         # On a GPU layers are only launched, and a step never takes minutes.
-        if isinstance(model, Decoder) and model.device.type == "cpu":
-            for layer in model.layers:
-                layer.register_forward_hook(self._count_layer)
+        if isinstance(model, torch.nn.Module) and device.type == "cpu":
+            for module in model.modules():
+                if isinstance(module, Attention):
+                    module.register_forward_hook(self._count_layer)
 
     def num_parts_done(self) -> int:
         """Parts of all steps so far; grows while a step makes progress."""

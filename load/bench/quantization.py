@@ -34,7 +34,8 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.model_files import resolve_model
-from penstock.engine.models.backends import LanguageModel, cpu_kernels, fastest
+from penstock.engine.models.backends import cpu_kernels, fastest
+from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.text import ChatTemplate, Tokenizer
@@ -173,7 +174,7 @@ def _load(
 
 def _pool(model: LanguageModel, num_tokens: int) -> Tensor:
     """A KV pool for `num_tokens`, as `KVShape.allocate` makes it."""
-    shape = KVShape.of(model.config, _BLOCK_SIZE, model.dtype)
+    shape = KVShape.of(model.kv_spec, _BLOCK_SIZE)
     return shape.allocate(shape.num_blocks_for(num_tokens), torch.device("cpu"))
 
 

@@ -21,7 +21,6 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.models.registry import read_model_config
 from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import EngineInfo
 from penstock.load.engine_runs import Lengths, make_requests, run_requests
@@ -64,10 +63,9 @@ def measure(bench: Bench) -> None:
 
 def roofline_s(info: EngineInfo, *, batch: int, context: float, bytes_per_s: float) -> float:
     """Seconds to read the weights once and each sequence's KV once."""
-    _, decoder = read_model_config(Path(info.model_path))
     itemsize = 4 if info.dtype == "float32" else 2
     kv_bytes = batch * context * info.bytes_per_block / info.block_size
-    return (num_weights_read(decoder) * itemsize + kv_bytes) / bytes_per_s
+    return (num_weights_read(Path(info.model_path)) * itemsize + kv_bytes) / bytes_per_s
 
 
 def _measure_mode(bench: Bench, model: ModelConfig, mode: str) -> list[float]:

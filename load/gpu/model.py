@@ -21,8 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.linear import Linear
-from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.runner.kv_cache import KVShape
@@ -49,8 +47,9 @@ def kv_shape(sizes: Sizes, *, dtype: torch.dtype) -> KVShape:
     )
 
 
-def num_weights_read(config: DecoderConfig) -> int:
+def num_weights_read(path: Path) -> int:
     """Numbers of the weights that a step must read: all but the embedding, which is looked up."""
+    _, config = read_model_config(path)
     query, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     attention = config.hidden_size * 2 * (query + kv)
     mlp = 3 * config.hidden_size * config.intermediate_size
@@ -78,7 +77,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _checkpoint_tensors(decoder: Decoder, model_path: Path) -> dict[str, torch.Tensor]:
+def _checkpoint_tensors(decoder: torch.nn.Module, model_path: Path) -> dict[str, torch.Tensor]:
     """The decoder's weights by their names in a checkpoint: fused matrices in their parts."""
     architecture, _ = read_model_config(model_path)
     tensors: dict[str, torch.Tensor] = {}

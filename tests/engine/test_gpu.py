@@ -24,7 +24,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import SamplingParams
-from penstock.engine.runner.cuda_graphs import GraphedDecoder
+from penstock.engine.runner.cuda_graphs import GraphedModel
 from penstock.engine.startup import build_core
 
 from .greedy_parity import (
@@ -100,7 +100,7 @@ def test_under_pressure_every_request_gets_what_it_gets_alone_on_the_card(
     expected = outputs(build(path, one_by_one, 400, device=eager), asked)
     tight = replace(ROOMY, preemption=preemption)
     core = build(path, tight, TIGHT, device=replace(CUDA, cudagraph_mode=mode, deterministic=True))
-    assert isinstance(core._executor._runner._model, GraphedDecoder) == (mode != "none")
+    assert isinstance(core._executor._runner._model, GraphedModel) == (mode != "none")
     check_same(outputs(core, asked), expected)
     assert core.scheduler.counters.num_preemptions > 0
 
@@ -163,7 +163,7 @@ def test_graphs_and_pool_stay_within_the_share_of_memory() -> None:
     core, _ = build_core(config)
     free, total = torch.cuda.mem_get_info()
     assert before - free <= share * total + slack
-    assert isinstance(core._executor._runner._model, GraphedDecoder)
+    assert isinstance(core._executor._runner._model, GraphedModel)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

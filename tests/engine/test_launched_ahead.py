@@ -24,7 +24,7 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
-from penstock.engine.runner.cuda_graphs import GraphedDecoder
+from penstock.engine.runner.cuda_graphs import GraphedModel
 from penstock.engine.runner.model_runner import StepInFlight
 from penstock.engine.startup import build_core
 
@@ -148,7 +148,7 @@ def test_every_request_gets_what_it_gets_step_by_step(
         expected = outputs(build(path, replace(ROOMY, max_steps_in_flight=1)), asked)
     as_on_a_gpu("full")
     core = build(path, schedule, num_blocks)
-    assert isinstance(core._executor._runner._model, GraphedDecoder)
+    assert isinstance(core._executor._runner._model, GraphedModel)
     check_same(outputs(core, asked), expected)
     assert (core.scheduler.counters.num_preemptions > 0) == (num_blocks == TIGHT)
 

@@ -22,9 +22,10 @@ from penstock.engine.config import (
     Quantization,
 )
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.backends import LanguageModel, cpu_kernels, fastest
+from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.startup import build_core
@@ -54,7 +55,7 @@ def load(
 def logits(model: LanguageModel, chunks: tuple[int, ...] = (NUM_TOKENS,)) -> Tensor:
     """Of random tokens in chunks of these sizes: [NUM_TOKENS, vocab_size]"""
     token_ids = torch.randint(0, 160, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3))
-    shape = KVShape.of(model.config, BLOCK_SIZE, model.dtype)
+    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
     pool = shape.allocate(3, CPU).fill_(torch.nan)
     parts = []
     for positions in torch.arange(NUM_TOKENS).split(list(chunks)):

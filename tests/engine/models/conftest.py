@@ -11,8 +11,9 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.models.backends import LanguageModel, cpu_kernels, fastest
+from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
+from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.kernels.paged_layout import PagedLayout
@@ -40,7 +41,7 @@ def paged_logits(request: pytest.FixtureRequest) -> PagedLogits:
         if request.param == "kernels":
             model = fastest(model, BLOCK_SIZE, cpu_kernels(model, BLOCK_SIZE))
             assert isinstance(model, CpuDecoder)
-        shape = KVShape.of(model.config, BLOCK_SIZE, model.dtype)
+        shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
         num_blocks = shape.num_blocks_for(len(token_ids))
         pool = shape.allocate(num_blocks + 3, torch.device("cpu")).fill_(torch.nan)
         table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.cuda_graphs import (
-    GraphedDecoder,
+    GraphedModel,
     GraphSizes,
     decode_sizes,
     graphs_num_bytes,
@@ -104,7 +104,7 @@ def decoder(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]
 
 def full_pool(decoder: Decoder) -> Tensor:
     """Numbers in every slot, as if all sequences had been computed before."""
-    shape = KVShape.of(decoder.config, BLOCK_SIZE, decoder.dtype)
+    shape = KVShape.of(decoder.kv_spec, BLOCK_SIZE)
     pool = shape.allocate(NUM_BLOCKS, torch.device("cpu"))
     return pool.normal_(generator=torch.Generator().manual_seed(1))
 
@@ -121,7 +121,7 @@ def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes
     pool = full_pool(decoder)
     eager_pool = pool.clone()
     maker = RecordedGraphMaker()
-    graphed = GraphedDecoder(decoder, pool, sizes, maker, max_blocks=MAX_BLOCKS)
+    graphed = GraphedModel(decoder, pool, sizes, maker, max_blocks=MAX_BLOCKS)
     assert torch.equal(pool, eager_pool)  # nor does capturing
     num_replayed = 0
     for each in steps():
@@ -146,7 +146,7 @@ def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes
 def test_nan_of_padding_stays_there(decoder: Decoder) -> None:
     """A padded row may hold anything: here what a broken sequence left there."""
     pool = full_pool(decoder)
-    graphed = GraphedDecoder(decoder, pool, SIZES, RecordedGraphMaker(), max_blocks=MAX_BLOCKS)
+    graphed = GraphedModel(decoder, pool, SIZES, RecordedGraphMaker(), max_blocks=MAX_BLOCKS)
     rng = random.Random(0)
     healthy = step(rng, [(3, 1), (8, 1), (2, 1)])
     expected = decoder(healthy.input_ids, healthy.context(pool.clone()))

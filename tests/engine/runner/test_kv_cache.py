@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError
+from penstock.engine.models.language_model import LayerKV
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks, choose_num_host_blocks
 from penstock.engine.runner.memory import available_bytes, free_cpu_bytes
@@ -42,6 +45,23 @@ def test_bytes():
     assert pool.shape == (2, 2, 3, 16, 2, 8)
     half = KVShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
     assert half.bytes_per_block == BLOCK // 2
+
+
+def layer(**changes: Any) -> LayerKV:
+    sizes = {"num_heads": 2, "head_size": 8, "dtype": torch.float32, "window": None}
+    return LayerKV(**(sizes | changes))
+
+
+def test_layers_may_differ_in_their_windows():
+    assert KVShape.of((layer(), layer(window=5)), 16) == SHAPE
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_heads": 4}, {"head_size": 16}, {"dtype": torch.float8_e4m3fn}]
+)
+def test_layers_of_different_sizes_are_refused(changes):
+    with pytest.raises(ConfigError, match="layers store keys and values of different sizes"):
+        KVShape.of((layer(), layer(**changes)), 16)
 
 
 @pytest.mark.parametrize(

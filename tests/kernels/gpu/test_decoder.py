@@ -57,12 +57,9 @@ def logits(
     model: Decoder, device: str, steps: list[int] | None = None, num_padded: int = NUM_PADDED
 ) -> Tensor:
     """Of every token, computed in steps that are padded as a CUDA graph pads them."""
-    dtype = model.dtype
     model = model.to(device)
     steps = STEPS if steps is None else steps
-    shape = KVShape.of(model.config, BLOCK_SIZE, dtype)
-    if model.layers[0].self_attn.attention.key_scale is not None:
-        shape = replace(shape, dtype=torch.float8_e4m3fn)
+    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
     pool = shape.allocate(7, torch.device(device))
     pool.copy_(torch.full_like(pool, torch.nan, dtype=torch.float32))
     table = torch.tensor([5, 2, 6], dtype=torch.int32)

@@ -1,0 +1,78 @@
+"""A model as the runner sees it: what it computes, stores for each token, and can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.layers.attention import ForwardContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKV:
+    """The keys and values that one layer stores for each token.
+
+    Attributes:
+        window: how many positions a token sees; None: all before it.
+    """
+
+    num_heads: int
+    head_size: int
+    dtype: torch.dtype
+    window: int | None
+
+
+class LanguageModel(Protocol):
+    """Token ids in, hidden states out; logits only for the rows that need them."""
+
+    @property
+    def kv_spec(self) -> tuple[LayerKV, ...]:
+        """By layer, in the order of the KV pool."""
+        ...
+
+    @property
+    def needs_prompt_lens(self) -> bool: ...
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads that compute."""
+        ...
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether graphs can replay its steps on a GPU: it launches torch's operations only."""
+        ...
+
+    def __call__(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size], valid until the
+        next call"""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
+        ...
+
+
+class TorchModel(LanguageModel, Protocol):
+    """A model as it is loaded, in torch; `context_len` is the maximum number of tokens of a
+    sequence."""
+
+    vocab_size: int
+    context_len: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def use_fp8_cache(self) -> None:
+        """Store keys and values in FP8."""
+        ...
+
+    def use_invariant_kernels(self) -> None:
+        """Make a token's results, to the bit, depend only on the tokens before it; on a GPU."""
+        ...
