@@ -1,46 +1,32 @@
-"""The decoder as a list of C calls: the fast path on a CPU.
+"""The decoder as a program of C operations: the fast path on a CPU.
 
 It computes what `models.decoder.Decoder` specifies, with weights packed for the kernels, and draws
-the next tokens (`CpuHead`). The list is recorded once; a step fills in one structure and runs the
-list without Python between the operations, and a step like the last one fills in nothing. The order
-of a sum depends only on its own row, so neither batch nor chunking nor a warm cache changes a bit
-of a result.
+the next tokens (`CpuHead`). Each part of the decoder writes its operations into the program, which
+is recorded once for a KV pool; a step fills in one structure and runs the program without Python
+between the operations, and a step like the last one fills in nothing. The order of a sum depends
+only on its own row, so neither batch nor chunking nor a warm cache changes a bit of a result.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, addressof
+from collections.abc import Callable
+from ctypes import addressof
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
-from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.packed_linear import (
-    Calls,
-    CpuLinear,
-    PackedLinear,
-    address,
-    pack_linear,
-)
-from penstock.kernels.cpu.int8 import Int8Rows
+from penstock.engine.models.packed_linear import CpuLinear, PackedLinear, pack_linear
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
-from penstock.kernels.cpu.structures import (
-    AttentionArgs,
-    DrawUniformsArgs,
-    EmbedArgs,
-    GatherRowsArgs,
-    RmsNormArgs,
-    RopeStoreArgs,
-    SampleTokensArgs,
-    SiluMulArgs,
-    Step,
-)
+from penstock.kernels.cpu.program import Buffer, Program
 
 # Rates of one thread, for deciding whether to wake the others. With 128 rows, T of load/peers
 # (0.1 million weights in layers) is slower on two threads, S (27 million) is faster.
@@ -55,25 +41,6 @@ def can_run(config: DecoderConfig, block_size: int) -> bool:
     if config.attention_soft_cap is not None or config.has_sinks:
         return False
     return is_even and config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
-
-
-class Buffers:
-    """Activations, [max_tokens, …] each, reused by all layers."""
-
-    def __init__(self, config: DecoderConfig, max_tokens: int, dtype: torch.dtype) -> None:
-        def rows(size: int) -> Tensor:
-            return torch.empty(max_tokens, size, dtype=dtype)
-
-        query_size = config.num_heads * config.head_dim
-        # The residual stream, before and after attention: no operation writes to what it reads.
-        self.stream, self.attended = rows(config.hidden_size), rows(config.hidden_size)
-        self.normed = rows(config.hidden_size)
-        self.qkv = rows(query_size + 2 * config.num_kv_heads * config.head_dim)
-        self.query, self.mixed = rows(query_size), rows(query_size)
-        self.gate_up = rows(2 * config.intermediate_size)
-        self.gated = rows(config.intermediate_size)
-        largest = max(config.hidden_size, query_size, config.intermediate_size)
-        self.int8 = Int8Rows(max_tokens, largest)  # inputs of int8 products
 
 
 class CpuDecoder:
@@ -95,17 +62,15 @@ class CpuDecoder:
             PackedLayer(library, layer)  # type: ignore[arg-type]
             for layer in decoder.layers
         ]
-        self._norm = decoder.norm.weight
+        self._norm = decoder.norm
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
-        self._step = Step()
-        self._head = CpuHead(library, _move_out(head.weight), self._step)
+        self._head = CpuHead(library, _move_out(head.weight))
         # A tied embedding is looked up in the packed head, so it is stored once.
         self._embedding = None if self.config.is_tied else decoder.embed_tokens.weight
         self._num_weights = sum(layer.num_weights for layer in self._layers)
         self._num_bytes = sum(layer.num_bytes for layer in self._layers)
-        self._buffers = Buffers(self.config, 0, self.dtype)
         self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
-        self._recorded = library.record([])
+        self._program = Program(library)
         self._recorded_for = (0, 0)
         # The last step's context, the tensors it points to, and its output.
         self._context: ForwardContext | None = None
@@ -133,8 +98,8 @@ class CpuDecoder:
         self._context = None
         self._fill(input_ids, context, self._keep(context.layout.block_tables))
         self._head.skip()
-        self._recorded.run(is_shared=self._is_worth_sharing(len(input_ids)))
-        return self._buffers.normed[: len(input_ids)]
+        self._program.run(is_shared=self._is_worth_sharing(len(input_ids)))
+        return self._head.hidden.rows[: len(input_ids)]
 
     def step(
         self,
@@ -162,7 +127,7 @@ class CpuDecoder:
             self._output = self._head.bind(len(input_ids), sampled_tokens, parameters, draws)
             self._is_shared = self._is_worth_sharing(len(input_ids))
             self._context = context
-        self._recorded.run(is_shared=self._is_shared)
+        self._program.run(is_shared=self._is_shared)
         return self._output
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -170,9 +135,9 @@ class CpuDecoder:
         return self._head.logits(hidden, is_shared=self._is_worth_sharing(len(hidden)))
 
     def _fill(self, input_ids: Tensor, context: ForwardContext, block_tables: Tensor) -> None:
-        """Point the calls of a forward pass at its inputs."""
-        step, layout = self._step, context.layout
+        """Point the program at the inputs of a forward pass."""
         self._record(len(input_ids), context.kv_pool)
+        step, layout = self._program.step, context.layout
         cosines, sines, rows = self._rotary.rows(context)
         step.num_tokens, step.num_seqs = len(input_ids), layout.num_seqs
         step.table_stride = block_tables.stride(0)
@@ -203,50 +168,39 @@ class CpuDecoder:
         return self._block_tables
 
     def _record(self, num_tokens: int, kv_pool: Tensor) -> None:
-        """Record the calls for this pool with room for `num_tokens`, unless already recorded."""
+        """Record the program for this pool with room for `num_tokens`, unless already recorded."""
         capacity, pool = self._recorded_for
         if num_tokens > capacity or kv_pool.data_ptr() != pool:
             self._library.settle()
+            self._recorded_for = (0, 0)  # in case memory is too short
             capacity = max(capacity, 1 << (num_tokens - 1).bit_length())
-            self._buffers = Buffers(self.config, capacity, self.dtype)
-            self._recorded = self._library.record(self._calls(kv_pool))
+            self._program = self._write(kv_pool)
+            self._program.record(capacity)
             self._recorded_for = (capacity, kv_pool.data_ptr())
 
-    def _calls(self, kv_pool: Tensor) -> list[tuple[str, Structure]]:
-        buffers, step = self._buffers, self._step
-        embed = EmbedArgs(
-            y=buffers.stream.data_ptr(),
-            weight=self._head.matrix.weight.data_ptr()
-            if self._embedding is None
-            else self._embedding.data_ptr(),
-            step=addressof(step),
-            size=self.config.hidden_size,
-            num_rows=self.config.vocab_size,
-            is_packed=self._embedding is None,
-        )
-        calls: list[tuple[str, Structure]] = [("embed", embed)]
+    def _write(self, kv_pool: Tensor) -> Program:
+        """The program of a step, part by part as in `Decoder.forward`."""
+        program, size = Program(self._library), self.config.hidden_size
+        stream, normed = program.buffer("stream", size), program.buffer("normed", size)
+        _write_embedding(program, stream, self._embedding, self._head.matrix)
         for layer, cache in zip(self._layers, kv_pool, strict=True):
-            calls.extend(layer.calls(self.config, buffers, step, cache))
-        final = _norm_args(buffers.normed, buffers.stream, self._norm, step, self.config)
-        return [*calls, ("rms_norm", final), *self._head.calls(buffers.normed)]
+            layer.write(program, stream, cache)
+        _write_norm(program, normed, stream, self._norm)
+        self._head.write(program, normed)
+        return program
 
 
 class PackedLayer:
-    """The weights of one layer, and its calls."""
+    """The weights of one layer, and its part of the program."""
 
     def __init__(self, library: CpuLibrary, layer: DecoderLayer) -> None:
         def pack(linear: Linear) -> CpuLinear:
             return pack_linear(library, linear.take(), linear.bias)
 
-        attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm = layer.input_layernorm.weight
-        self.post_attention_norm = layer.post_attention_layernorm.weight
-        has_qk_norm = attention.has_qk_norm
-        self.query_norm = attention.q_norm.weight if has_qk_norm else None
-        self.key_norm = attention.k_norm.weight if has_qk_norm else None
-        self.window = attention.attention.window
-        self.qkv_proj, self.o_proj = pack(attention.qkv_proj), pack(attention.o_proj)
-        self.gate_up_proj, self.down_proj = pack(mlp.gate_up_proj), pack(mlp.down_proj)
+        self.input_norm = layer.input_layernorm
+        self.post_attention_norm = layer.post_attention_layernorm
+        self.attention = PackedAttention(layer.self_attn, pack)
+        self.mlp = PackedMLP(layer.mlp, pack)
 
     @property
     def num_weights(self) -> int:
@@ -260,55 +214,69 @@ class PackedLayer:
 
     @property
     def _linears(self) -> tuple[CpuLinear, ...]:
-        return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
+        return *self.attention.linears, *self.mlp.linears
 
-    def calls(
-        self, config: DecoderConfig, buffers: Buffers, step: Step, cache: Tensor
-    ) -> list[tuple[str, Structure]]:
-        """cache [2, num_blocks, block_size, num_kv_heads, head_dim]"""
-        rows = addressof(step)  # num_tokens is its first field
-        stream, attended, normed = buffers.stream, buffers.attended, buffers.normed
-        room = buffers.int8
-        heads = {
-            "query": buffers.query.data_ptr(),
-            "key_cache": cache[0].data_ptr(),
-            "value_cache": cache[1].data_ptr(),
-            "step": addressof(step),
-            "block_size": cache.shape[2],
-            "num_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-        }
-        rope_store = RopeStoreArgs(
-            **heads,
-            qkv=buffers.qkv.data_ptr(),
-            query_norm=address(self.query_norm),
-            key_norm=address(self.key_norm),
-            eps=config.rms_norm_eps,
-        )
-        attention = AttentionArgs(
-            **heads,
-            out=buffers.mixed.data_ptr(),
-            window=self.window or 0,
-            scale=config.head_dim**-0.5,
-        )
-        silu_mul = SiluMulArgs(
-            y=buffers.gated.data_ptr(),
-            x=buffers.gate_up.data_ptr(),
-            num_rows=rows,
-            size=config.intermediate_size,
-        )
-        return [
-            ("rms_norm", _norm_args(normed, stream, self.input_norm, step, config)),
-            *self.qkv_proj.calls(buffers.qkv, normed, rows, room),
-            ("rope_store", rope_store),
-            ("attention", attention),
-            *self.o_proj.calls(attended, buffers.mixed, rows, room, residual=stream),
-            ("rms_norm", _norm_args(normed, attended, self.post_attention_norm, step, config)),
-            *self.gate_up_proj.calls(buffers.gate_up, normed, rows, room),
-            ("silu_mul", silu_mul),
-            *self.down_proj.calls(stream, buffers.gated, rows, room, residual=attended),
-        ]
+    def write(self, program: Program, stream: Buffer, cache: Tensor) -> None:
+        """Add this layer to the residual stream. Two buffers hold it in turn, since no operation
+        writes to what it reads.
+
+        Args:
+            cache: [2, num_blocks, block_size, num_kv_heads, head_dim]
+        """
+        attended = program.buffer("attended", stream.size)
+        normed = program.buffer("normed", stream.size)
+        _write_norm(program, normed, stream, self.input_norm)
+        self.attention.write(program, attended, normed, cache, residual=stream)
+        _write_norm(program, normed, attended, self.post_attention_norm)
+        self.mlp.write(program, stream, normed, residual=attended)
+
+
+class PackedAttention:
+    """The matrices of `SelfAttention`, and its part of the program."""
+
+    def __init__(self, attention: SelfAttention, pack: Callable[[Linear], CpuLinear]) -> None:
+        self._module = attention
+        self._qkv_proj, self._o_proj = pack(attention.qkv_proj), pack(attention.o_proj)
+        self.linears = (self._qkv_proj, self._o_proj)
+
+    def write(
+        self, program: Program, y: Buffer, x: Buffer, cache: Tensor, *, residual: Buffer
+    ) -> None:
+        """y = attention(x) + residual"""
+        module = self._module
+        qkv = program.buffer("qkv", self._qkv_proj.out_features)
+        query = program.buffer("query", self._o_proj.in_features)
+        mixed = program.buffer("mixed", self._o_proj.in_features)
+        heads: dict[str, Any] = {
+            "query": query, "key_cache": cache[0], "value_cache": cache[1],
+            "block_size": cache.shape[2], "num_heads": module.num_heads,
+            "num_kv_heads": module.num_kv_heads, "head_dim": module.head_dim,
+        }  # fmt: skip
+        norms: dict[str, Any] = {}
+        if module.has_qk_norm:
+            weights = {"query_norm": module.q_norm.weight, "key_norm": module.k_norm.weight}
+            norms = {**weights, "eps": module.q_norm.eps}
+        window, scale = module.attention.window or 0, module.attention.scale
+        self._qkv_proj.write(program, qkv, x)
+        program.add("rope_store", qkv=qkv, **norms, **heads)
+        program.add("attention", out=mixed, window=window, scale=scale, **heads)
+        self._o_proj.write(program, y, mixed, residual=residual)
+
+
+class PackedMLP:
+    """The matrices of `GatedMLP`, and its part of the program."""
+
+    def __init__(self, mlp: GatedMLP, pack: Callable[[Linear], CpuLinear]) -> None:
+        self._gate_up_proj, self._down_proj = pack(mlp.gate_up_proj), pack(mlp.down_proj)
+        self.linears = (self._gate_up_proj, self._down_proj)
+
+    def write(self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer) -> None:
+        """y = MLP(x) + residual"""
+        gate_up = program.buffer("gate_up", self._gate_up_proj.out_features)
+        gated = program.buffer("gated", self._down_proj.in_features)
+        self._gate_up_proj.write(program, gate_up, x)
+        program.add("silu_mul", y=gated, x=gate_up, size=gated.size)
+        self._down_proj.write(program, y, gated, residual=residual)
 
 
 def _move_out(weight: Tensor) -> Tensor:
@@ -318,17 +286,16 @@ def _move_out(weight: Tensor) -> Tensor:
     return values
 
 
-def _norm_args(
-    y: Tensor, x: Tensor, weight: Tensor, step: Step, config: DecoderConfig
-) -> RmsNormArgs:
-    return RmsNormArgs(
-        y=y.data_ptr(),
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        num_rows=addressof(step),
-        size=config.hidden_size,
-        eps=config.rms_norm_eps,
-    )
+def _write_norm(program: Program, y: Buffer, x: Buffer, norm: RMSNorm) -> None:
+    program.add("rms_norm", y=y, x=x, weight=norm.weight, size=x.size, eps=norm.eps)
+
+
+def _write_embedding(program: Program, y: Buffer, table: Tensor | None, head: PackedLinear) -> None:
+    """table [vocab_size, hidden_size]; None: the head's."""
+    program.add(
+        "embed", y=y, weight=head.weight if table is None else table, size=head.in_features,
+        num_rows=head.out_features, is_packed=table is None,
+    )  # fmt: skip
 
 
 class RotaryTable:
@@ -389,40 +356,34 @@ class CpuHead:
 
     Args:
         weight: [vocab_size, hidden_size]
-        step: holds how many rows are sampled, and which.
+
+    Attributes:
+        hidden: all rows of a step, once the head is written into a program.
     """
 
-    def __init__(self, library: CpuLibrary, weight: Tensor, step: Step) -> None:
+    hidden: Buffer
+
+    def __init__(self, library: CpuLibrary, weight: Tensor) -> None:
         self.matrix = PackedLinear(library, weight)
         self._library = library
-        self._step = step
         self._logits = torch.empty(0, self.matrix.out_features, dtype=weight.dtype)
-        self._hidden = self._gathered = self._logits
-        self._num_rows = addressof(step) + Step.num_sampled.offset
-        self._product = self.matrix.args(self._logits, self._hidden, self._num_rows)
-        self._draw = DrawUniformsArgs()
-        self._sample = SampleTokensArgs(vocab_size=self.matrix.out_features)
         self._uniforms = torch.empty(0)
         self._given: tuple[Tensor | None, ...] = ()
 
-    def calls(self, hidden: Tensor) -> Calls:
-        """The calls after all rows of a step are in `hidden` [max_tokens, hidden_size]."""
-        self._hidden, self._gathered = hidden, torch.empty_like(hidden)
-        gather = GatherRowsArgs(
-            y=self._gathered.data_ptr(),
-            x=hidden.data_ptr(),
-            step=addressof(self._step),
-            size=hidden.shape[1],
+    def write(self, program: Program, hidden: Buffer) -> None:
+        """Add the operations after all rows of a step are in `hidden`."""
+        matrix, step = self.matrix, program.step
+        self.hidden, self._gathered = hidden, program.buffer("gathered", hidden.size)
+        self._step, self._num_rows = step, addressof(step) + type(step).num_sampled.offset
+        program.add("gather_rows", y=self._gathered, x=hidden, size=hidden.size)
+        self._product = program.add("linear", num_rows=self._num_rows, **matrix.arguments())
+        self._draw = program.add("draw_uniforms", num_rows=_NO_ROWS)
+        self._sample = program.add(
+            "sample_tokens", num_rows=_NO_ROWS, vocab_size=matrix.out_features
         )
-        return [
-            ("gather_rows", gather),
-            ("linear", self._product),
-            ("draw_uniforms", self._draw),
-            ("sample_tokens", self._sample),
-        ]
 
     def skip(self) -> None:
-        """Make the calls do nothing."""
+        """Make the operations do nothing."""
         self._step.num_sampled = self._step.num_gathered = 0
         self._draw.num_rows = self._sample.num_rows = addressof(_NO_ROWS)
 
@@ -433,7 +394,7 @@ class CpuHead:
         parameters: Tensor | None,
         draws: Tensor | None,
     ) -> StepOutput:
-        """Point the calls at their inputs; the tensors that they will write.
+        """Point the operations at their inputs; the tensors that they will write.
 
         Args:
             sampled_tokens, parameters, draws: as in `CpuDecoder.step`.
@@ -445,21 +406,22 @@ class CpuHead:
         if sampled_tokens is not None:
             step.num_gathered = num_rows
             step.sampled_tokens = sampled_tokens.data_ptr()
-        rows = self._hidden if sampled_tokens is None else self._gathered
+        rows = (self.hidden if sampled_tokens is None else self._gathered).rows
         self._product.x, self._product.y = rows.data_ptr(), logits.data_ptr()
         self._given = (sampled_tokens, parameters, draws)  # keeps the memory alive
         return StepOutput(
-            hidden=self._hidden[:num_tokens],
+            hidden=self.hidden.rows[:num_tokens],
             logits=logits,
             drawn=self._bind_draw(logits, parameters, draws),
         )
 
     def logits(self, hidden: Tensor, *, is_shared: bool) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
-        hidden, logits = hidden.contiguous(), self._room(len(hidden))
-        num_rows = ctypes.c_int64(len(hidden))
-        args = self.matrix.args(logits, hidden, addressof(num_rows))
-        self._library.run("linear", args, is_shared=is_shared)
+        logits, num_rows = self._room(len(hidden)), ctypes.c_int64(len(hidden))
+        self._library.run(
+            "linear", is_shared=is_shared, y=logits, x=hidden.contiguous(), num_rows=num_rows,
+            **self.matrix.arguments(),
+        )  # fmt: skip
         return logits
 
     def _bind_draw(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from ctypes import Structure
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
-from penstock.kernels.cpu.int8 import Int8Rows, pack_int8
+from penstock.kernels.cpu.int8 import pack_int8, row_bytes
 from penstock.kernels.cpu.library import CpuLibrary
-from penstock.kernels.cpu.structures import LinearArgs, LinearInt8Args
-
-Calls: TypeAlias = list[tuple[str, Structure]]
+from penstock.kernels.cpu.program import Buffer, Program
 
 
 class CpuLinear(Protocol):
@@ -26,15 +24,10 @@ class CpuLinear(Protocol):
         """Bytes that a product reads."""
         ...
 
-    def calls(
-        self, y: Tensor, x: Tensor, num_rows: int, room: Int8Rows, *, residual: Tensor | None = None
-    ) -> Calls:
-        """y = x · matrix (+ bias) (+ residual, which is not y).
-
-        Args:
-            num_rows: the address of the number of rows.
-            room: buffer for x in int8; free again when the calls have run.
-        """
+    def write(
+        self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None = None
+    ) -> None:
+        """Add y = x · matrix (+ bias) (+ residual, which is not y)."""
         ...
 
 
@@ -50,26 +43,15 @@ class PackedLinear:
     def num_bytes(self) -> int:
         return self.weight.nbytes
 
-    def args(
-        self, y: Tensor, x: Tensor, num_rows: int, *, residual: Tensor | None = None
-    ) -> LinearArgs:
-        """num_rows: the address of the number of rows."""
-        return LinearArgs(
-            y=y.data_ptr(),
-            x=x.data_ptr(),
-            weight=self.weight.data_ptr(),
-            bias=address(self.bias),
-            residual=address(residual),
-            num_rows=num_rows,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
+    def arguments(self) -> dict[str, Any]:
+        """Those of `linear` that do not depend on the rows."""
+        sizes = {"in_features": self.in_features, "out_features": self.out_features}
+        return {"weight": self.weight, "bias": self.bias, **sizes}
 
-    def calls(
-        self, y: Tensor, x: Tensor, num_rows: int, room: Int8Rows, *, residual: Tensor | None = None
-    ) -> Calls:
-        del room  # x is not quantized
-        return [("linear", self.args(y, x, num_rows, residual=residual))]
+    def write(
+        self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None = None
+    ) -> None:
+        program.add("linear", y=y, x=x, residual=residual, **self.arguments())
 
 
 class Int8Linear:
@@ -84,21 +66,16 @@ class Int8Linear:
     def num_bytes(self) -> int:
         return self.weight.nbytes
 
-    def calls(
-        self, y: Tensor, x: Tensor, num_rows: int, room: Int8Rows, *, residual: Tensor | None = None
-    ) -> Calls:
-        product = LinearInt8Args(
-            y=y.data_ptr(),
-            x=room.values.data_ptr(),
-            x_scales=room.scales.data_ptr(),
-            weight=self.weight.data_ptr(),
-            bias=address(self.bias),
-            residual=address(residual),
-            num_rows=num_rows,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
-        return [("quantize_rows", room.args(x, num_rows)), ("linear_int8", product)]
+    def write(
+        self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None = None
+    ) -> None:
+        values = program.buffer("int8", row_bytes(self.in_features), torch.uint8)
+        scales = program.buffer("int8_scales", 1, torch.float32)
+        program.add("quantize_rows", bytes=values, scales=scales, x=x, size=self.in_features)
+        program.add(
+            "linear_int8", y=y, x=values, x_scales=scales, weight=self.weight, bias=self.bias,
+            residual=residual, in_features=self.in_features, out_features=self.out_features,
+        )  # fmt: skip
 
 
 def pack_linear(library: CpuLibrary, matrix: Matrix, bias: Tensor | None) -> CpuLinear:
@@ -106,7 +83,3 @@ def pack_linear(library: CpuLibrary, matrix: Matrix, bias: Tensor | None) -> Cpu
     if isinstance(matrix, DenseMatrix):
         return PackedLinear(library, matrix.values, bias)
     return Int8Linear(library, matrix, bias)
-
-
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

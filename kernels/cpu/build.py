@@ -46,6 +46,10 @@ def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
     return path
 
 
+def read_source(name: str) -> str:
+    return (_SOURCES / name).read_text()
+
+
 def find_compiler() -> tuple[str, ...]:
     """The command that compiles C: `$CC`, else the system's compiler, else the `ziglang` package.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from penstock.kernels.cpu.library import LANES, CpuLibrary
-from penstock.kernels.cpu.structures import PackInt8Args, QuantizeRowsArgs
 
 QUAD = 4  # as in int8.h
 _HEADER_BYTES = 8  # for each column: a first sum and a scale
@@ -14,27 +14,9 @@ _HEADER_BYTES = 8  # for each column: a first sum and a scale
 MAX_FEATURES = 1 << 17
 
 
-class Int8Rows:
-    """A buffer for the output of `quantize_rows`.
-
-    Attributes:
-        values: uint8 [num_rows, size rounded up to QUAD]; 128 represents 0.
-        scales: float32 [num_rows]
-    """
-
-    def __init__(self, num_rows: int, size: int) -> None:
-        self.values = torch.empty(num_rows, _padded(size), dtype=torch.uint8)
-        self.scales = torch.empty(num_rows)
-
-    def args(self, x: Tensor, num_rows: int) -> QuantizeRowsArgs:
-        """x [num_rows, size], contiguous, no larger than the buffer; num_rows: its address."""
-        return QuantizeRowsArgs(
-            bytes=self.values.data_ptr(),
-            scales=self.scales.data_ptr(),
-            x=x.data_ptr(),
-            num_rows=num_rows,
-            size=x.shape[1],
-        )
+def row_bytes(size: int) -> int:
+    """Size of a row that `quantize_rows` writes."""
+    return -(-size // QUAD) * QUAD
 
 
 def pack_int8(library: CpuLibrary, codes: Tensor, scales: Tensor) -> Tensor:
@@ -42,20 +24,9 @@ def pack_int8(library: CpuLibrary, codes: Tensor, scales: Tensor) -> Tensor:
     layout of `linear_int8.inc.c`, in one dimension."""
     out_features, in_features = codes.shape
     assert in_features <= MAX_FEATURES, f"{in_features:,} products may exceed 32 bits"
-    codes, scales = codes.contiguous(), scales.contiguous()
     num_columns = -(-out_features // LANES) * LANES
-    packed = library.memory.allocate(num_columns * (_HEADER_BYTES + _padded(in_features)))
-    args = PackInt8Args(
-        packed=packed.data_ptr(),
-        codes=codes.data_ptr(),
-        scales=scales.data_ptr(),
-        in_features=in_features,
-        out_features=out_features,
-    )
-    library.run("pack_int8", args)
+    packed = library.memory.allocate(num_columns * (_HEADER_BYTES + row_bytes(in_features)))
+    sizes: dict[str, Any] = {"in_features": in_features, "out_features": out_features}
+    codes, scales = codes.contiguous(), scales.contiguous()
+    library.run("pack_int8", packed=packed, codes=codes, scales=scales, **sizes)
     return packed
-
-
-def _padded(size: int) -> int:
-    """Rounded up to `QUAD`."""
-    return -(-size // QUAD) * QUAD

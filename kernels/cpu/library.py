@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
 from ctypes import CDLL, Structure, byref
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.build import BuildError, build_library
+from penstock.kernels.cpu.build import BuildError, build_library, read_source
 from penstock.kernels.cpu.isa import select_isa
-from penstock.kernels.cpu.structures import Call
+from penstock.kernels.cpu.structures import Argument, Call, plain, read_structures
 from penstock.kernels.cpu.weight_memory import WeightMemory
 
 _log = logging.getLogger(__name__)
@@ -35,12 +34,15 @@ class CpuLibrary:
     Attributes:
         num_threads: used by kernels, including the caller's.
         memory: for packed weights.
+        run_calls: `pool_run` of `pool.h`.
     """
 
     def __init__(self, library: CDLL, dtype: torch.dtype, name: str, isa: str) -> None:
         self.dtype = dtype
         self.isa = isa
+        self.run_calls = library.pool_run
         self._library = library
+        self._structures = read_structures(read_source("ops.h"))
         self.num_threads = 1
         self._name = name
         self.memory = WeightMemory()
@@ -70,24 +72,40 @@ class CpuLibrary:
         )
         return packed
 
+    def structure(self, name: str, **members: Argument) -> Structure:
+        """A structure of `ops.h`, to be kept, as what its members point to, until it is used.
+
+        Raises:
+            KeyError: there is none of this name.
+            AttributeError, TypeError: it has no such member, or one of another type.
+        """
+        plain_members = {member: plain(value) for member, value in members.items()}
+        return self._structures[name](**plain_members)
+
+    def call(self, operation: str, args: Structure, dtype: torch.dtype | None = None) -> Call:
+        """The call of an operation; args: its structure, to be kept by the caller."""
+        name = self._name if dtype is None else _DTYPES[dtype][0]
+        plan = ctypes.cast(self._library[f"{operation}_{name}"], ctypes.c_void_p)
+        return Call(plan=plan, args=ctypes.addressof(args))
+
     def run(
         self,
         operation: str,
-        args: Structure,
         *,
         dtype: torch.dtype | None = None,
         is_shared: bool = True,
+        **arguments: Argument,
     ) -> None:
         """Run one operation now.
 
         Args:
             dtype: if not the library's own; the library must have the operation for it.
-            is_shared: as in `RecordedCalls.run`.
+            is_shared: as in `Program.run`.
+            arguments: the members of its structure in `ops.h`; those left out are zero.
         """
-        name = self._name if dtype is None else _DTYPES[dtype][0]
-        call = _call(self._library, f"{operation}_{name}", args)
-        self._library.pool_run(byref(call), 1, is_shared)
-        self.settle()  # the caller may free the arguments
+        args = self.structure(f"{operation}_args", **arguments)
+        self.run_calls(byref(self.call(operation, args, dtype)), 1, is_shared)
+        self.settle()  # the caller may free what the arguments point to
 
     def settle(self) -> None:
         """Wait until no thread reads memory that recorded calls point to."""
@@ -108,29 +126,6 @@ class CpuLibrary:
         text = ctypes.create_string_buffer(_DESCRIPTION_BYTES)
         self._library.pool_describe(text, len(text))
         return text.value.decode()
-
-    def record(self, calls: Sequence[tuple[str, Structure]]) -> RecordedCalls:
-        """Record operations with their arguments, to be run together repeatedly."""
-        return RecordedCalls(self._library, self._name, calls)
-
-
-class RecordedCalls:
-    """Calls that run one after the other, outside Python."""
-
-    def __init__(self, library: CDLL, name: str, calls: Sequence[tuple[str, Structure]]) -> None:
-        self._args = [args for _, args in calls]  # keeps the memory alive
-        made = (_call(library, f"{operation}_{name}", args) for operation, args in calls)
-        self._calls = (Call * len(calls))(*made)
-        self._run = library.pool_run
-
-    def run(self, *, is_shared: bool = True) -> None:
-        """is_shared: whether the pool's threads share the work; for little work, waking them costs
-        more than it gains."""
-        self._run(self._calls, len(self._calls), is_shared)
-
-
-def _call(library: CDLL, function: str, args: Structure) -> Call:
-    return Call(plan=ctypes.cast(library[function], ctypes.c_void_p), args=ctypes.addressof(args))
 
 
 def load_library(dtype: torch.dtype) -> CpuLibrary | None:

@@ -1,7 +1,7 @@
-/* The operations and their arguments, filled in by Python: `structures.py` has the same fields in the
- * same order. Pointers are to contiguous memory of the library's dtype unless stated otherwise. A call
- * is recorded once and run for every step, so everything that changes from step to step is in
- * `struct step`. */
+/* The operations and their arguments. `structures.py` reads this file, and Python fills in
+ * `struct <operation>_args` by the names of its members: pointers, int64_t and double. Pointers are to
+ * contiguous memory of the library's dtype unless stated otherwise. A call is recorded once and run for
+ * every step, so everything that changes from step to step is in `struct step`. */
 #ifndef PENSTOCK_OPS_H
 #define PENSTOCK_OPS_H
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import addressof
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
-from penstock.kernels.cpu.structures import DrawUniformsArgs, SampleTokensArgs
 
 _MIN_SHARED_LOGITS = 1 << 19  # fewer are processed in the time that waking threads takes
 
@@ -32,21 +30,12 @@ def sample_tokens_cpu(
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     is_valid = torch.empty(num_rows, dtype=torch.bool)
-    rows = ctypes.c_int64(num_rows)
-    args = SampleTokensArgs(
-        token_ids.data_ptr(),
-        is_valid.data_ptr(),
-        logits.data_ptr(),
-        temperature.data_ptr(),
-        top_k.data_ptr(),
-        top_p.data_ptr(),
-        min_p.data_ptr(),
-        uniforms.data_ptr(),
-        addressof(rows),
-        vocab_size,
-    )
-    is_shared = logits.numel() >= _MIN_SHARED_LOGITS
-    library.run("sample_tokens", args, dtype=logits.dtype, is_shared=is_shared)
+    is_shared, rows = logits.numel() >= _MIN_SHARED_LOGITS, ctypes.c_int64(num_rows)
+    library.run(
+        "sample_tokens", dtype=logits.dtype, is_shared=is_shared, token_ids=token_ids,
+        is_valid=is_valid, logits=logits, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, uniforms=uniforms, num_rows=rows, vocab_size=vocab_size,
+    )  # fmt: skip
     return token_ids, is_valid
 
 
@@ -54,11 +43,9 @@ def draw_uniforms_cpu(library: CpuLibrary, draws: Tensor) -> Tensor:
     """As `draw_uniforms`."""
     num_rows = draws.shape[1]
     uniforms = torch.empty(num_rows, dtype=torch.float64)
-    rows = ctypes.c_int64(num_rows)
-    args = DrawUniformsArgs(
-        uniforms.data_ptr(),
-        *(each.data_ptr() for each in draws),
-        addressof(rows),
-    )
-    library.run("draw_uniforms", args, is_shared=False)
+    rows, (seeds, indices, positions) = ctypes.c_int64(num_rows), draws
+    library.run(
+        "draw_uniforms", is_shared=False, uniforms=uniforms, seeds=seeds, indices=indices,
+        positions=positions, num_rows=rows,
+    )  # fmt: skip
     return uniforms

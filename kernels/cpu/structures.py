@@ -1,89 +1,55 @@
-"""The argument structures of `ops.h`, field by field, for ctypes."""
+"""The structures of `ops.h` for ctypes, read from the header: it alone declares them."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import re
+from ctypes import Structure
+from typing import TypeAlias
 
-_POINTER, _INTEGER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+from torch import Tensor
 
+# A tensor, structure or counter stands for its address, None for a null pointer.
+Argument: TypeAlias = Tensor | Structure | ctypes.c_int64 | float | None
 
-def _fields(pointers: str, integers: str = "", doubles: str = "") -> Sequence[tuple[str, Any]]:
-    return [
-        *((name, _POINTER) for name in pointers.split()),
-        *((name, _INTEGER) for name in integers.split()),
-        *((name, _DOUBLE) for name in doubles.split()),
-    ]
-
-
-class Step(ctypes.Structure):
-    _fields_: ClassVar = [
-        *_fields("", "num_tokens num_seqs table_stride num_sampled num_gathered"),
-        *_fields("token_ids slot_mapping query_start_loc seq_lens block_tables"),
-        *_fields("cosines sines rotary_rows sampled_tokens"),
-    ]
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_STRUCTURE = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)
+_TYPE = re.compile(r"\s*(?:const )?((?:struct )?\w+)")
+_MEMBER = re.compile(r"(\*?)(\w+)\s*(?:,|$)")
 
 
-class Call(ctypes.Structure):
-    _fields_: ClassVar = _fields("plan args")
+class Call(Structure):
+    """`struct call` of `pool.h`."""
+
+    _fields_ = (("plan", ctypes.c_void_p), ("args", ctypes.c_void_p))
 
 
-class LinearArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("y x weight bias residual num_rows", "in_features out_features")
+def read_structures(header: str) -> dict[str, type[Structure]]:
+    """The structures that a C header declares, by name. A member is a pointer, an int64_t, a double
+    or a structure declared above, whose members count as the outer one's own.
+
+    Raises:
+        KeyError: a member of another type.
+    """
+    types: dict[str, type] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
+    structures = {}
+    for name, body in _STRUCTURE.findall(_COMMENT.sub("", header)):
+        fields = [
+            (member, ctypes.c_void_p if star else types[kind])
+            for declaration in body.split(";")[:-1]
+            for kind in _TYPE.match(declaration).groups()  # type: ignore[union-attr]
+            for star, member in _MEMBER.findall(declaration)
+        ]
+        inner = [member for member, kind in fields if issubclass(kind, Structure)]
+        # Without a dictionary, so that no member can be misspelt.
+        members = {"__slots__": (), "_anonymous_": inner, "_fields_": fields}
+        made = type(name, (Structure,), members)
+        structures[name] = types[f"struct {name}"] = made
+    return structures
 
 
-class QuantizeRowsArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("bytes scales x num_rows", "size")
-
-
-class PackInt8Args(ctypes.Structure):
-    _fields_: ClassVar = _fields("packed codes scales", "in_features out_features")
-
-
-class LinearInt8Args(LinearArgs):
-    """The fields of `linear`, and one more after them."""
-
-    _fields_: ClassVar = _fields("x_scales")
-
-
-class EmbedArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("y weight step", "size num_rows is_packed")
-
-
-class RmsNormArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("y x weight num_rows", "size", "eps")
-
-
-class RopeStoreArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields(
-        "query key_cache value_cache qkv query_norm key_norm step",
-        "block_size num_heads num_kv_heads head_dim",
-        "eps",
-    )
-
-
-class AttentionArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields(
-        "out query key_cache value_cache step",
-        "block_size num_heads num_kv_heads head_dim window",
-        "scale soft_cap",
-    )
-
-
-class SiluMulArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("y x num_rows", "size")
-
-
-class GatherRowsArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("y x step", "size")
-
-
-class SampleTokensArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields(
-        "token_ids is_valid logits temperature top_k top_p min_p uniforms num_rows", "vocab_size"
-    )
-
-
-class DrawUniformsArgs(ctypes.Structure):
-    _fields_: ClassVar = _fields("uniforms seeds indices positions num_rows")
+def plain(value: Argument) -> float | None:
+    """As ctypes takes it."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return value.data_ptr() if isinstance(value, Tensor) else ctypes.addressof(value)

@@ -12,10 +12,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from ctypes import Structure, addressof
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +25,7 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.runner.device import select_device
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
-from penstock.kernels.cpu.structures import (
-    AttentionArgs,
-    LinearArgs,
-    RmsNormArgs,
-    RopeStoreArgs,
-    SiluMulArgs,
-    Step,
-)
+from penstock.kernels.cpu.program import Program
 from penstock.load.memory_rate import MemoryReader
 from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.tables import publish, table_of
@@ -86,8 +78,8 @@ class CaseMaker:
             packed, rows = self.library.pack(weight), ctypes.c_int64(num_rows)
             y = self._empty(num_rows, out_features)
             sizes = {"in_features": in_features, "out_features": out_features}
-            args = _args(LinearArgs, y=y, x=x, weight=packed, num_rows=rows, **sizes)
-            return Copy(self._call("linear", args), F.linear, (x, weight), y, (packed, rows))
+            ours = self._call("linear", y=y, x=x, weight=packed, num_rows=rows, **sizes)
+            return Copy(ours, F.linear, (x, weight), y, (packed, rows))
 
         numbers = num_rows * in_features + out_features * in_features + num_rows * out_features
         num_flop = 2 * num_rows * in_features * out_features
@@ -107,19 +99,19 @@ class CaseMaker:
             caches = self._stored(keys, values, tables)
             starts = torch.arange(num_seqs + 1, dtype=torch.int32)
             seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
-            step = _args(
-                Step, num_tokens=num_seqs, num_seqs=num_seqs, table_stride=tables.stride(0),
+            step = self.library.structure(
+                "step", num_tokens=num_seqs, num_seqs=num_seqs, table_stride=tables.stride(0),
                 query_start_loc=starts, seq_lens=seq_lens, block_tables=tables,
             )  # fmt: skip
             out = torch.full_like(query, torch.nan)
-            args = _args(
-                AttentionArgs, out=out, query=query, key_cache=caches[0], value_cache=caches[1],
+            ours = self._call(
+                "attention", out=out, query=query, key_cache=caches[0], value_cache=caches[1],
                 step=step, block_size=BLOCK_SIZE, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS,
                 head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5,
             )  # fmt: skip
             inputs = (query, *(each.transpose(1, 2).contiguous() for each in (keys, values)))
             kept = (*caches, step, tables, starts, seq_lens)
-            return Copy(self._call("attention", args), _sdpa, inputs, out, kept)
+            return Copy(ours, _sdpa, inputs, out, kept)
 
         numbers = num_seqs * HEAD_DIM * 2 * (NUM_HEADS + context * NUM_KV_HEADS)
         num_flop = 4 * num_seqs * NUM_HEADS * HEAD_DIM * context
@@ -136,25 +128,25 @@ class CaseMaker:
         caches = [self._empty(tables.numel(), BLOCK_SIZE, num_heads, head_dim) for _ in "kv"]
         cosines, sines = torch.ones(head_dim // 2), torch.zeros(head_dim // 2)
         rows, query = torch.zeros_like(slots), torch.empty_like(keys)
-        step = _args(
-            Step, num_tokens=len(slots), slot_mapping=slots, cosines=cosines, sines=sines,
+        step = self.library.structure(
+            "step", num_tokens=len(slots), slot_mapping=slots, cosines=cosines, sines=sines,
             rotary_rows=rows,
         )  # fmt: skip
         qkv = torch.cat([keys, keys, values], dim=2)
-        args = _args(
-            RopeStoreArgs, query=query, key_cache=caches[0], value_cache=caches[1], qkv=qkv,
+        self.library.run(
+            "rope_store", query=query, key_cache=caches[0], value_cache=caches[1], qkv=qkv,
             step=step, block_size=BLOCK_SIZE, num_heads=num_heads, num_kv_heads=num_heads,
             head_dim=head_dim,
         )  # fmt: skip
-        self.library.run("rope_store", args)
         return caches
 
     def rms_norm(self, num_rows: int, size: int) -> Case:
         def copy() -> Copy:
             x, weight = self._random(num_rows, size), self._random(size)
             rows, y = ctypes.c_int64(num_rows), self._empty(num_rows, size)
-            args = _args(RmsNormArgs, y=y, x=x, weight=weight, num_rows=rows, size=size, eps=_EPS)
-            return Copy(self._call("rms_norm", args), _rms_norm, (x, weight), y, (rows,))
+            rest = {"num_rows": rows, "size": size, "eps": _EPS}
+            ours = self._call("rms_norm", y=y, x=x, weight=weight, **rest)
+            return Copy(ours, _rms_norm, (x, weight), y, (rows,))
 
         return self._case(f"rms_norm {size:,}, rows: {num_rows}", copy, 2 * num_rows * size)
 
@@ -162,8 +154,8 @@ class CaseMaker:
         def copy() -> Copy:
             x, rows = self._random(num_rows, 2 * size), ctypes.c_int64(num_rows)
             y = self._empty(num_rows, size)
-            args = _args(SiluMulArgs, y=y, x=x, num_rows=rows, size=size)
-            return Copy(self._call("silu_mul", args), _silu_and_mul, (x,), y, (rows,))
+            ours = self._call("silu_mul", y=y, x=x, num_rows=rows, size=size)
+            return Copy(ours, _silu_and_mul, (x,), y, (rows,))
 
         return self._case(f"silu_mul {size:,}, rows: {num_rows}", copy, 3 * num_rows * size)
 
@@ -177,28 +169,17 @@ class CaseMaker:
         copies = tuple(copy() for _ in range(num_copies))
         return Case(name=name, copies=copies, num_bytes=num_bytes, num_flop=num_flop)
 
-    def _call(self, operation: str, args: Structure) -> Callable[[], None]:
-        return self.library.record([(operation, args)]).run
+    def _call(self, operation: str, **arguments: Any) -> Callable[[], None]:
+        program = Program(self.library)
+        program.add(operation, **arguments)
+        program.record()
+        return program.run
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape).to(self.library.dtype)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=self.library.dtype)
-
-
-S = TypeVar("S", bound=Structure)
-
-
-def _args(kind: type[S], **fields: Any) -> S:
-    """A kernel's arguments: the address of each tensor, structure and counter."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.data_ptr()
-        return addressof(value) if isinstance(value, Structure | ctypes.c_int64) else value
-
-    return kind(**{name: plain(value) for name, value in fields.items()})
 
 
 def _sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from penstock.engine.request import FinishReason, Request
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemKind
 
@@ -71,8 +73,7 @@ class ResponseHeader:
         return f"{kind.id_prefix}{self.nonce}{suffix}"
 
 
-@dataclass(slots=True)  # not frozen: made for every token
-class DeltaEntry:
+class DeltaEntry(Struct, gc=False):
     """A delta event, and before it, if it begins an item, the events that close the item before
     and open its own.
 

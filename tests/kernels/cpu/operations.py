@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import addressof
+from ctypes import Structure
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
-from penstock.kernels.cpu.structures import (
-    AttentionArgs,
-    EmbedArgs,
-    GatherRowsArgs,
-    LinearArgs,
-    RmsNormArgs,
-    RopeStoreArgs,
-    SiluMulArgs,
-    Step,
-)
 from penstock.kernels.paged_layout import PagedLayout
 
 
-def step_of(layout: PagedLayout, num_tokens: int) -> Step:
-    return Step(
+def step_of(library: CpuLibrary, layout: PagedLayout, num_tokens: int) -> Structure:
+    return library.structure(
+        "step",
         num_tokens=num_tokens,
         num_seqs=layout.num_seqs,
         table_stride=layout.block_tables.stride(0),
-        slot_mapping=layout.slot_mapping.data_ptr(),
-        query_start_loc=layout.query_start_loc.data_ptr(),
-        seq_lens=layout.seq_lens.data_ptr(),
-        block_tables=layout.block_tables.data_ptr(),
+        slot_mapping=layout.slot_mapping,
+        query_start_loc=layout.query_start_loc,
+        seq_lens=layout.seq_lens,
+        block_tables=layout.block_tables,
     )
 
 
@@ -44,17 +35,17 @@ def linear(
     packed = library.pack(weight)
     y = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype)
     rows = ctypes.c_int64(len(x))
-    args = LinearArgs(
-        y=y.data_ptr(),
-        x=x.data_ptr(),
-        weight=packed.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        residual=None if residual is None else residual.data_ptr(),
-        num_rows=addressof(rows),
+    library.run(
+        "linear",
+        y=y,
+        x=x,
+        weight=packed,
+        bias=bias,
+        residual=residual,
+        num_rows=rows,
         in_features=x.shape[1],
         out_features=len(weight),
     )
-    library.run("linear", args)
     return y
 
 
@@ -95,13 +86,14 @@ def attention(
 ) -> Tensor:
     out = torch.full_like(query, torch.nan)
     keys, values = pack_cache(key_cache, value_cache)
-    step = step_of(layout, len(query))
-    args = AttentionArgs(
-        out=out.data_ptr(),
-        query=query.data_ptr(),
-        key_cache=keys.data_ptr(),
-        value_cache=values.data_ptr(),
-        step=addressof(step),
+    step = step_of(library, layout, len(query))
+    library.run(
+        "attention",
+        out=out,
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        step=step,
         block_size=key_cache.shape[1],
         num_heads=query.shape[1],
         num_kv_heads=key_cache.shape[2],
@@ -110,56 +102,51 @@ def attention(
         scale=scale,
         soft_cap=soft_cap or 0.0,
     )
-    library.run("attention", args)
     return out
 
 
 def rms_norm(library: CpuLibrary, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.full_like(x, torch.nan)
     rows = ctypes.c_int64(len(x))
-    args = RmsNormArgs(
-        y=y.data_ptr(),
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        num_rows=addressof(rows),
+    library.run(
+        "rms_norm",
+        y=y,
+        x=x,
+        weight=weight,
+        num_rows=rows,
         size=x.shape[1],
         eps=eps,
     )
-    library.run("rms_norm", args)
     return y
 
 
 def silu_mul(library: CpuLibrary, x: Tensor) -> Tensor:
     y = torch.full((len(x), x.shape[1] // 2), torch.nan, dtype=x.dtype)
     rows = ctypes.c_int64(len(x))
-    args = SiluMulArgs(
-        y=y.data_ptr(), x=x.data_ptr(), num_rows=addressof(rows), size=x.shape[1] // 2
-    )
-    library.run("silu_mul", args)
+    library.run("silu_mul", y=y, x=x, num_rows=rows, size=x.shape[1] // 2)
     return y
 
 
 def embed(library: CpuLibrary, token_ids: Tensor, weight: Tensor, *, is_packed: bool) -> Tensor:
     held = library.pack(weight) if is_packed else weight
     y = torch.full((len(token_ids), weight.shape[1]), torch.nan, dtype=weight.dtype)
-    step = Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr())
-    args = EmbedArgs(
-        y=y.data_ptr(),
-        weight=held.data_ptr(),
-        step=addressof(step),
+    step = library.structure("step", num_tokens=len(token_ids), token_ids=token_ids)
+    library.run(
+        "embed",
+        y=y,
+        weight=held,
+        step=step,
         size=weight.shape[1],
         num_rows=len(weight),
         is_packed=is_packed,
     )
-    library.run("embed", args)
     return y
 
 
 def gather_rows(library: CpuLibrary, x: Tensor, rows: Tensor) -> Tensor:
     y = torch.full((len(rows), x.shape[1]), torch.nan, dtype=x.dtype)
-    step = Step(num_gathered=len(rows), sampled_tokens=rows.data_ptr())
-    args = GatherRowsArgs(y=y.data_ptr(), x=x.data_ptr(), step=addressof(step), size=x.shape[1])
-    library.run("gather_rows", args)
+    step = library.structure("step", num_gathered=len(rows), sampled_tokens=rows)
+    library.run("gather_rows", y=y, x=x, step=step, size=x.shape[1])
     return y
 
 
@@ -181,28 +168,29 @@ def rope_store(
     query = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=qkv.dtype)
     packed = pack_cache(*caches)
     cosines, sines, rows = angles
-    step = Step(
+    step = library.structure(
+        "step",
         num_tokens=num_tokens,
-        slot_mapping=slots.data_ptr(),
-        cosines=cosines.data_ptr(),
-        sines=sines.data_ptr(),
-        rotary_rows=rows.data_ptr(),
+        slot_mapping=slots,
+        cosines=cosines,
+        sines=sines,
+        rotary_rows=rows,
     )
-    args = RopeStoreArgs(
-        query=query.data_ptr(),
-        key_cache=packed[0].data_ptr(),
-        value_cache=packed[1].data_ptr(),
-        qkv=qkv.data_ptr(),
-        query_norm=None if norms is None else norms[0].data_ptr(),
-        key_norm=None if norms is None else norms[1].data_ptr(),
-        step=addressof(step),
+    library.run(
+        "rope_store",
+        query=query,
+        key_cache=packed[0],
+        value_cache=packed[1],
+        qkv=qkv,
+        query_norm=norms and norms[0],
+        key_norm=norms and norms[1],
+        step=step,
         block_size=caches[0].shape[1],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         eps=eps,
     )
-    library.run("rope_store", args)
     for cache, stored in zip(caches, unpack_cache(*packed), strict=True):
         cache.copy_(stored)
     return query

@@ -7,7 +7,6 @@ may round once less than torch, so those within the dtype's rounding.
 from __future__ import annotations
 
 import ctypes
-from ctypes import addressof
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.cpu import isa
-from penstock.kernels.cpu.int8 import MAX_FEATURES, Int8Rows, pack_int8
+from penstock.kernels.cpu.int8 import MAX_FEATURES, pack_int8, row_bytes
 from penstock.kernels.cpu.library import CpuLibrary, load_library
-from penstock.kernels.cpu.structures import LinearInt8Args
 from penstock.kernels.linear_int8_reference import linear_int8_reference, quantize_rows_reference
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -33,12 +31,14 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def quantized(library: CpuLibrary, x: Tensor) -> Int8Rows:
-    rows, num_rows = Int8Rows(*x.shape), ctypes.c_int64(len(x))
-    rows.values.fill_(77)
-    rows.scales.fill_(torch.nan)
-    library.run("quantize_rows", rows.args(x, addressof(num_rows)))
-    return rows
+def quantized(library: CpuLibrary, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes, with 128 for 0, and the scale of each row."""
+    values = torch.full((len(x), row_bytes(x.shape[1])), 77, dtype=torch.uint8)
+    scales, num_rows = torch.full((len(x),), torch.nan), ctypes.c_int64(len(x))
+    library.run(
+        "quantize_rows", bytes=values, scales=scales, x=x, num_rows=num_rows, size=x.shape[1]
+    )
+    return values, scales
 
 
 def linear_int8(
@@ -49,21 +49,20 @@ def linear_int8(
     residual: Tensor | None = None,
 ) -> Tensor:
     packed = pack_int8(library, *quantize_rows_reference(weight))
-    rows = quantized(library, x)
+    values, scales = quantized(library, x)
     y = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype)
-    num_rows = ctypes.c_int64(len(x))
-    args = LinearInt8Args(
-        y=y.data_ptr(),
-        x=rows.values.data_ptr(),
-        x_scales=rows.scales.data_ptr(),
-        weight=packed.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        residual=None if residual is None else residual.data_ptr(),
-        num_rows=addressof(num_rows),
+    library.run(
+        "linear_int8",
+        y=y,
+        x=values,
+        x_scales=scales,
+        weight=packed,
+        bias=bias,
+        residual=residual,
+        num_rows=ctypes.c_int64(len(x)),
         in_features=x.shape[1],
         out_features=len(weight),
     )
-    library.run("linear_int8", args)
     return y
 
 
@@ -80,11 +79,11 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 )
 def test_quantised_rows(library, num_rows, size, exponent, seed):
     x = (random(num_rows, size, seed=seed, dtype=torch.float32) * 10.0**exponent).to(library.dtype)
-    rows = quantized(library, x)
+    rows, row_scales = quantized(library, x)
     values, scales = quantize_rows_reference(x)
-    assert torch.equal(rows.values[:, :size].int() - 128, values.int())
-    assert (rows.values[:, size:] == 128).all()
-    assert torch.equal(rows.scales, scales)
+    assert torch.equal(rows[:, :size].int() - 128, values.int())
+    assert (rows[:, size:] == 128).all()
+    assert torch.equal(row_scales, scales)
 
 
 @SHARED

@@ -14,9 +14,8 @@ from . import operations
 # Four threads on one core: at every moment three of them stand still, most inside an item.
 PROGRAM = """
 import ctypes, os, torch
-from ctypes import addressof
 from penstock.kernels.cpu.library import load_library
-from penstock.kernels.cpu.structures import LinearArgs
+from penstock.kernels.cpu.program import Program
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 generator = torch.Generator().manual_seed(0)
@@ -27,22 +26,21 @@ start, wide = random(40, 256), torch.empty(40, 1024, dtype=torch.bfloat16)
 streams = [torch.empty_like(start) for _ in range(2)]
 rows = ctypes.c_int64(40)
 
-def linear(y, x, weight, residual=None):
-    return "linear", LinearArgs(
-        y=y.data_ptr(), x=x.data_ptr(), weight=weight.data_ptr(), num_rows=addressof(rows),
-        residual=None if residual is None else residual.data_ptr(),
-        in_features=x.shape[1], out_features=y.shape[1],
-    )
+program = Program(library)
 
-calls = []
+def linear(y, x, weight, residual=None):
+    sizes = {"in_features": x.shape[1], "out_features": y.shape[1]}
+    program.add("linear", y=y, x=x, weight=weight, residual=residual, num_rows=rows, **sizes)
+
 for _ in range(3):
     for here, there in (streams, reversed(streams)):
-        calls += [linear(wide, here, up), linear(there, wide, down, here)]
-recorded = library.record(calls)
+        linear(wide, here, up)
+        linear(there, wide, down, here)
+program.record()
 
 def result():
     streams[0].copy_(start)
-    recorded.run()
+    program.run()
     return streams[0].clone()
 
 alone = result()

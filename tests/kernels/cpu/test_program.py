@@ -1,0 +1,155 @@
+"""Programs, and what it takes to add an operation: its arguments in `ops.h`, its function in C, a
+record in a program, and a reference in torch to hold it against."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from ctypes import Structure
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.kernels.cpu import build
+from penstock.kernels.cpu.build import CACHE_VARIABLE, find_compiler
+from penstock.kernels.cpu.library import CpuLibrary, load_library
+from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.structures import read_structures
+from penstock.kernels.layer_norm_reference import layer_norm_reference
+from penstock.kernels.rms_norm_reference import rms_norm_reference
+
+HEADER = build.read_source("ops.h")
+ARGUMENTS = """
+/* y = (x - mean(x)) / sqrt(variance(x) + eps) · weight (+ bias), row by row */
+struct layer_norm_args {
+    void *y;
+    const void *x, *weight, *bias; /* bias may be null */
+    const int64_t *num_rows;
+    int64_t size;
+    double eps;
+};
+"""
+FUNCTION = """
+static void NAME(layer_norm_item)(const void *args, long row) {
+    const struct layer_norm_args *a = args;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->size, *weight = a->weight, *bias = a->bias;
+    DTYPE *y = (DTYPE *)a->y + row * a->size;
+    double sum = 0, squares = 0;
+    for (long i = 0; i < a->size; i++) sum += GET(x + i);
+    double mean = sum / a->size;
+    for (long i = 0; i < a->size; i++) squares += (GET(x + i) - mean) * (GET(x + i) - mean);
+    double scale = 1 / sqrt(squares / a->size + a->eps);
+    for (long i = 0; i < a->size; i++)
+        PUT(y + i, (GET(x + i) - mean) * scale * GET(weight + i) + (bias ? GET(bias + i) : 0));
+}
+
+struct job NAME(layer_norm)(const void *args) {
+    const struct layer_norm_args *a = args;
+    return (struct job){NAME(layer_norm_item), a, *a->num_rows, 0};
+}
+"""
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def append(path: Path, text: str, *, before: str = "") -> None:
+    source = path.read_text()
+    end = source.rindex(before) if before else len(source)
+    path.write_text(source[:end] + text + source[end:])
+
+
+@pytest.fixture
+def extended(tmp_path, monkeypatch) -> CpuLibrary:
+    """The kernels and one operation more."""
+    sources = tmp_path / "sources"
+    shutil.copytree(Path(build.__file__).parent, sources)
+    append(sources / "ops.h", ARGUMENTS, before="#endif")
+    append(sources / "elementwise.inc.c", FUNCTION)
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    library = load_library(torch.bfloat16)
+    assert library is not None
+    return library
+
+
+def test_an_operation_is_added(extended):
+    dtype, num_rows, size, eps = extended.dtype, 5, 50, 1e-5
+    x, out = random(num_rows, size, seed=0, dtype=dtype), torch.empty(num_rows, size, dtype=dtype)
+    weight, bias = random(size, seed=1, dtype=dtype), random(size, seed=2, dtype=dtype)
+    program = Program(extended)
+    normed = program.buffer("normed", size)
+    program.add("layer_norm", y=normed, x=x, weight=weight, bias=bias, size=size, eps=eps)
+    program.add("rms_norm", y=out, x=normed, weight=weight, size=size, eps=eps)
+    program.record(num_rows)
+    program.step.num_tokens = num_rows
+    program.run()
+    expected = layer_norm_reference(x, weight, bias, eps)
+    torch.testing.assert_close(normed.rows, expected)
+    torch.testing.assert_close(out, rms_norm_reference(normed.rows, weight, eps))
+
+
+def offsets(structure: type[Structure]) -> list[int]:
+    return [getattr(structure, name).offset for name, *_ in structure._fields_]
+
+
+def test_the_compiler_lays_structures_out_as_they_are_read(tmp_path):
+    structures = read_structures(HEADER)
+    assert {"step", "linear_args", "linear_int8_args"} <= structures.keys()
+    values = [
+        *(f"sizeof(struct {name})" for name in structures),
+        *(
+            f"offsetof(struct {name}, {member})"
+            for name, structure in structures.items()
+            for member, *_ in structure._fields_
+        ),
+    ]
+    prints = "".join(f'printf("%zu ", {value});' for value in values)
+    source = f"#include <stddef.h>\n#include <stdio.h>\n{HEADER}\nint main(void) {{ {prints} }}\n"
+    (tmp_path / "layout.c").write_text(source)
+    program = tmp_path / "layout"
+    subprocess.run([*find_compiler(), "-o", program, tmp_path / "layout.c"], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    sizes = [ctypes.sizeof(each) for each in structures.values()]
+    starts = [start for each in structures.values() for start in offsets(each)]
+    assert [int(each) for each in printed.split()] == sizes + starts
+
+
+def test_a_member_of_another_type_is_refused():
+    with pytest.raises(KeyError, match="float"):
+        read_structures("struct scale_args {\n    void *y;\n    float factor;\n};\n")
+
+
+def test_a_program_is_readable(library):
+    program = Program(library)
+    x, normed = program.buffer("x", 8), program.buffer("normed", 8)
+    weight = torch.ones(8, dtype=library.dtype)
+    program.add("rms_norm", y=normed, x=x, weight=weight, size=8, eps=0.5)
+    program.add("silu_mul", y=x, x=normed, size=4)
+    assert str(program).splitlines() == [
+        "rms_norm(y=normed, x=x, weight=[8], size=8, eps=0.5, num_rows=step)",
+        "silu_mul(y=x, x=normed, size=4, num_rows=step)",
+    ]
+
+
+def test_what_an_operation_does_not_know_is_refused(library):
+    program = Program(library)
+    with pytest.raises(KeyError, match="no_such_operation"):
+        program.add("no_such_operation")
+    with pytest.raises(AttributeError, match=r"rms_norm_args.*widht"):
+        program.add("rms_norm", widht=8)
+    with pytest.raises(TypeError):
+        program.add("rms_norm", size=0.5)
+
+
+def test_a_buffer_has_room_for_its_largest_user(library):
+    program = Program(library)
+    small, large = program.buffer("room", 8), program.buffer("room", 24)
+    assert program.buffer("room", 16) is small is large
+    scales = program.buffer("scales", 1, torch.float32)
+    program.record(5)
+    assert small.rows.shape == (5, 24)
+    assert (small.rows.dtype, scales.rows.dtype) == (library.dtype, torch.float32)
