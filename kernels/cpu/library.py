@@ -43,6 +43,7 @@ class CpuLibrary:
         self.run_calls = library.pool_run
         self._library = library
         self._structures = read_structures(read_source("ops.h"))
+        self._plans: dict[str, int | None] = {}  # addresses of functions that were looked up
         self.num_threads = 1
         self._name = name
         self.memory = WeightMemory()
@@ -85,8 +86,10 @@ class CpuLibrary:
     def call(self, operation: str, args: Structure, dtype: torch.dtype | None = None) -> Call:
         """The call of an operation; args: its structure, to be kept by the caller."""
         name = self._name if dtype is None else _DTYPES[dtype][0]
-        plan = ctypes.cast(self._library[f"{operation}_{name}"], ctypes.c_void_p)
-        return Call(plan=plan, args=ctypes.addressof(args))
+        function = f"{operation}_{name}"
+        if function not in self._plans:
+            self._plans[function] = ctypes.cast(self._library[function], ctypes.c_void_p).value
+        return Call(plan=self._plans[function], args=ctypes.addressof(args))
 
     def run(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 # A tensor, structure or counter stands for its address, None for a null pointer.
 Argument: TypeAlias = Tensor | Structure | ctypes.c_int64 | float | None
 
+_ADDRESSED = (Structure, ctypes.c_int64)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _STRUCTURE = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)
 _TYPE = re.compile(r"\s*(?:const )?((?:struct )?\w+)")
@@ -50,6 +51,6 @@ def read_structures(header: str) -> dict[str, type[Structure]]:
 
 def plain(value: Argument) -> float | None:
     """As ctypes takes it."""
-    if value is None or isinstance(value, (int, float)):
-        return value
-    return value.data_ptr() if isinstance(value, Tensor) else ctypes.addressof(value)
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return ctypes.addressof(value) if isinstance(value, _ADDRESSED) else value
