@@ -294,7 +294,7 @@ def _write_embedding(program: Program, y: Buffer, table: Tensor | None, head: Pa
     """table [vocab_size, hidden_size]; None: the head's."""
     program.add(
         "embed", y=y, weight=head.weight if table is None else table, size=head.in_features,
-        num_rows=head.out_features, is_packed=table is None,
+        vocab_size=head.out_features, is_packed=table is None,
     )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ static void NAME(embed_item)(const void *args, long token) {
         return;
     }
     const long group = id / (GROUP * LANES), n = id % (GROUP * LANES);
-    const long width = num_panels_of_group(a->num_rows, group) * LANES;
+    const long width = num_panels_of_group(a->vocab_size, group) * LANES;
     const DTYPE *row = (const DTYPE *)a->weight + group * GROUP * LANES * a->size + n * PAIR;
     for (long k = 0; k < a->size; k += PAIR)
         memcpy(y + k, row + k * width, PAIR * sizeof(DTYPE));

@@ -50,12 +50,12 @@ struct linear_int8_args {
     const float *x_scales; /* [rows] */
 };
 
-/* y[t] = weight[token_ids[t]], of num_rows rows of `size` values; packed: as linear weights are */
+/* y[t] = weight[token_ids[t]], of vocab_size rows of `size` values; packed: as linear weights are */
 struct embed_args {
     void *y;
     const void *weight;
     const struct step *step;
-    int64_t size, num_rows, is_packed;
+    int64_t size, vocab_size, is_packed;
 };
 
 /* y = x / sqrt(mean(x²) + eps) · weight, row by row */

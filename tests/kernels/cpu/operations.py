@@ -137,7 +137,7 @@ def embed(library: CpuLibrary, token_ids: Tensor, weight: Tensor, *, is_packed: 
         weight=held,
         step=step,
         size=weight.shape[1],
-        num_rows=len(weight),
+        vocab_size=len(weight),
         is_packed=is_packed,
     )
     return y
