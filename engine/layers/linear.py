@@ -37,7 +37,7 @@ class Linear(nn.Module):
         self.part_sizes = part_sizes
         self.out_features = sum(part_sizes)
         self.weight = constant(torch.empty(self.out_features, in_features))
-        self.register_parameter("scales", None)
+        self.scales = None
         self.bias = constant(torch.empty(self.out_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
