@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,7 +140,7 @@ def test_an_ended_log_survives(
     number, numbered = written.num_opening_events, list[DeltaEntry]()
     for each in said:
         only = {"output_index": 0, "num_events": 1} if written.is_text_only else {}
-        numbered.append(dataclasses.replace(each, number=number, **only))
+        numbered.append(msgspec.structs.replace(each, number=number, **only))
         number = numbered[-1].last_number + 1
     assert decode_log(encode_log(written, [*numbered, end])) == (written, [*numbered, end])
 

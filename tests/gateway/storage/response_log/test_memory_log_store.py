@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine.request import Request
@@ -56,7 +57,7 @@ SAID: dict[str, Callable[[], tuple[ResponseHeader, list[Fields]]]] = {
 def write(log: ResponseLog, deltas: list[Fields]) -> None:
     for fields in deltas:
         entry = DeltaEntry(log.next_number, "x", (random.randrange(1 << 17),))
-        log.append(dataclasses.replace(entry, **fields))
+        log.append(msgspec.structs.replace(entry, **fields))
     add_end(log)
 
 
