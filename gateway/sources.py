@@ -1,8 +1,8 @@
 """The interface of everything that yields items over time: the outputs of an engine, the deltas of
 a generation, the entries of a log.
 
-On a token's path consumers use callbacks, since waking a task costs more than the token's own work.
-The others await `next_of`.
+On a token's path items are passed on by callbacks (`consume`), since waking a task costs more than
+the token's own work. Elsewhere `next_of` is awaited.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 _T = TypeVar("_T")
 
@@ -53,3 +53,48 @@ async def next_of(source: Source[_T]) -> list[_T] | None:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+async def consume(source: Source[_T], handle: Callable[[list[_T]], bool]) -> bool:
+    """Pass items to `handle` as they come, without waking this task for them. True once the source
+    is over, False when `handle` has returned False and there may be more.
+
+    Raises:
+        Exception: what the source or `handle` raises.
+    """
+    return await _Consumer(source, handle).run()
+
+
+class _Consumer(Generic[_T]):
+    __slots__ = ("_handle", "_is_over", "_source")
+
+    def __init__(self, source: Source[_T], handle: Callable[[list[_T]], bool]) -> None:
+        self._source = source
+        self._handle = handle
+        self._is_over: asyncio.Future[bool] | None = None  # while it runs
+
+    async def run(self) -> bool:
+        self._is_over = asyncio.get_running_loop().create_future()
+        self._take()
+        try:
+            return await self._is_over
+        finally:
+            self._is_over = None  # an exception in it refers back to this object
+
+    def _take(self) -> None:
+        if self._is_over is None or self._is_over.done():
+            return  # a late callback
+        source = self._source
+        try:
+            wants_more = True
+            while True:
+                if items := source.take():
+                    wants_more = self._handle(items)
+                if source.is_over or not wants_more:
+                    break
+                if source.when_ready(self._take):
+                    return
+        except Exception as error:  # belongs to the consumer, not to the code that called
+            self._is_over.set_exception(error)
+            return
+        self._is_over.set_result(source.is_over)

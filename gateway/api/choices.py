@@ -27,8 +27,7 @@ from penstock.gateway.generation.generation import (
     collected,
 )
 from penstock.gateway.http.event_stream import DONE, EventStream, ResumedEventStream, data
-from penstock.gateway.http.pump import pump
-from penstock.gateway.http.raw_writer import RawWriter
+from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.sources import next_of
 
 _ID = re.compile("[-_]")  # separates a request id's prefix, its random part and the prompt's number

@@ -7,10 +7,14 @@ it once their head is sent. On a server without one, streams send ASGI messages.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar, cast
 
 from starlette.types import Scope
 
+from penstock.gateway.sources import Source, consume
+
+_T = TypeVar("_T")
 _KEY = "penstock.raw_writer"
 
 
@@ -42,3 +46,25 @@ def raw_writer_of(scope: Scope) -> RawWriter | None:
     if scope.get("method") == "HEAD":
         return None  # the answer has no body
     return cast("RawWriter | None", scope.get("extensions", {}).get(_KEY))
+
+
+async def pump(
+    source: Source[_T], encode: Callable[[list[_T]], Iterable[bytes]], out: RawWriter
+) -> None:
+    """Write a source to its end, waking this task only when the connection has no room.
+
+    Args:
+        encode: items that are taken together → payloads, each for one `write`.
+
+    Raises:
+        Exception: what the source, `encode` or `out` raises.
+    """
+
+    def write(items: list[_T]) -> bool:
+        has_room = True
+        for payload in encode(items):
+            has_room = out.write(payload)
+        return has_room
+
+    while not await consume(source, write):
+        await out.drained()

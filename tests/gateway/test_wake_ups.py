@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.gateway.http.pump import pump
+from penstock.gateway.http.raw_writer import pump
 from penstock.gateway.wake_ups import WRITES, WakeUps
 
 

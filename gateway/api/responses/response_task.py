@@ -31,6 +31,7 @@ from penstock.gateway.errors import (
     failure_of,
 )
 from penstock.gateway.generation.generation import Delta, Generation
+from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.prompt_ids import rendering_of
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import DEFAULT_LEASE_S, ConversationStore
@@ -124,8 +125,6 @@ class ResponseTask:
         self._touching: asyncio.Future[None] | None = None  # the event loop holds a weak reference
         self._checking_readers: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._is_over: asyncio.Future[None] | None = None  # while deltas are logged
         self._phase = Phase.STARTING
         self._has_been_read = False
 
@@ -171,7 +170,8 @@ class ResponseTask:
                     self._move_to(Phase.GENERATING)
                 else:  # it was stopped before it was submitted
                     generation.cancel()
-                await self._log_until_end()
+                while not await consume(generation, self._log_deltas):  # noqa: ASYNC110  (it paces entries)
+                    await asyncio.sleep(self._settings.interval_s)
             if self._phase is Phase.ABANDONED:
                 raise GenerationFailedError(
                     f"nobody read this response for {self._settings.grace_s:.0f} s"
@@ -189,35 +189,9 @@ class ResponseTask:
             code = "server_error" if self.failure.status >= 500 else "invalid_prompt"
             return self._end(None, error=(code, self.failure.message))
 
-    async def _log_until_end(self) -> None:
-        self._is_over = self._loop.create_future()
-        self._log_new_deltas()
-        try:
-            await self._is_over
-        finally:
-            self._is_over = None  # an exception in it refers back to this object
-
-    def _log_new_deltas(self) -> None:
-        """The callback for new deltas: waking a task would cost more than the work itself."""
-        generation, interval_s = self._generation, self._settings.interval_s
-        if self._is_over is None or self._is_over.done():
-            return
-        try:
-            deltas = generation.take()
-            if deltas:
-                self._log_deltas(deltas)
-        except Exception as error:
-            self._is_over.set_exception(error)
-            return
-        if generation.is_over:
-            self._is_over.set_result(None)
-        elif deltas and interval_s > 0:
-            self._loop.call_later(interval_s, self._log_new_deltas)
-        elif not generation.when_ready(self._log_new_deltas):
-            self._loop.call_soon(self._log_new_deltas)
-
-    def _log_deltas(self, deltas: Sequence[Delta]) -> None:
-        """Log the deltas since the last call as one entry, or more if there are notices."""
+    def _log_deltas(self, deltas: Sequence[Delta]) -> bool:
+        """Log the deltas since the last call as one entry, or more if there are notices; whether
+        the next ones may follow at once."""
         text = ""
         logprobs: tuple[dict[str, Any], ...] = ()
         for delta in deltas:
@@ -231,6 +205,7 @@ class ResponseTask:
                 logprobs += self._written(delta.logprobs)
         if text or logprobs:
             self._log(text, logprobs)
+        return self._settings.interval_s <= 0
 
     def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
         if self.log.header.is_turn:

@@ -1,6 +1,6 @@
 """Sends a response's events from its log to a connection as they arrive.
 
-The code that appends to the log also writes the events to the connections (`http.pump`), because
+The code that appends to the log also writes the events to the connections (`pump`), because
 waking a task would cost more than the event.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from penstock.gateway.api.responses.events import Event, EventWriter
-from penstock.gateway.http.pump import pump
-from penstock.gateway.http.raw_writer import RawWriter
+from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.storage.response_log.log import FindAgain, LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import Entry
 

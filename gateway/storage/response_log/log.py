@@ -175,9 +175,8 @@ class ResponseLog:
             if newest is None or newest[0] != output_index:
                 num_events += KINDS[kind].num_opening_events
                 num_events += 0 if newest is None else KINDS[newest[1]].num_closing_events
-        number = self.next_number if last is None else last.last_number + 1
         self.entries.append(
-            DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events)
+            DeltaEntry(self.next_number, text, token_ids, logprobs, output_index, kind, num_events)
         )
         self._storage.appended(self)
 
