@@ -230,8 +230,8 @@ def _pooled(address: RedisAddress, options: dict[str, Any]) -> Redis:
 
 
 class _Pool(BlockingConnectionPool):
-    """Opens no connection once it is closed. redis-py would repeat a command that was in flight, on
-    a new connection that nobody closes."""
+    """Leaves no connection open once it is closed. redis-py would repeat a command that was in
+    flight, on a new connection that nobody closes, and go on with one that is being made."""
 
     async def aclose(self) -> None:
         self.connection_class.is_over = True  # type: ignore[attr-defined]  # this pool's own class
@@ -243,9 +243,14 @@ def _telling_of_closing(base: type[AbstractConnection]) -> type[AbstractConnecti
     has just closed is a RuntimeError, which would look like a bug; it becomes a ConnectionError."""
 
     async def connect(self: AbstractConnection, **options: Any) -> None:
+        if not self.is_over:  # type: ignore[attr-defined]
+            try:
+                await base.connect_check_health(self, **options)
+            finally:
+                if self.is_over:  # type: ignore[attr-defined]  # meanwhile
+                    self._close()  # type: ignore[no-untyped-call]
         if self.is_over:  # type: ignore[attr-defined]
             raise exceptions.ConnectionError("the client is closed")
-        await base.connect_check_health(self, **options)
 
     async def send(self: AbstractConnection, *args: Any, **options: Any) -> None:
         try:

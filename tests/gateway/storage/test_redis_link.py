@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from redis import exceptions
+from redis.asyncio.connection import AbstractConnection
 
 from penstock.engine.errors import ConfigError
 from penstock.gateway.storage import redis_link
@@ -271,3 +272,32 @@ async def test_a_closed_client_opens_nothing_more(shared_server: RedisServer) ->
         await asking
     with pytest.raises(exceptions.ConnectionError):
         await link.client.ping()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("num_steps", range(12))
+async def test_a_client_closed_while_it_connects_leaves_nothing_open(
+    shared_server: RedisServer,
+    num_steps: int,
+    is_cancelled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever step of connecting it has come to."""
+    link = RedisLink(RedisAddress.parse(shared_server.url))
+    pool = link.client.connection_pool
+    opened: list[AbstractConnection] = []
+    make = pool.make_connection
+
+    def made() -> AbstractConnection:
+        opened.append(make())
+        return opened[-1]
+
+    monkeypatch.setattr(pool, "make_connection", made)
+    asking = asyncio.create_task(link.client.get("x"))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    await link.aclose()
+    if is_cancelled:
+        asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert not any(connection.is_connected for connection in opened)
