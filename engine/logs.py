@@ -1,8 +1,9 @@
 """Logging in every process: the format of a line, and the thread that writes it.
 
-One event is one line: control characters in a message are escaped and the lines of a traceback
-indented, so that no caller can forge a line. Logging and printing never wait for the log's reader
-(`LogWriter`). Standard library only, since the supervisor logs too.
+One event is one line of at most 2 KB: control characters in a message are escaped, a long message
+is cut in the middle, and the lines of a traceback are indented, so that no caller can forge a line.
+Logging and printing never wait for the log's reader (`LogWriter`). Standard library only, since the
+supervisor logs too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 _STDERR_FD = 2
 _MAX_QUEUED_BYTES = 1 << 19  # about 4,000 lines
 _DRAIN_S = 1.0
+_MAX_MESSAGE_BYTES = 1800
 _PAUSE_S = 0.01  # between writes: waking for every line took a sixth of a small request's time
 
 
@@ -208,7 +210,8 @@ class _TextFormatter(logging.Formatter):
         super().__init__(text_format or "%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (overrides it)
-        return "".join(_escaped(c) for c in super().formatMessage(record))
+        text = "".join(_escaped(c) for c in super().formatMessage(record))
+        return _cut(text, written=str)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         return "\n".join(f"  {line}" for line in super().formatException(ei).splitlines())
@@ -224,12 +227,21 @@ class _JsonFormatter(logging.Formatter):
             "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _cut(record.getMessage(), written=json.dumps),
             **{key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS},
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def _cut(text: str, *, written: Callable[[str], str]) -> str:
+    """The text, without its middle if it is too long as it is written."""
+    while (num_bytes := len(written(text).encode("utf-8", "replace"))) > _MAX_MESSAGE_BYTES:
+        num_kept = len(text) * _MAX_MESSAGE_BYTES // num_bytes - 20  # always fewer
+        tail = num_kept // 3
+        text = f"{text[: num_kept - tail]} … {text[-tail:]}"
+    return text
 
 
 def _escaped(character: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
+from penstock.engine.logs import _JsonFormatter, _TextFormatter
 
 _PROGRAM = """
 import logging, sys
@@ -54,6 +57,17 @@ def test_json_is_one_object_a_line() -> None:
     assert first["request_id"] == "r1"
     assert first["time"].endswith("Z")
     assert "ValueError: y" in broken["exception"]
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+@pytest.mark.parametrize("character", ["x", "é", "😀", "\0", "\u2028", "\ud800"])
+def test_a_line_has_at_most_2_kb(style: str, character: str) -> None:
+    formatter = _JsonFormatter() if style == "json" else _TextFormatter(None)
+    record = logging.makeLogRecord({"msg": f"begins {character * 60_000} ends", "name": "n" * 40})
+    line = formatter.format(record)
+    assert 1024 < len(line.encode("utf-8", "replace")) <= 2048
+    assert "begins" in line
+    assert "ends" in line
 
 
 _START = """
