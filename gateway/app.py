@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Mount, WebSocketRoute
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from penstock.engine.logs import LogWriter
 from penstock.gateway.admission.admission import Admission
@@ -27,7 +27,7 @@ from penstock.gateway.api.chat.routes import ChatCompletions
 from penstock.gateway.api.completions.routes import Completions
 from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
 from penstock.gateway.api.idempotency import IdempotentAnswers
-from penstock.gateway.api.json_api import refusing_others
+from penstock.gateway.api.json_api import UpgradeRequired, refusing_others
 from penstock.gateway.api.models import Models
 from penstock.gateway.api.operations import operations_of, routes_of
 from penstock.gateway.api.responses.response_task import ResponseTaskSettings
@@ -142,6 +142,7 @@ def create_app(
         WebSocketRoute("/responses", ResponsesSocket(service).serve),
         WebSocketRoute("/stats", StatsSocket(engine, metrics).serve),
     ]
+    below_v1 += [Route(each.path, UpgradeRequired(), methods=["GET"]) for each in sockets]
     routes = [
         Mount("/v1", routes=[*refusing_others(below_v1), *sockets]),
         *refusing_others(others),

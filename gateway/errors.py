@@ -28,6 +28,8 @@ from penstock.engine.errors import EngineDeadError, InvalidRequestError, PromptT
 from penstock.gateway.telemetry.request_record import CURRENT_REQUEST
 
 _LOG = logging.getLogger(__name__)
+_MAX_MESSAGE_CHARS = 480  # a line of the log with it has less than 2 KB
+_MAX_PARAM_CHARS = 120
 _UNAVAILABLE_S = (1.0, 5.0)  # Retry-After, spread so that clients do not all return at once
 
 
@@ -61,7 +63,8 @@ class SupersededError(GenerationFailedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failure as the caller sees it."""
+    """A failure as the caller sees it. A long message, which repeats a value of the caller's, is
+    cut in the middle, and so is a long parameter name."""
 
     status: int
     type: str
@@ -70,6 +73,12 @@ class Failure:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Frozen for everybody else.
+        object.__setattr__(self, "message", shortened(self.message, _MAX_MESSAGE_CHARS))
+        if self.param is not None:
+            object.__setattr__(self, "param", shortened(self.param, _MAX_PARAM_CHARS))
 
     def body(self) -> dict[str, Any]:
         """The JSON that is sent. Building it notes the failure in the request's record."""
@@ -151,6 +160,14 @@ def refusal(status: int, *, code: str, message: str, param: str | None = None) -
     """A failure without an exception, or with a status and code of its own."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return Failure(status=status, type=kind, code=code, message=message, param=param)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """The text, with an ellipsis in place of its middle if it is longer."""
+    if len(text) <= max_chars:
+        return text
+    tail = max_chars // 3
+    return f"{text[: max_chars - tail - 1]}…{text[-tail:]}"
 
 
 def retry_headers(wait_s: float) -> dict[str, str]:

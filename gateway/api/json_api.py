@@ -1,5 +1,5 @@
 """Shared by all HTTP endpoints: reading a JSON body within its size limit, cancelling work when the
-client disconnects, and 405 for a method that a path does not support.
+client disconnects, 405 for a method that a path does not support, and 426 for a WebSocket's path.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -17,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.api.schema.parsing import parse_json
-from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.errors import RequestRefusedError, refusal
 from penstock.gateway.http.event_stream import wait_disconnect
 
 _Result = TypeVar("_Result")
@@ -80,6 +81,20 @@ class WrongMethod:
 
     async def __call__(self, _: Scope, __: Receive, ___: Send) -> None:
         raise HTTPException(status_code=405, headers=self._headers)
+
+
+class UpgradeRequired:
+    """An ASGI application for a WebSocket's path that answers 426 to a plain request."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure = refusal(
+            426,
+            code="upgrade_required",
+            message=f"{scope['path']} is a WebSocket, and the request has no Upgrade header; a "
+            "proxy in between must pass on Upgrade and Connection",
+        )
+        headers = {"Upgrade": "websocket", "Connection": "Upgrade"}
+        await replace(failure, headers=headers).response()(scope, receive, send)
 
 
 def refusing_others(routes: Sequence[BaseRoute]) -> list[BaseRoute]:

@@ -1,7 +1,7 @@
 """Checks Host, Origin and API key of every HTTP request and WebSocket before anything else.
 
-    Host     on a server bound to loopback it must name loopback (or an allowed origin), against
-             DNS rebinding
+    Host     exactly one (HTTP/1.0: at most one), and valid (RFC 9112 §3.2); on a server bound to
+             loopback it must name loopback (or an allowed origin), against DNS rebinding
     Origin   absent, the server's own, or allowed: browsers let any page open a WebSocket
     key      where an operation declares it (`/v1/*`, …): `Authorization: Bearer`, or for browsers'
              WebSockets a ticket as `?ticket=`, or the subprotocol `openai-insecure-api-key.<key>`
@@ -13,6 +13,7 @@ string.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -27,6 +28,8 @@ from penstock.gateway.errors import Failure, refusal
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 _TICKET = "ticket"
+# `uri-host [":" port]` (RFC 3986 §3.2.2)
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|([a-z0-9._~!$&'()*+,;=-]|%[0-9a-f]{2})*)(:[0-9]{0,5})?")
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -83,7 +86,14 @@ class Guard:
 
     def _check(self, scope: Scope) -> Failure | None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
+        hosts = headers.getlist("host")
+        host = hosts[0].lower() if hosts else ""
+        if len(hosts) > 1 or not (hosts or scope["http_version"] == "1.0"):
+            message = f"the request has {len(hosts)} Host headers instead of one"
+            return refusal(400, code="invalid_host", message=message)
+        if not _HOST.fullmatch(host):
+            message = f"the Host {hosts[0]!r} is not a name or address with an optional port"
+            return refusal(400, code="invalid_host", message=message)
         name = _name_of(host)
         if self._checks_host and name not in self._hosts and not is_loopback(name):
             return refusal(

@@ -13,7 +13,8 @@ and uvloop runs them before it polls its sockets. Closing a connection then woul
 its request arrived in time.
 
 Overridden members of uvicorn, beside asyncio's and httptools' callbacks: `_start_asgi_task`,
-`_should_upgrade`, `handle_websocket_upgrade`, `on_response_complete`, and `flow`.
+`_should_upgrade`, `handle_websocket_upgrade`, `on_response_complete`, `flow`, and of a cycle
+`chunked_encoding` and `expected_content_length`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from enum import Enum, auto
 from typing import Any, ClassVar, cast
 
 import httptools
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -232,7 +233,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if num_bytes > self.limits.max_header_bytes:
             self._refuse_by_application(_header_too_large(self.limits.max_header_bytes))
             self.scope["state"] = self.app_state.copy()
-        offer_raw_writer(cast("Scope", self.scope), _Chunks(self.transport, self.flow))
+        version = self.parser.get_http_version()
+        if version == "1.1":
+            offer_raw_writer(cast("Scope", self.scope), _Chunks(self.transport, self.flow))
+        elif failure := _version_failure(version, self.headers):
+            self._refuse_by_application(failure)
+            self.scope["state"] = self.app_state.copy()
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
@@ -256,6 +262,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] != "1.1":
+            app = _until_close(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _is_answering(self) -> bool:
@@ -364,6 +372,29 @@ class _Chunks:
         await self._flow.drain()
 
 
+def _until_close(cycle: RequestResponseCycle, app: Any) -> ASGIApp:
+    """`app` for a client of HTTP/1.0, which knows no chunked coding (RFC 9112 §6.1): a body without
+    a length ends with the connection."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                has_length = b"content-length" in names
+                if not has_length:
+                    cycle.chunked_encoding = False  # uvicorn adds the coding while this is None
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
+
+
 class RefuseConnections:
     """The outermost ASGI middleware, which answers requests that the protocol refused."""
 
@@ -418,6 +449,16 @@ def _too_many_connections() -> Failure:
 def _framing_too_large(max_bytes: int) -> Failure:
     message = f"trailers and chunk extensions are larger than {max_bytes} bytes"
     return refusal(431, code="header_too_large", message=message)
+
+
+def _version_failure(version: str, headers: list[tuple[bytes, bytes]]) -> Failure | None:
+    """Why a header of another version than HTTP/1.1 is refused; None if it is not."""
+    if version != "1.0":
+        message = f"HTTP/{version} is not supported; HTTP/1.1 is"
+        return refusal(505, code="http_version_not_supported", message=message)
+    if any(name == b"transfer-encoding" for name, _ in headers):  # RFC 9112 §6.1
+        return refusal(400, code="invalid_http", message="HTTP/1.0 has no Transfer-Encoding")
+    return None
 
 
 def _header_too_large(max_bytes: int) -> Failure:

@@ -8,7 +8,6 @@ from pathlib import Path, PurePosixPath
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.responses import PlainTextResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
@@ -27,13 +26,16 @@ class ChatPage:
     """An ASGI application for the files in a directory."""
 
     def __init__(self, directory: Path = PAGE_DIRECTORY) -> None:
-        self._files = GZipMiddleware(StaticFiles(directory=directory, html=True))
+        self._static = StaticFiles(directory=directory, html=True)
+        self._files = GZipMiddleware(self._static)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})  # before accepting: 403
             return
         if scope["method"] not in _METHODS:
+            if not self._has(scope):
+                raise HTTPException(status_code=404)
             raise HTTPException(status_code=405, headers={"Allow": ", ".join(_METHODS)})
         policy = _policy(Headers(scope=scope).get("host", ""))
 
@@ -47,9 +49,14 @@ class ChatPage:
             await send(message)
 
         if PurePosixPath(scope["path"]).suffix not in _SERVED:
-            await PlainTextResponse("Not Found", status_code=404)(scope, receive, send_guarded)
-            return
+            raise HTTPException(status_code=404)
         await self._files(scope, receive, send_guarded)
+
+    def _has(self, scope: Scope) -> bool:
+        path = self._static.get_path(scope)
+        return PurePosixPath(path).suffix in _SERVED and (
+            path == "." or self._static.lookup_path(path)[1] is not None
+        )
 
 
 def _policy(host: str) -> str:

@@ -4,8 +4,9 @@ uvicorn only logs a traceback.
     1007   a text message that is not UTF-8 (RFC 6455 §8.1)
     1013   "try again later": the reader was too slow and should reconnect and resume
 
-The connection stays open until the client has read the code. uvicorn would close it at once, and
-data that the client is still sending would reset it, often before the client has read the code.
+The connection stays open until the client has read the code, and answers with a close frame or
+closes. uvicorn would close it at once, and data that the client is still sending would reset it,
+often before the client has read the code. (A TLS connection has no end of its own to show.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.types import Scope
 from starlette.websockets import WebSocketDisconnect
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidMessage
+from websockets.frames import Close
 from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
 
 _CLOSE_S = 5.0  # for the client to read the close code
+_MAX_CONTROL_BYTES = 131  # of a masked frame
 
 
 class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
@@ -41,6 +44,7 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(*args, **kwargs)
         self._stall = StallTimer(self.loop)
         self._has_failed = False
+        self._last_bytes = b""  # received since it failed
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stall.stop()
@@ -72,6 +76,9 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._has_failed:
+            self._last_bytes = (self._last_bytes + data)[-_MAX_CONTROL_BYTES:]
+            if self.conn.close_sent and _ends_with_echo(self._last_bytes, self.conn.close_sent):
+                self.transport.close()
             return
         super().data_received(data)
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
@@ -156,6 +163,17 @@ def text_frame(payload: bytes) -> bytes:
     if size < 1 << 16:
         return b"\x81\x7e%b%b" % (size.to_bytes(2, "big"), payload)
     return b"\x81\x7f%b%b" % (size.to_bytes(8, "big"), payload)
+
+
+def _ends_with_echo(received: bytes, sent: Close) -> bool:
+    """Whether the client's last frame is its answer to a close frame: with the same code, and the
+    same reason or none (RFC 6455 §5.5.1)."""
+    for size in (2, 2 + len(sent.reason.encode())):
+        frame = received[-size - 6 :]  # two bytes, a mask of four, code and reason
+        code = bytes(a ^ b for a, b in zip(frame[6:8], frame[2:4], strict=False))
+        if frame[:2] == bytes((0x88, 0x80 | size)) and code == sent.code.to_bytes(2, "big"):
+            return True
+    return False
 
 
 def _is_utf8(data: bytes) -> bool:

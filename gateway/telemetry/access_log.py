@@ -97,7 +97,9 @@ class RequestLog:
 
     def _end(self, record: RequestRecord) -> None:
         record.duration_s = time.perf_counter() - record.began_s
-        record.route = self._routes.get(id(record.scope.get("endpoint")))
+        route = self._routes.get(id(record.scope.get("endpoint")))
+        is_unknown = route == _PAGE_ROUTE and record.status == 404
+        record.route = None if is_unknown else route
         self._metrics.count_request(record)
         level = logging.DEBUG if _is_routine(record) else logging.INFO
         if _LOG.isEnabledFor(level):

@@ -26,7 +26,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.text import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.http.http_protocol import HttpLimits, limited_protocol
+from penstock.gateway.http.http_protocol import HttpLimits, RefuseConnections, limited_protocol
 from penstock.gateway.http.server import HttpServer
 from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
 from penstock.gateway.storage.response_log import redis_store
@@ -170,7 +170,7 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
     """A gateway's port, while it serves."""
     server = HttpServer(
         uvicorn.Config(
-            app,
+            RefuseConnections(app),
             http=limited_protocol(_LIMITS),
             ws=PatientWebSocketProtocol,
             ws_max_size=config.max_websocket_message_bytes,
@@ -178,6 +178,9 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=1,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_keyfile_password=config.ssl_keyfile_password,
         )
     )
     listener = socket.socket()

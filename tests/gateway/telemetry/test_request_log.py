@@ -164,7 +164,7 @@ async def test_files_of_the_page_are_not_told(served: Served, lines: _Lines) -> 
         assert (await served.http.get(path)).status_code in (200, 307)
     await served.http.get("/nothing.js")
     await until(lambda: bool(lines.access))
-    assert [(line["route"], line["status"]) for line in lines.access] == [("/", 404)]
+    assert [(line["route"], line["status"]) for line in lines.access] == [(None, 404)]
 
 
 async def test_files_of_the_page_are_told_by_their_path_at_debug_level(
