@@ -13,7 +13,7 @@ class Model(TypedDict):
     object: str
     created: int
     owned_by: str
-    max_model_len: int | None
+    max_model_len: int
 
 
 class ModelList(TypedDict):

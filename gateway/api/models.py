@@ -33,12 +33,11 @@ class Models:
         return json_response(self._card(self._model.require(request.path_params["model"])))
 
     def _card(self, name: str) -> dict[str, Any]:
-        info = self._engine.info
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "penstock",
             "root": self._model.name,
-            "max_model_len": None if info is None else info.max_model_len,
+            "max_model_len": self._engine.info_for_running().max_model_len,
         }

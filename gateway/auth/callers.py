@@ -46,6 +46,7 @@ class Caller:
             request's priority is ignored.
         allows_cache_salt: whether a request's own cache salt is used.
         cache_salt: separates its prefix cache from other tenants'; empty shares it.
+        is_admin: may see numbers of all tenants by name.
     """
 
     tenant: str = "default"
@@ -56,6 +57,7 @@ class Caller:
     allows_cache_salt: bool = True
     cache_salt: str = ""
     limits: TenantLimits = NO_LIMITS
+    is_admin: bool = False
 
     def priority_of(self, asked: int | None) -> int:
         """The priority of a request that asks for `asked`; None: it asks for none."""
@@ -71,7 +73,8 @@ class Caller:
         return f"{self.cache_salt}\n{own}" if self.cache_salt else own
 
 
-ANYBODY = Caller()
+ANYBODY = Caller(is_admin=True)  # of a server without keys
+STRANGER = Caller()  # without a valid key, where none is needed
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:
@@ -82,6 +85,8 @@ def caller_of(scope: MutableMapping[str, Any]) -> Caller:
 
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
     scope[_SCOPE_KEY] = caller
+    if caller is STRANGER:
+        return
     record = CURRENT_REQUEST.get()
     if record is not None:
         record.tenant = caller.tenant

@@ -3,8 +3,9 @@
     Host     exactly one (HTTP/1.0: at most one), and valid (RFC 9112 §3.2); on a server bound to
              loopback it must name loopback (or an allowed origin), against DNS rebinding
     Origin   absent, the server's own, or allowed: browsers let any page open a WebSocket
-    key      where an operation declares it (`/v1/*`, …): `Authorization: Bearer`, or for browsers'
-             WebSockets a ticket as `?ticket=`, or the subprotocol `openai-insecure-api-key.<key>`
+    key      required where an operation declares it (`/v1/*`, …), read everywhere:
+             `Authorization: Bearer`, or for browsers' WebSockets a ticket as `?ticket=`, or the
+             subprotocol `openai-insecure-api-key.<key>`
 
 The accepted caller is put into the scope (`callers`), and every answer gets headers with what is
 left of its limits. Keys and tickets do not leave this module: the ticket is removed from the query
@@ -20,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.gateway.auth.callers import NO_LIMITS, Caller, set_caller
+from penstock.gateway.auth.callers import NO_LIMITS, STRANGER, Caller, set_caller
 from penstock.gateway.auth.keys import KeyRing
 from penstock.gateway.auth.tickets import Tickets
 from penstock.gateway.config import GatewayConfig, is_loopback
@@ -70,15 +71,16 @@ class Guard:
             return
         ticket = _pop_ticket(scope) if scope["type"] == "websocket" else None
         failure = self._check(scope)
-        if failure is None and not self._keys.is_open and scope["path"].startswith(self._keyed):
+        if failure is None and not self._keys.is_open:
             caller = await self._caller(scope, ticket)
-            if caller is None:
-                failure = refusal(
-                    401, code="invalid_api_key", message="a valid API key is required"
-                )
-            else:
-                set_caller(scope, caller)
-                send = self._adding_limits(caller, send)
+            if scope["path"].startswith(self._keyed):
+                if caller is None:
+                    failure = refusal(
+                        401, code="invalid_api_key", message="a valid API key is required"
+                    )
+                else:
+                    send = self._adding_limits(caller, send)
+            set_caller(scope, caller or STRANGER)
         if failure is None:
             await self._app(scope, receive, send)
         else:

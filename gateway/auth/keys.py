@@ -3,7 +3,7 @@
 The file lists keys, their tenants, and what the tenants may do. It is TOML, or JSON of the same
 structure if its name ends in `.json`:
 
-    [[keys]]                            # key or sha256 (of the key, in hex), tenant, id?
+    [[keys]]                            # key or sha256 (of the key, in hex), tenant, id?, admin?
     [tenants.NAME]                      # all of them optional, see `_TENANT_FIELDS`
 
 The file is checked when a key is offered, at most once a second, and read again when it has
@@ -13,6 +13,7 @@ ever appears in an error.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -41,13 +42,13 @@ _TENANT_FIELDS = frozenset(
         *_LIMITS,
     }
 )  # fmt: skip
-_KEY_FIELDS = frozenset({"key", "sha256", "tenant", "id"})
+_KEY_FIELDS = frozenset({"key", "sha256", "tenant", "id", "admin"})
 
 
 class KeyRing:
     """
     Args:
-        keys: keys of the tenant `default`, without limits.
+        keys: the operator's, of the tenant `default`, without limits.
         file: the key file.
         clock: monotonic seconds.
 
@@ -63,7 +64,7 @@ class KeyRing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         digests = [digest_of(key.encode()) for key in keys]
-        self._given = {digest: Caller(key_id=name_of(digest)) for digest in digests}
+        self._given = {digest: Caller(key_id=name_of(digest), is_admin=True) for digest in digests}
         self._file = file
         self._clock = clock
         self._stamp = _stamp(file)
@@ -189,20 +190,9 @@ def _key(where: str, table: Any, tenants: Mapping[str, Caller]) -> tuple[bytes, 
     tenant = table.get("tenant")
     _check_name(tenant, f"{where}: tenant")
     _check(tenant in tenants, f"{where}: there is no tenant {tenant!r} in the file")
-    return digest, _with_key(tenants[tenant], key_id)
-
-
-def _with_key(tenant: Caller, key_id: str) -> Caller:
-    return Caller(
-        tenant=tenant.tenant,
-        key_id=key_id,
-        weight=tenant.weight,
-        priority=tenant.priority,
-        priority_bounds=tenant.priority_bounds,
-        allows_cache_salt=tenant.allows_cache_salt,
-        cache_salt=tenant.cache_salt,
-        limits=tenant.limits,
-    )
+    is_admin = table.get("admin", False)
+    _check(isinstance(is_admin, bool), f"{where}: admin must be true or false")
+    return digest, dataclasses.replace(tenants[tenant], key_id=key_id, is_admin=is_admin)
 
 
 def _tenant(name: Any, table: Any) -> Caller:

@@ -74,6 +74,7 @@ class EngineClient:
             max_engine_lives=max_engine_lives,
             engine_wait_s=engine_wait_s,
         )
+        self._engine_wait_s = engine_wait_s
         self._has_info = asyncio.Event()
         self._death: asyncio.Future[str] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -199,7 +200,13 @@ class EngineClient:
                 except Exception as error:  # a bug: report it, and try again
                     reason = f"{type(error).__name__}: {error}"
                     self._end_life(reason)
-                _LOG.error("lost the engine: %s", reason)
+                _LOG.error(
+                    "lost the engine: %s; looking for the next one, for which %d open streams wait "
+                    "at most %.0f s",
+                    reason,
+                    len(self._streams),
+                    self._engine_wait_s,
+                )
                 self._streams.tick()
                 await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
         finally:
@@ -344,8 +351,10 @@ class EngineSocket(asyncio.Protocol):
         await self._has_room.wait()
 
     def write(self, frame: bytes) -> None:
-        """Send a frame without waiting; `close` still flushes it."""
-        self._transport.write(framed(frame))
+        """Send a frame without waiting; `close` still flushes it. If the engine has died, the frame
+        is dropped: uvloop would raise an error that hides this."""
+        if not self._transport.is_closing():
+            self._transport.write(framed(frame))
 
     def close(self) -> None:
         self._transport.close()

@@ -163,14 +163,15 @@ class Generator:
         Raises:
             PromptTooLongError: the text's length shows that it does not fit, or that tokenising it
                 would take too long.
-            EngineDeadError: it must fit, but the engine is not available.
+            EngineDeadError: the engine is not available.
             RequestRefusedError: 503: too many long texts are waiting.
         """
-        info = self._engine.require_info() if must_fit else self._engine.info
+        engine = self._engine
+        info = engine.require_info() if must_fit else engine.info_for_running()
         tokenizer = self.model.tokenizer
         check_prompt_bytes(
             text,
-            max_model_len=0 if info is None else info.max_model_len,
+            max_model_len=info.max_model_len,
             longest_token_bytes=tokenizer.longest_token_bytes if must_fit else None,
             max_bytes=self._max_prompt_bytes,
             param=param,

@@ -38,6 +38,7 @@ _LAG_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _LAG_INTERVAL_S = 0.1
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _MAX_TENANTS = 200  # with series of their own
+_BY_TENANT = "penstock:tenant_"
 _OTHERS = "(others)"  # tenants' names have only letters, digits, '_', '.' and '-'
 
 
@@ -62,6 +63,7 @@ class Metrics:
     ) -> None:
         self.model_name = model_name
         self._workers = workers
+        self._client = engine
         self._engine = EngineCollector(engine, model_name)
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -103,7 +105,7 @@ class Metrics:
         self._registry.register(self.event_loop_lag)
         self._registry.register(self._watched)
         self._registry.register(_Tokens(model_name, self._tokens))
-        self.gauge("engine_up", "1 while an engine answers.", lambda: engine.is_alive)
+        self.gauge("engine_up", "1 while an engine answers.", self._has_engine)
 
     # -- observations ------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class Metrics:
         """Start measuring the event loop's lag and answering the other workers."""
         self._watching_lag = asyncio.create_task(self._watch_lag())
         if self._workers is not None:
-            await self._workers.start(self._own)
+            await self._workers.start(self._own, self._has_engine)
 
     async def close(self) -> None:
         if self._watching_lag is not None:
@@ -156,11 +158,28 @@ class Metrics:
         if self._workers is not None:
             await self._workers.close()
 
-    async def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+    async def render(self, *, names_tenants: bool = True) -> bytes:
+        """The metrics in Prometheus' text format.
+
+        Args:
+            names_tenants: with the series of each tenant; otherwise only their totals.
+        """
         registry = CollectorRegistry()
-        registry.register(_Families(await self.families()))
+        families = await self.families()
+        registry.register(
+            _Families(each for each in families if names_tenants or not is_by_tenant(each.name))
+        )
         return generate_latest(registry)
+
+    async def have_engine(self) -> bool:
+        """Whether this gateway and the server's others have an engine. A gateway that does not
+        answer gets no requests."""
+        if self._workers is None:
+            return self._has_engine()
+        return self._has_engine() and await self._workers.are_ready()
+
+    def _has_engine(self) -> bool:
+        return self._client.info is not None
 
     async def families(self) -> list[Metric]:
         """All metrics: of this gateway, of the other workers, and of the engine."""
@@ -262,11 +281,16 @@ class _Tokens(Collector):
             total.add_metric([self._model_name], sum(numbers.values()))
             yield total
             each = CounterMetricFamily(
-                f"penstock:tenant_{kind}_tokens", f"{text}, by tenant.", labels=(*_LABELS, "tenant")
+                f"{_BY_TENANT}{kind}_tokens", f"{text}, by tenant.", labels=(*_LABELS, "tenant")
             )
             for tenant, number in numbers.items():
                 each.add_metric([self._model_name, tenant], number)
             yield each
+
+
+def is_by_tenant(family: str) -> bool:
+    """Whether a metric has the label `tenant`; others have the totals."""
+    return family.startswith(_BY_TENANT)
 
 
 _Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]

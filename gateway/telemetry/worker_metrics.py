@@ -1,7 +1,7 @@
-"""Collects the metrics of all gateway processes, so that any of them can answer `/metrics`.
+"""What gateway processes ask each other, so that any of them can answer `/metrics` and `/ready`.
 
-Each worker listens on a Unix socket beside the engine's, in the server's own folder, and sends all
-its metrics as JSON to whoever connects. The worker that serves `/metrics` asks the others and gives
+Each worker listens on a Unix socket beside the engine's, in the server's own folder, and answers a
+line (`metrics`, `ready`) with JSON. The worker that serves `/metrics` asks the others and gives
 every series the label `worker`. So nothing is written between scrapes, and a worker that restarts
 resets only its own series, as Prometheus expects of a counter. A worker that does not answer in
 time is left out, which `penstock:gateway_workers` shows.
@@ -19,6 +19,7 @@ import orjson
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 _TIMEOUT_S = 1.0
+_METRICS, _READY = b"metrics\n", b"ready\n"
 Collect = Callable[[], Awaitable[Sequence[Metric]]]
 
 
@@ -37,12 +38,16 @@ class Workers:
         self._num = num
         self._server: asyncio.Server | None = None
 
-    async def start(self, collect: Collect) -> None:
-        """Answer the other workers with the result of `collect`."""
+    async def start(self, collect: Collect, is_ready: Callable[[], bool]) -> None:
+        """Answer the other workers' `metrics` with the result of `collect`, and `ready` with that
+        of `is_ready`."""
 
-        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                writer.write(_dumped(await collect()))
+                if await reader.readline() == _READY:
+                    writer.write(orjson.dumps(is_ready()))
+                else:
+                    writer.write(_dumped(await collect()))
                 await writer.drain()
             writer.close()
 
@@ -54,12 +59,9 @@ class Workers:
 
     async def join(self, own: Sequence[Metric]) -> list[Metric]:
         """This worker's metrics merged with those of the others, by family."""
-        others = [index for index in range(self._num) if index != self._index]
-        answers = await asyncio.gather(*map(self._ask, others))
+        answers = await self._ask_others(_METRICS)
         found = {self._index: own} | {
-            index: families
-            for index, families in zip(others, answers, strict=True)
-            if families is not None
+            index: _loaded(families) for index, families in answers.items()
         }
         joined: dict[str, Metric] = {}
         for index, families in sorted(found.items()):
@@ -74,12 +76,24 @@ class Workers:
         num.add_metric([], len(found))
         return [*joined.values(), num]
 
-    async def _ask(self, index: int) -> list[Metric] | None:
+    async def are_ready(self) -> bool:
+        """Whether all other workers that answer are ready."""
+        return all((await self._ask_others(_READY)).values())
+
+    async def _ask_others(self, question: bytes) -> dict[int, Any]:
+        """The answers of the workers that answer, by index."""
+        others = [index for index in range(self._num) if index != self._index]
+        answers = await asyncio.gather(*(self._ask(index, question) for index in others))
+        found = zip(others, answers, strict=True)
+        return {index: answer for index, answer in found if answer is not None}
+
+    async def _ask(self, index: int, question: bytes) -> Any:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(self._path(index))
                 try:
-                    return _loaded(await reader.read(-1))
+                    writer.write(question)
+                    return orjson.loads(await reader.read(-1))
                 finally:
                     writer.close()
         except (OSError, TimeoutError, orjson.JSONDecodeError):
@@ -103,9 +117,8 @@ def _dumped(families: Sequence[Metric]) -> bytes:
     )
 
 
-def _loaded(data: bytes) -> list[Metric]:
+def _loaded(content: list[tuple[str, str, str, list[Any]]]) -> list[Metric]:
     families = []
-    content: list[tuple[str, str, str, list[Any]]] = orjson.loads(data)
     for name, text, kind, samples in content:
         family = Metric(name, text, kind)
         for sample in samples:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from penstock.gateway import installed_version
 from penstock.gateway.api.json_api import json_response
 from penstock.gateway.api.operations import operation, operations_of
+from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import refusal
 from penstock.gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -31,16 +32,18 @@ class Status:
 
     @operation("GET /ready", "Check whether requests would be served.", "Status", needs_key=False)
     async def ready(self, _: Request) -> Response:
-        """200 when a request would be served."""
-        if not self._engine.is_alive:
+        """200 when a request would be served, whichever of the server's gateways gets it."""
+        if not (self._engine.is_alive and await self._metrics.have_engine()):
             return refusal(
                 503, code="engine_unavailable", message="the engine is not ready yet"
             ).response()
         return json_response({"status": "ready"})
 
     @operation("GET /metrics", "Metrics for Prometheus.", needs_key=False)
-    async def metrics(self, _: Request) -> Response:
-        return Response(await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+    async def metrics(self, request: Request) -> Response:
+        """Tenants' names are not for everybody: without an admin's key there are only totals."""
+        text = await self._metrics.render(names_tenants=caller_of(request.scope).is_admin)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     @operation(
         "GET /version", "The server's version, as vLLM gives it.", "Version", needs_key=False

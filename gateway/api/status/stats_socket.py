@@ -4,9 +4,9 @@
 
 `time` is the server's clock in seconds. `series` has the numbers that changed, by name and labels
 as in `/metrics`, but without the prefix `penstock:`, the model's name and the worker: several
-workers' numbers are added up. A series that has disappeared is null. `engine` is sent when it has
-changed: a description of the engine, or null while there is none. The first message is complete.
-The server ignores what the client sends.
+workers' numbers are added up. Only an admin's key gets the numbers of each tenant. A series that
+has disappeared is null. `engine` is sent when it has changed: a description of the engine, or null
+while there is none. The first message is complete. The server ignores what the client sends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from prometheus_client.core import Metric
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from penstock.gateway.api.responses.websocket import accepted_subprotocol
+from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient
-from penstock.gateway.telemetry.metrics import Metrics
+from penstock.gateway.telemetry.metrics import Metrics, is_by_tenant
 
 INTERVAL_S = 0.5  # between two messages
 _PREFIX = "penstock:"
@@ -44,6 +45,12 @@ class Sample:
     time: float
     series: Mapping[str, float]
 
+    def without_tenants(self) -> Sample:
+        series = {
+            name: value for name, value in self.series.items() if not is_by_tenant(_PREFIX + name)
+        }
+        return Sample(self.time, series)
+
 
 class StatsSocket:
     """The endpoint. Metrics are collected at most twice per interval, for all clients together."""
@@ -58,10 +65,13 @@ class StatsSocket:
     async def serve(self, websocket: WebSocket) -> None:
         await websocket.accept(subprotocol=accepted_subprotocol(websocket.scope["subprotocols"]))
         leaving = asyncio.create_task(_left(websocket))
+        names_tenants = caller_of(websocket.scope).is_admin
         sent, sent_engine = Sample(0.0, {}), _NOTHING_SENT
         try:
             while not leaving.done():
                 sample, engine = await self._sample(), self._description()
+                if not names_tenants:
+                    sample = sample.without_tenants()
                 message: dict[str, Any] = {
                     "time": sample.time,
                     "series": changes(sent.series, sample.series),

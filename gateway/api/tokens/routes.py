@@ -44,12 +44,12 @@ class Tokens:
             asked = parse_fields(TokenizePrompt, body)
         model = self._generator.model
         model.require(asked.model)
+        max_model_len = self._engine.info_for_running().max_model_len
         token_ids = await self._token_ids(asked)
-        info = self._engine.info
         return json_response(
             {
                 "count": len(token_ids),
-                "max_model_len": None if info is None else info.max_model_len,
+                "max_model_len": max_model_len,
                 "tokens": token_ids,
                 "token_strs": await self._pieces(token_ids) if asked.return_token_strs else None,
             }

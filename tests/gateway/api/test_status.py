@@ -117,10 +117,14 @@ async def answers(served: Served, path: str, status: int) -> None:
             await asyncio.sleep(0.01)
 
 
-POSTS: dict[str, dict[str, Any]] = {
+NEED_ENGINE: dict[str, dict[str, Any] | None] = {  # with the body of a POST
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x", "stream": True},
     "/v1/responses": {"input": "x"},
+    "/v1/models": None,
+    "/v1/models/tiny": None,
+    "/ready": None,
+    "/tokenize": {"prompt": "x"},
 }
 
 
@@ -134,18 +138,21 @@ def wait_ms(refused: httpx.Response) -> int:
 
 async def test_before_the_first_engine(model_path: Path, tmp_path: Path) -> None:
     config = GatewayConfig(
-        engine_address=f"{tmp_path}/engine.sock", model=ModelConfig(model=str(model_path))
+        engine_address=f"{tmp_path}/engine.sock",
+        served_model_names=("tiny",),
+        model=ModelConfig(model=str(model_path)),
     )
     app = create_app(config)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
     ):
-        for path, body in POSTS.items():
-            refused = await http.post(path, json=body)
+        for path, body in NEED_ENGINE.items():
+            refused = await http.request("GET" if body is None else "POST", path, json=body)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "engine_unavailable"
             wait_ms(refused)
+        assert (await http.get("/health")).status_code == 200  # it is starting
 
 
 async def test_engine_death_and_return(serve: Serve) -> None:
@@ -158,8 +165,9 @@ async def test_engine_death_and_return(serve: Serve) -> None:
         assert ready.status_code == 503
         assert ready.json()["error"]["code"] == "engine_unavailable"
         waits = set()
-        for path, body in POSTS.items():
-            refused = await served.http.post(path, json=body)
+        for path, body in NEED_ENGINE.items():
+            method = "GET" if body is None else "POST"
+            refused = await served.http.request(method, path, json=body)
             assert (refused.status_code, refused.json()["error"]["code"]) == (
                 503,
                 "engine_unavailable",

@@ -93,6 +93,7 @@ def test_keys_of_the_command_line_have_no_limits(file: Path) -> None:
     caller = ring.find([b"plain"])
     assert caller is not None
     assert (caller.tenant, caller.limits, caller.cache_salt) == ("default", TenantLimits(), "")
+    assert caller.is_admin
     assert ring.find([b"sk-acme-1"]) is not None
     assert not ring.is_open
     assert KeyRing().is_open

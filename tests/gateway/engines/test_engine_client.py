@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import (
@@ -244,3 +245,26 @@ async def test_mark_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         client.mark_dead("the supervisor says so")
         with pytest.raises(EngineDeadError, match="the supervisor says so"):
             await drain(stream)
+
+
+def test_a_killed_engine_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the event loop of the server, whose sockets raise RuntimeError once they are closed."""
+
+    async def lose() -> None:
+        async with linked(tmp_path, step_s=0.01) as (client, engine):
+            client.submit(request("a"))
+            client.submit(request("b"))
+            await until(lambda: len(engine.submitted) == 2)
+            engine.kill()
+            await until(lambda: client.info is None and bool(caplog.records))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(lose())
+    [record] = [each for each in caplog.records if each.name.startswith("penstock")]
+    assert record.exc_info is None
+    assert record.getMessage() == (
+        "lost the engine: its connection closed; looking for the next one, for which 2 open "
+        "streams wait at most 60 s"
+    )

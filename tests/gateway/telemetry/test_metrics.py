@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import websockets
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.gateway.engines.engine_client import EngineClient
@@ -17,6 +18,7 @@ from penstock.gateway.telemetry.metrics import _MAX_TENANTS, Metrics, StreamMete
 from penstock.gateway.telemetry.worker_metrics import Workers
 
 from ..conftest import PATIENCE_S, Serve, Served
+from ..fake_engine import FakeEngine
 
 _ROOT = Path(__file__).parents[3]
 _DASHBOARD = _ROOT / "gateway" / "telemetry" / "grafana.json"
@@ -60,7 +62,7 @@ async def test_requests_and_refusals(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(
         '[tenants.acme]\nrequests_per_minute = 1\n[[keys]]\nkey = "sk-acme-0123456789abcdef"\n'
-        'tenant = "acme"\n'
+        'tenant = "acme"\nadmin = true\n'
     )
     async with serve(api_keys_file=str(keys)) as served:
         key = {"Authorization": "Bearer sk-acme-0123456789abcdef"}
@@ -193,6 +195,68 @@ async def test_a_worker_that_does_not_answer_is_left_out(tmp_path: Path) -> None
         assert seen == {"0", "2", None}
         await workers[1].start()  # again, on the same path
         assert _value(_parsed((await workers[0].render()).decode()), "gateway_workers") == 3
+
+
+async def test_tenants_are_named_to_admins_only(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "[tenants.acme]\n[tenants.ops]\n"
+        '[[keys]]\nkey = "of-acme"\ntenant = "acme"\n'
+        '[[keys]]\nkey = "of-ops"\ntenant = "ops"\nadmin = true\n'
+    )
+    async with serve(api_keys=("of-admin",), api_keys_file=str(keys)) as served:
+        for key in ("of-acme", "of-ops"):
+            header = {"Authorization": f"Bearer {key}"}
+            ask = {"prompt": [1, 2, 3], "max_tokens": 5}
+            assert (await served.http.post("/v1/completions", json=ask, headers=header)).is_success
+        del served.http.headers["Authorization"]
+        for key, is_admin in (
+            ("of-admin", True), ("of-ops", True), ("of-acme", False), ("of-nobody", False),
+            (None, False),
+        ):  # fmt: skip
+            header = {} if key is None else {"Authorization": f"Bearer {key}"}
+            answer = await served.http.get("/metrics", headers=header)
+            assert answer.status_code == 200
+            assert _value(_parsed(answer.text), "prompt_tokens_total") == 6
+            assert ("acme" in answer.text) is is_admin, key
+            assert ("tenant" in answer.text) is is_admin, key
+            if key not in (None, "of-nobody"):
+                url = f"ws://127.0.0.1:{served.port}/v1/stats"
+                async with websockets.connect(url, additional_headers=header) as socket:
+                    assert ("acme" in str(await socket.recv())) is is_admin, key
+
+
+async def test_tenants_of_all_workers_are_left_out(tmp_path: Path) -> None:
+    async with _workers(tmp_path, 2) as workers:
+        StreamMeter(workers[1], "acme").output(0, num_tokens=4, num_prompt_tokens=7)
+        assert b"acme" in await workers[0].render()
+        text = (await workers[0].render(names_tenants=False)).decode()
+        assert "acme" not in text
+        assert _value(_parsed(text), "prompt_tokens_total", worker="1") == 7
+
+
+async def test_a_gateway_is_ready_when_all_have_an_engine(tmp_path: Path) -> None:
+    async with FakeEngine(f"{tmp_path}/engine.sock", [1]) as engine:
+        address = engine.address
+        clients = [EngineClient(address), EngineClient(address)]
+        both = [
+            Metrics(client, "tiny", Workers(address, index=index, num=2))
+            for index, client in enumerate(clients)
+        ]
+        assert not await both[0].have_engine()
+        clients[0].start()
+        await clients[0].wait_ready()
+        assert await both[0].have_engine()  # the other does not listen yet, so it gets no requests
+        for metrics in both:
+            await metrics.start()
+        assert not await both[0].have_engine()
+        clients[1].start()
+        await clients[1].wait_ready()
+        assert await both[0].have_engine()
+        for metrics in both:
+            await metrics.close()
+        for client in clients:
+            await client.close()
 
 
 async def test_a_worker_that_hangs_holds_nobody_up(
