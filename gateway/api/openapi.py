@@ -56,7 +56,11 @@ _EVENT: Schema = {
 }
 _STREAMING_QUERY: tuple[tuple[str, Schema, str], ...] = (
     ("stream", {"enum": ["true", "false"]}, "Stream events instead of the whole response."),
-    ("starting_after", INTEGER, "Only events with a higher sequence number; needs stream."),
+    (
+        "starting_after",
+        {"type": "integer", "minimum": -1},
+        "Only events with a higher sequence number, which the response must reach; needs stream.",
+    ),
 )
 
 

@@ -12,6 +12,7 @@ from penstock.clients import (
     AsyncClient,
     Client,
     ConnectionLostError,
+    InvalidRequestError,
     ProtocolError,
     ResponseExpiredError,
     RetryPolicy,
@@ -212,3 +213,14 @@ def counted(http: httpx.Client, name: str) -> float:
     lines = http.get("/metrics").text.splitlines()
     line = next(line for line in lines if line.startswith(f"penstock:{name}{{"))
     return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("wire", ["sse", "websocket"])
+def test_following_from_an_event_that_never_was(real_server: Served, wire: str) -> None:
+    with Client(real_server.base_url) as client, client.connect() as socket:
+        response = client.responses.create(**FEW)
+        follow = client.responses.follow if wire == "sse" else socket.follow
+        for after in (10_000, -2):
+            with pytest.raises(InvalidRequestError) as caught:
+                follow(response["id"], starting_after=after).final()
+            assert (caught.value.status, caught.value.param) == (400, "starting_after")

@@ -102,6 +102,7 @@ class Served:
     tokenizer: Tokenizer
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
+    app: Starlette
 
     def prompt_of(self, index: int = -1) -> str:
         """The prompt of a submitted request, as text."""
@@ -148,7 +149,8 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
         script = tokenizer.encode(ANSWER)
         engine_info = msgspec.structs.replace(INFO, **(info or {}))
         fake = FakeEngine(address, script, step_s=step_s, info=engine_info)
-        async with fake as engine, listen(create_app(config), config) as port:
+        app = create_app(config)
+        async with fake as engine, listen(app, config) as port:
             url = f"http://127.0.0.1:{port}"
             key = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
             async with (
@@ -160,7 +162,7 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
                     timeout=PATIENCE_S,
                 ) as client,
             ):
-                yield Served(port, engine, tokenizer, http, client)
+                yield Served(port, engine, tokenizer, http, client, app)
 
     return start
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from penstock.gateway.api.responses.events import Event, response_object
 from penstock.gateway.api.responses.prompt import items_of
 from penstock.gateway.api.responses.schema import ResponsesRequest
 from penstock.gateway.api.responses.service import ResponseService
-from penstock.gateway.api.responses.subscriber import Subscriber
+from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
 from penstock.gateway.errors import RequestRefusedError, failure_of
@@ -28,6 +29,7 @@ from penstock.gateway.http.event_stream import EventStream, ResumedEventStream, 
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import FindAgain, ResponseLog
 
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
 _ONE = "/v1/responses/{response_id}"
 
 
@@ -76,8 +78,10 @@ class Responses:
         response_id = request.path_params["response_id"]
         caller = caller_of(request.scope)
         if _flag(request, "stream"):
+            after = _starting_after(request)
             log = await self._service.resume(caller, response_id)
-            return self._resumed(self._subscriber(request, log, after=_starting_after(request)))
+            check_start(after, log)
+            return self._resumed(self._subscriber(request, log, after=after))
         if "starting_after" in request.query_params:
             raise _invalid("starting_after", "needs stream=true")
         turn = await self._service.turn(caller, response_id)
@@ -156,11 +160,8 @@ def _flag(request: Request, name: str) -> bool:
 
 
 def _starting_after(request: Request) -> int:
-    value = request.query_params.get("starting_after", "-1")
-    try:
-        return max(-1, int(value))
-    except ValueError:
-        raise _invalid("starting_after", "must be a sequence number") from None
+    text = request.query_params.get("starting_after", "-1")
+    return starting_after_of(int(text) if _INTEGER.fullmatch(text) else None)
 
 
 def _invalid(param: str, rule: str) -> RequestRefusedError:

@@ -9,10 +9,12 @@ It defines the order of a response's steps and what is stored of it. `events` ma
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from penstock.engine.errors import EngineDeadError
@@ -25,6 +27,7 @@ from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.generator import Generator
+from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
 from penstock.gateway.storage.conversations.store import (
@@ -36,6 +39,8 @@ from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogStore, response_expired
 from penstock.gateway.storage.response_log.record import ResponseHeader
 from penstock.gateway.telemetry.metrics import Metrics
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ class ResponseService:
         self._settings = settings
         self._prompts = PromptBuilder(generator, conversations)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._deletions: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """From now on this gateway takes over responses of gateways that died."""
@@ -83,9 +89,10 @@ class ResponseService:
 
     async def close(self) -> None:
         """Stop the running responses; another gateway, if there is one, takes them over."""
-        for task in self._tasks:
+        tasks = self._tasks | self._deletions
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- new responses -----------------------------------------------------------------------
 
@@ -236,6 +243,12 @@ class ResponseService:
     async def resume(self, caller: Caller, response_id: str) -> ResponseLog:
         """The log of a response whose stream is resumed. Raises as `log`."""
         log = await self.log(caller, response_id)
+        try:  # until a deleted response has ended, it still has a log
+            await self.turn(caller, response_id)
+        except NotFoundError:
+            raise response_expired(response_id) from None
+        except StoreUnavailableError:
+            pass  # nor can anything be deleted now
         self._metrics.count("resumes")
         return log
 
@@ -275,9 +288,10 @@ class ResponseService:
     async def delete(self, caller: Caller, response_id: str) -> None:
         """Delete a response and its KV, stopping it if it runs. Responses that continued it can no
         longer be continued. Raises as `turn`."""
-        self._drop_prefix_of(await self.cancel(caller, response_id))
+        turn = await self.cancel(caller, response_id)
+        self._drop_prefix_of(turn)
         await self._conversations.delete_turn(caller.tenant, response_id)
-        await self._logs.delete(caller.tenant, response_id)
+        await self._delete_log(caller, turn.turn_id, is_running=turn.status == "in_progress")
 
     async def delete_conversation(self, caller: Caller, conversation_id: str) -> None:
         """Delete a conversation with its responses; running ones are stopped. Raises:
@@ -288,7 +302,27 @@ class ResponseService:
                 await self._stop(caller, turn.turn_id)
         await self._conversations.delete(caller.tenant, conversation_id)
         for turn in turns:
-            await self._logs.delete(caller.tenant, turn.turn_id)
+            await self._delete_log(caller, turn.turn_id, is_running=turn.status == "in_progress")
+
+    async def _delete_log(self, caller: Caller, response_id: str, *, is_running: bool) -> None:
+        """Delete a response's log: at once if it has ended, otherwise once it has been stopped, so
+        that its readers see the end."""
+        if is_running:
+            task = asyncio.create_task(self._delete_log_at_end(caller, response_id))
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
+        else:
+            await self._logs.delete(caller.tenant, response_id)
+
+    async def _delete_log_at_end(self, caller: Caller, response_id: str) -> None:
+        try:
+            log = await self.log(caller, response_id)
+            with log.read(find_again=partial(self.log, caller, response_id)) as reader:
+                while await next_of(reader) is not None:
+                    pass
+            await self._logs.delete(caller.tenant, response_id)
+        except RequestRefusedError as error:  # it is gone, or is kept until it expires
+            _LOG.info("cannot delete the log of %s: %s", response_id, error)
 
     async def _stop(self, caller: Caller, response_id: str) -> None:
         try:

@@ -29,7 +29,7 @@ from penstock.gateway.api.responses.events import Event
 from penstock.gateway.api.responses.prompt import LaneMemory
 from penstock.gateway.api.responses.schema import SocketRequest
 from penstock.gateway.api.responses.service import ResponseService
-from penstock.gateway.api.responses.subscriber import Subscriber
+from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
 from penstock.gateway.api.schema.parsing import parse_json, parse_request
 from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.auth.guard import KEY_SUBPROTOCOL
@@ -179,6 +179,7 @@ class Connection:
             failed = {"recovered": False, "error": failure_of(error).body()["error"]}
             await self.send(_on_lane({**event, **failed}, lane.stream_id))
             return None
+        check_start(after, lane.log)
         await self.send(_on_lane({**event, "recovered": True}, lane.stream_id))
         return self._subscriber(lane.log, after=after)
 
@@ -342,13 +343,7 @@ def _response_id_of(message: _Message, kind: str) -> str:
 
 def _starting_after_of(message: _Message) -> int:
     after = message.get("starting_after")
-    if after is None:
-        return -1
-    if not isinstance(after, int) or isinstance(after, bool):
-        raise RequestRefusedError(
-            "starting_after must be a sequence number", code="invalid_type", param="starting_after"
-        )
-    return max(-1, after)
+    return -1 if after is None else starting_after_of(after)
 
 
 def _stream_id_of(message: _Message) -> str | None:

@@ -23,6 +23,7 @@ from penstock.clients import Client, output_text
 from penstock.engine.request import FinishReason
 from penstock.gateway.api.responses.events import response_object
 from penstock.gateway.api.responses.prompt import all_items, history
+from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.turn_codec import node_of, pack, unpack
 from penstock.gateway.storage.response_log.codec import (
     UnreadableEntryError,
@@ -128,8 +129,10 @@ async def test_items_come_one_after_the_other() -> None:
 async def test_every_number_replays_the_rest() -> None:
     log = _log()
     whole = await events_of(log)
-    for after in range(-1, len(whole) + 3):
+    for after in range(-1, len(whole)):
         assert await events_of(log, after) == whole[after + 1 :]
+    with pytest.raises(RequestRefusedError, match="starting_after"):
+        await events_of(log, len(whole))
 
 
 @pytest.mark.parametrize("num_said", range(len(SAID) + 1))
