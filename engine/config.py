@@ -22,6 +22,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8")
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
 DEMO_MODEL = "demo"
+MAX_BLOCK_SIZE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,9 @@ class CacheConfig:
     num_host_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.block_size >= 1, "--block-size must be at least 1")
+        # On a CPU the kernels keep positions in pairs; an odd size would leave all of it to torch.
+        is_even = self.block_size % 2 == 0 and 2 <= self.block_size <= MAX_BLOCK_SIZE
+        _check(is_even, f"--block-size must be an even number from 2 to {MAX_BLOCK_SIZE}")
         _check(
             0.0 < self.gpu_memory_utilization <= 1.0, "--gpu-memory-utilization must be in (0, 1]"
         )

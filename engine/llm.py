@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 from tqdm import tqdm
 
 from penstock.engine.deferred_interrupt import interrupt_deferred
@@ -37,7 +38,16 @@ from penstock.engine.llm_prompts import (
     tokenise,
 )
 from penstock.engine.model_files import read_generation_defaults
-from penstock.engine.request import BeamSearch, Request, RequestOutput, Retention, SamplingParams
+from penstock.engine.request import (
+    BeamSearch,
+    DefaultLimit,
+    Request,
+    RequestOutput,
+    Retention,
+    SamplingParams,
+    check_choice,
+    most_output_tokens,
+)
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer
 
@@ -129,7 +139,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
-        """Answer conversations, each rendered with the model's chat template.
+        """Answer conversations, each rendered with the model's chat template. Parameters without
+        `max_tokens` allow what is left of the context, as over HTTP.
 
         Args:
             messages: one conversation (a list of messages with `role` and `content`), or several.
@@ -149,13 +160,16 @@ class LLM:
             for conversation in conversations(messages)
         ]
         tokens = [
-            TokenPrompt(tuple(self.tokenizer.encode(text, add_special_tokens=False)), text)
+            TokenPrompt(
+                tuple(self.tokenizer.encode(text, add_special_tokens=False, param="messages")), text
+            )
             for text in texts  # the template writes the special tokens itself
         ]
         params = params_for(self._or_default(sampling_params), len(tokens))
+        requests = self._requests(tokens, params, fills_context=True)
         collectors = [
             OutputCollector(request, self.tokenizer, prompt=text)
-            for request, text in zip(self._requests(tokens, params), texts, strict=True)
+            for request, text in zip(requests, texts, strict=True)
         ]
         return self._collect(collectors, use_tqdm=use_tqdm)
 
@@ -268,13 +282,16 @@ class LLM:
         priority: int | Sequence[int] = 0,
         *,
         retention: Retention | None = None,
+        fills_context: bool = False,
     ) -> list[Request]:
         arrival_s = time.time()
         return [
             Request(
                 request_id=str(next(self._ids)),
                 prompt_token_ids=prompt.token_ids,
-                sampling_params=self._checked(own),
+                sampling_params=self._checked(
+                    own, len(prompt.token_ids), fills_context=fills_context
+                ),
                 arrival_s=arrival_s,
                 priority=band,
                 retention=retention,
@@ -284,11 +301,26 @@ class LLM:
             )
         ]
 
-    def _checked(self, params: SamplingParams) -> SamplingParams:
+    def _checked(
+        self, params: SamplingParams, num_prompt_tokens: int, *, fills_context: bool
+    ) -> SamplingParams:
         size = self.info.vocab_size
         check_vocabulary(params.logit_bias, size, param="logit_bias")
         check_vocabulary(params.stop_token_ids, size, param="stop_token_ids")
-        return params
+        check_choice(params, vocab_size=size, eos_token_ids=self.info.eos_token_ids)
+        if not isinstance(params.max_tokens, DefaultLimit):
+            return params
+        limit = int(params.max_tokens)
+        if fills_context:
+            limit = max(1, self.info.max_model_len - num_prompt_tokens)
+            limit = most_output_tokens(
+                params,
+                num_prompt_tokens,
+                limits=range(min(max(params.min_tokens, 1), limit), limit + 1),
+                block_size=self.info.block_size,
+                num_blocks=self.info.num_blocks,
+            )
+        return msgspec.structs.replace(params, max_tokens=limit)
 
     def _priorities(self, priority: int | Sequence[int], num_prompts: int) -> Sequence[int]:
         bands = [priority] * num_prompts if isinstance(priority, int) else priority

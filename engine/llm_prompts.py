@@ -8,9 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -22,8 +20,9 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError, InvalidRequestError
-from penstock.engine.request import SamplingParams
+from penstock.engine.request import SEED_MASK, SamplingParams
 from penstock.engine.text import Tokenizer
+from penstock.engine.type_checks import misfits
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Prompts = Prompt | Sequence[Prompt]
@@ -36,7 +35,6 @@ _SECTIONS = {
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
 }
-_MAX_SEED = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,8 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def _section(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    for name, expected in misfits(kind, values):
-        raise ConfigError(f"{name} must be {expected}, not {values[name]!r}")
+    for _, message in misfits(kind, values):
+        raise ConfigError(message)
     return kind(**values)
 
 
@@ -86,7 +84,7 @@ def tokenise(prompts: Prompts, tokenizer: Tokenizer, *, vocab_size: int) -> list
     Raises:
         InvalidRequestError: not a prompt, or an id outside the vocabulary.
     """
-    if not isinstance(prompts, Sequence | Mapping):
+    if not isinstance(prompts, Sequence | Mapping) or isinstance(prompts, bytes | bytearray):
         raise _not_a_prompt(prompts)
     several: Sequence[Any] = [prompts] if _is_one(prompts) else prompts  # type: ignore[assignment]
     return [_tokenise(prompt, tokenizer, vocab_size) for prompt in several]
@@ -99,7 +97,7 @@ def _is_one(prompts: Prompts) -> bool:
 def _are_ids(value: object) -> TypeGuard[Sequence[int]]:
     return (
         isinstance(value, Sequence)
-        and not isinstance(value, str)
+        and not isinstance(value, str | bytes | bytearray | memoryview)
         and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
     )
 
@@ -108,7 +106,7 @@ def _tokenise(prompt: object, tokenizer: Tokenizer, vocab_size: int) -> TokenPro
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if isinstance(prompt, str):
-        return TokenPrompt(tuple(tokenizer.encode(prompt)), prompt)
+        return TokenPrompt(tuple(tokenizer.encode(prompt, param="prompts")), prompt)
     if not _are_ids(prompt):
         raise _not_a_prompt(prompt)
     check_vocabulary(prompt, vocab_size, param="prompts")
@@ -168,7 +166,7 @@ def params_for(
     if isinstance(params, SamplingParams):
         _check_types(params)
         return [
-            msgspec.structs.replace(params, seed=(params.seed + i) & _MAX_SEED)
+            msgspec.structs.replace(params, seed=(params.seed + i) & SEED_MASK)
             for i in range(num_prompts)
         ]
     if len(params) != num_prompts:
@@ -187,48 +185,5 @@ def _check_types(params: object) -> None:
             param="sampling_params",
         )
     values = {name: getattr(params, name) for name in params.__struct_fields__}
-    for name, expected in misfits(SamplingParams, values):
-        raise InvalidRequestError(f"{name} must be {expected}, not {values[name]!r}", param=name)
-
-
-def misfits(kind: type[Any], values: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Fields of the class `kind` whose values have the wrong type, with the expected type.
-
-    NumPy's numbers count as numbers, lists as tuples; a bool is not a number.
-    """
-    hints = get_type_hints(kind)
-    return [
-        (name, _in_words(hint))
-        for name, hint in hints.items()
-        if name in values and not _fits(values[name], hint)
-    ]
-
-
-def _fits(value: object, hint: Any) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin is tuple:
-        return isinstance(value, tuple | list) and all(_fits(each, arguments[0]) for each in value)
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(
-            _fits(key, arguments[0]) and _fits(each, arguments[1]) for key, each in value.items()
-        )
-    if hint in (int, float):
-        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _in_words(hint: Any) -> str:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(map(_in_words, arguments))
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin is tuple:
-        return f"a list of {_in_words(arguments[0])}"
-    if origin is Mapping:
-        return f"a mapping from {_in_words(arguments[0])} to {_in_words(arguments[1])}"
-    return "None" if hint is type(None) else str(hint.__name__)
+    for name, message in misfits(SamplingParams, values):
+        raise InvalidRequestError(message, param=name)

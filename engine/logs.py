@@ -197,8 +197,9 @@ def _redirect(writer: LogWriter) -> None:
 
 
 def _queued(writer: LogWriter, stream: TextIO) -> TextIO:
+    # A descriptor of its own, since `text.native_panics` redirects that of stderr for moments.
     return io.TextIOWrapper(
-        cast("BinaryIO", _QueuedFile(writer, stream.fileno())),
+        cast("BinaryIO", _QueuedFile(writer, os.dup(stream.fileno()))),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=True,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -13,9 +14,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.type_checks import misfits
 
 MAX_LOGPROBS = 20
 MAX_BRANCHES = 128  # of one request: n, best_of or beams
+MAX_LOGIT_BIAS = 100.0  # OpenAI's
+SEED_MASK = (1 << 64) - 1
 
 
 class BeamSearch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -34,6 +38,9 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
+        _check_types_if_wrong(self, self._check)
+
+    def _check(self) -> None:
         _check(1 <= self.width <= MAX_BRANCHES, "width", f"must be between 1 and {MAX_BRANCHES}")
         _check(-10.0 <= self.length_penalty <= 10.0, "length_penalty", "must be in [-10, 10]")
         _check(
@@ -81,6 +88,10 @@ _MIN_TOKENS = "must be between 0 and max_tokens"
 _LOGPROBS = Declared(ge=0, le=MAX_LOGPROBS)
 
 
+class DefaultLimit(int):
+    """A limit that the caller did not set. `LLM.chat` replaces it by what fits the context."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How output tokens are chosen and when they end. Names and meanings follow vLLM.
 
@@ -119,18 +130,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     presence_penalty: Annotated[float, _PENALTY, "OpenAI's, over output tokens."] = 0.0
     frequency_penalty: Annotated[float, _PENALTY, "OpenAI's, over output tokens."] = 0.0
     logit_bias: Annotated[
-        Mapping[int, float], Declared(neutral=({},)), "Token id → value added to its logit."
+        Mapping[int, float],
+        Declared(neutral=({},)),
+        "Token id → value added to its logit, between -100 and 100.",
     ] = msgspec.field(default_factory=dict)
     seed: Annotated[
         int,
-        Declared(ge=0, le=(1 << 64) - 1, rule="must be a 64-bit unsigned integer"),
-        "A draw depends only on seed, sequence index and token position.",
+        Declared(ge=-(1 << 63), le=SEED_MASK, rule="must be a 64-bit integer"),
+        "A draw depends only on seed, sequence index and token position. A negative seed is the "
+        "same as its 64 bits without a sign.",
     ] = 0
     max_tokens: Annotated[
         int,
         Declared(ge=0, rule="must not be negative"),
         "Maximum number of output tokens; 0 only computes the prompt.",
-    ] = 16
+    ] = DefaultLimit(16)
     min_tokens: Annotated[
         int,
         _common(ge=0, rule=_MIN_TOKENS),
@@ -169,16 +183,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     skip_special_tokens: Annotated[bool, _common(), "Leave special tokens out of the text."] = True
 
     def __post_init__(self) -> None:
+        _check_types_if_wrong(self, self._check_values)
+
+    def _check_values(self) -> None:
         for value, (low, high, name, rule) in zip(_BOUNDED(self), _BOUNDS, strict=True):
             # NaN fails every comparison, so it is refused too.
             if value is not None and not low <= value <= high:
                 raise InvalidRequestError(f"{name} {rule}", param=name)
-        is_finite = all(map(math.isfinite, self.logit_bias.values()))
-        _check(is_finite, "logit_bias", "values must be finite")
-        _check(self.min_tokens <= self.max_tokens, "min_tokens", _MIN_TOKENS)
+        if self.logit_bias:
+            is_bounded = all(abs(bias) <= MAX_LOGIT_BIAS for bias in self.logit_bias.values())
+            _check(is_bounded, "logit_bias", "values must be between -100 and 100")
+        has_limit = not isinstance(self.max_tokens, DefaultLimit)
+        _check(self.min_tokens <= self.max_tokens or not has_limit, "min_tokens", _MIN_TOKENS)
         if self.n > 1 or self.best_of is not None or self.beam_search is not None:
             self._check_branches()
+        if self.seed < 0:
+            msgspec.structs.force_setattr(self, "seed", self.seed & SEED_MASK)
         msgspec.structs.force_setattr(self, "stop", _as_tuple(self.stop))
+        _check("" not in self.stop, "stop", "must not contain an empty string")
 
     def _check_branches(self) -> None:
         _check(
@@ -233,8 +255,38 @@ _BOUNDS = [
 _BOUNDED = attrgetter(*(name for _, _, name, _ in _BOUNDS))
 
 
+def _check_types_if_wrong(struct: msgspec.Struct, check: Callable[[], None]) -> None:
+    """Run a check. What is wrong with a value of another type is its type."""
+    try:
+        check()
+    except (TypeError, AttributeError):
+        values = {name: getattr(struct, name) for name in struct.__struct_fields__}
+        for name, message in misfits(type(struct), values):
+            raise InvalidRequestError(message, param=name) from None
+        raise
+
+
+def check_choice(
+    params: SamplingParams, *, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> None:
+    """
+    Raises:
+        InvalidRequestError: no token is allowed before `min_tokens`.
+    """
+    if params.min_tokens and len({*eos_token_ids, *params.stop_token_ids}) >= vocab_size:
+        raise InvalidRequestError(
+            f"stop_token_ids and the end tokens are the whole vocabulary of {vocab_size} tokens, "
+            "so that none is left for min_tokens",
+            param="stop_token_ids",
+        )
+
+
 def _as_tuple(strings: str | Iterable[str] | None) -> tuple[str, ...]:
-    return (strings,) if isinstance(strings, str) else tuple(strings or ())
+    if isinstance(strings, str):
+        return (strings,)
+    if not isinstance(strings, list | tuple | None):
+        raise TypeError("neither a text nor a list of texts")
+    return tuple(strings or ())
 
 
 def _check(is_valid: bool, param: str, rule: str) -> None:
@@ -378,6 +430,25 @@ def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size
     num_shared = 0 if params.beam_search is not None else num_prompt_tokens // block_size
     num_shared = min(num_shared, num_each)
     return num_shared + params.num_branches * (num_each - num_shared)
+
+
+def most_output_tokens(
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    *,
+    limits: range,
+    block_size: int,
+    num_blocks: int,
+) -> int:
+    """The largest of some values of `max_tokens` with which all branches fit into KV memory at the
+    same time; the smallest of them must fit."""
+
+    def num_needed(max_tokens: int) -> int:
+        longest = msgspec.structs.replace(params, max_tokens=max_tokens)
+        return num_blocks_needed(longest, num_prompt_tokens, block_size)
+
+    # The number of blocks grows with the limit, so bisection finds the largest limit that fits.
+    return limits[bisect.bisect_right(limits, num_blocks, key=num_needed) - 1]
 
 
 class SequenceStatus(enum.Enum):

@@ -142,7 +142,6 @@ class Sampler:
         )
 
 
-_MAX_BIAS = 1e30  # float32 must still hold a logit plus its bias
 # A row, token ids, and a value for each of them.
 _Entry = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
@@ -240,8 +239,7 @@ def _known(row: int, token_ids: Sequence[int], values: Sequence[float], logits: 
     """An entry without the ids outside the vocabulary."""
     ids = np.array(token_ids, dtype=np.int64)
     is_known = (ids >= 0) & (ids < logits.shape[1])
-    bounded = np.array(values).clip(-_MAX_BIAS, _MAX_BIAS).astype(np.float32)
-    return row, ids[is_known], bounded[is_known]
+    return row, ids[is_known], np.array(values, dtype=np.float32)[is_known]
 
 
 def _columns(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +14,15 @@ import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 
-from penstock.engine.errors import ModelLoadError
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.text.native_panics import PANICS_HIDDEN, is_panic
 
 _MAX_CHAR_BYTES = 4
 _REWRITING = frozenset({"ByteLevel", "Metaspace", "Prepend", "Replace"})
+_MAX_REASON_CHARS = 200
+_MANY_CHARS = 1024
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_NOTHING = contextlib.nullcontext()
 _MANY_TOKENS = 4096  # from here on decoding would hold the GIL for noticeably long
 
 
@@ -40,6 +47,8 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if not (token.lstrip or token.single_word or token.normalized)
         }
+        # A shorter text cannot make a regular expression try too often.
+        self._panics_from_chars = 0 if _repeats_groups(backend) else _MANY_CHARS
         # As in GPT-2: a token stands for the same bytes wherever it is.
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self.pieces = _Pieces(self)
@@ -92,10 +101,29 @@ class Tokenizer:
             ]
         return max(_MAX_CHAR_BYTES, *(len(piece.encode()) for piece in pieces))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str | None = None
+    ) -> list[int]:
+        """
+        Args:
+            param: the parameter that the text came from.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode, or exceeds a limit of the
+                tokenizer's regular expressions.
+        """
         # The batch call releases the GIL; `encode` holds it, and other threads would stop for
         # seconds with a text of 4 MB.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            with PANICS_HIDDEN if len(text) >= self._panics_from_chars else _NOTHING:
+                [encoding] = self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+        except BaseException as error:
+            message = _refusal(text, error)
+            if message is None:
+                raise
+            raise InvalidRequestError(message, param=param) from None
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -145,6 +173,28 @@ class _Pieces(dict[int, str | bytes]):
             piece = own
         self[token_id] = piece
         return piece
+
+
+def _refusal(text: str, error: BaseException) -> str | None:
+    """What is wrong with a text that was not tokenised; None if the error has another cause."""
+    if is_panic(error):
+        reason = str(error)[:_MAX_REASON_CHARS]
+        return f"the model's tokenizer cannot process this text ({reason})"
+    if isinstance(error, TypeError):
+        try:
+            text.encode()
+        except UnicodeEncodeError as cause:
+            code, place = ord(text[cause.start]), cause.start
+            return f"the text is not valid Unicode: U+{code:04X} at position {place} is half a pair"
+    return None
+
+
+def _repeats_groups(backend: tokenizers.Tokenizer) -> bool:
+    """Whether a regular expression of the tokenizer repeats a group, so that it may try
+    exponentially often in a text's length."""
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    patterns = [step["pattern"].get("Regex") for step in steps if "pattern" in step]
+    return any(pattern and _REPEATED_GROUP.search(pattern) for pattern in patterns)
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

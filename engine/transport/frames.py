@@ -15,7 +15,7 @@ from penstock.engine.transport.messages import Message, Submit
 
 _LENGTH = struct.Struct(">I")
 _MAX_FRAME_BYTES = 1 << 28
-_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=int)  # for `DefaultLimit`
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

@@ -5,13 +5,12 @@ Pure functions of the engine's `EngineInfo`.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
-from penstock.engine.request import SamplingParams, num_blocks_needed
+from penstock.engine.request import SamplingParams, most_output_tokens, num_blocks_needed
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.auth.callers import Caller
 
@@ -145,21 +144,23 @@ def fit_branches(
             param=name,
         )
 
-    def num_blocks(max_tokens: int) -> int:
-        longest = msgspec.structs.replace(params, max_tokens=max_tokens)
-        return num_blocks_needed(longest, num_prompt_tokens, info.block_size)
-
     least = params.max_tokens if is_limit_given else max(params.min_tokens, 1)
-    if num_blocks(least) > info.num_blocks:
+    shortest = msgspec.structs.replace(params, max_tokens=least)
+    num_blocks = num_blocks_needed(shortest, num_prompt_tokens, info.block_size)
+    if num_blocks > info.num_blocks:
         raise InvalidRequestError(
             f"{params.num_branches} outputs of {least} tokens for a prompt of {num_prompt_tokens} "
-            f"tokens need {num_blocks(least)} KV blocks, but this server has {info.num_blocks}",
+            f"tokens need {num_blocks} KV blocks, but this server has {info.num_blocks}",
             param=name,
         )
-    # The number of blocks grows with the limit, so bisection finds the largest limit that fits.
-    limits = range(least, params.max_tokens + 1)
-    num_fitting = bisect.bisect_right(limits, info.num_blocks, key=num_blocks)
-    return msgspec.structs.replace(params, max_tokens=limits[num_fitting - 1])
+    limit = most_output_tokens(
+        params,
+        num_prompt_tokens,
+        limits=range(least, params.max_tokens + 1),
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+    )
+    return msgspec.structs.replace(params, max_tokens=limit)
 
 
 def check_vocabulary(

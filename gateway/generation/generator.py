@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.engine.request import Request, Retention, SamplingParams
+from penstock.engine.request import Request, Retention, SamplingParams, check_choice
 from penstock.engine.text import OutputText
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.admission.admission import Admission, Reservation
@@ -161,6 +161,7 @@ class Generator:
             must_fit: the whole text must fit the context, after `num_known_tokens` others.
 
         Raises:
+            InvalidRequestError: the tokenizer cannot process the text.
             PromptTooLongError: the text's length shows that it does not fit, or that tokenising it
                 would take too long.
             EngineDeadError: the engine is not available.
@@ -178,7 +179,7 @@ class Generator:
             num_known_tokens=num_known_tokens,
         )
         return await self.long_work.run(
-            partial(tokenizer.encode, text, add_special_tokens=add_special_tokens),
+            partial(tokenizer.encode, text, add_special_tokens=add_special_tokens, param=param),
             is_long=len(text) >= LONG_TEXT_CHARS,
         )
 
@@ -222,6 +223,7 @@ class Generator:
             ("stop_token_ids", params.stop_token_ids),
         ):
             check_vocabulary(token_ids, info.vocab_size, param=name)
+        check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         reservation = await self._admission.admit(
             caller, len(prompt_token_ids), params, deadline_s=deadline_s
         )

@@ -14,6 +14,7 @@ from penstock.engine.config import (
     CUDAGRAPH_MODES,
     DTYPES,
     KV_CACHE_DTYPES,
+    MAX_BLOCK_SIZE,
     QUANTIZATIONS,
     CacheConfig,
     ModelConfig,
@@ -24,7 +25,6 @@ from penstock.gateway.config import GatewayConfig
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "ms": 0.001}
-_MAX_BLOCK_SIZE = 1 << 16
 _MAX_DURATION_S = 100 * 365 * 86400.0  # more overflows the integers of Redis
 _MAX_COUNT = 1_000_000  # of sequences and tokens per step; buffers of this size still fit
 _MAX_THREADS = 1024
@@ -106,7 +106,7 @@ def _integer(lowest: float = -math.inf, highest: float = math.inf) -> Callable[[
 
 def _block_size(text: str) -> int:
     value = int(text)
-    if value % 2 or not 2 <= value <= _MAX_BLOCK_SIZE:
+    if value % 2 or not 2 <= value <= MAX_BLOCK_SIZE:
         raise ValueError(f"{text!r} is no block size")
     return value
 
@@ -179,8 +179,7 @@ POSITIVE_MILLISECONDS = Kind(
     _positive(_milliseconds),
     MILLISECONDS.show,
 )
-# On a CPU the kernels keep positions in pairs; an odd size would leave all of it to torch.
-BLOCK_SIZE = Kind("N", f"an even number from 2 to {_MAX_BLOCK_SIZE}", _block_size)
+BLOCK_SIZE = Kind("N", f"an even number from 2 to {MAX_BLOCK_SIZE}", _block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.request import (
     MAX_BRANCHES,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     SAMPLING_PARAMETERS,
     BeamSearch,
@@ -38,10 +39,10 @@ _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 1 << 31
-_SEED_MASK = (1 << 64) - 1
 # Beam search does not sample, so the model's sampling defaults do not apply to it.
 _SEARCH_DEFAULTS: Mapping[str, float] = {"temperature": 0.0}
 
+_Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 _Stops = Annotated[list[_Stop], Field(max_length=_MAX_STOPS, fail_fast=True)]
@@ -239,11 +240,22 @@ class _Generating(Model):
     stream: bool = False
 
 
+def _bounded(name: str) -> Any:
+    """A parameter's type and bounds as `SamplingParams` declares them."""
+    kind, _, declared, _ = SAMPLING_PARAMETERS[name]
+    return Annotated[kind, Field(ge=declared.ge, gt=declared.gt, le=declared.le)]
+
+
+if TYPE_CHECKING:
+    _Seed = int
+else:
+    _Seed = _bounded("seed")
+
+
 def _common_field(name: str) -> Any:
     """A parameter as `SamplingParams` declares it; None where the model may have a default."""
-    kind, default, declared, _ = SAMPLING_PARAMETERS[name]
-    constraints = Field(ge=declared.ge, gt=declared.gt, le=declared.le)
-    limited: Any = Annotated[kind, constraints]
+    _, default, declared, _ = SAMPLING_PARAMETERS[name]
+    limited = _bounded(name)
     if declared.has_model_default:
         return limited | None, _described(name, default=None)
     return limited, _described(name, default=default)
@@ -281,12 +293,10 @@ class SamplingRequest(_Common):
     default_output_limit: ClassVar[int | None] = None
 
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], _Bias],
         BeforeValidator(lambda value: bounded(value, _MAX_LOGIT_BIAS)),
     ] = _described("logit_bias", default_factory=dict)
-    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = _described(
-        "seed", default=None
-    )
+    seed: _Seed | None = _described("seed", default=None)
     stop: Annotated[_Stops, BeforeValidator(listed, json_schema_input_type=_Stop | _Stops)] = (
         _described("stop", default_factory=list)
     )
@@ -316,7 +326,7 @@ class SamplingRequest(_Common):
         return SamplingParams(
             **{**defaults, **given},
             logit_bias={int(token_id): bias for token_id, bias in self.logit_bias.items()},
-            seed=secrets.randbits(63) if self.seed is None else self.seed & _SEED_MASK,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_tokens=UNKNOWN_LIMIT,
             stop_token_ids=tuple(self.stop_token_ids),
             logprobs=self.num_logprobs,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from penstock.engine import LLM, BeamSearch, Retention, SamplingParams
+from penstock.engine import LLM, BeamSearch, InvalidRequestError, Retention, SamplingParams
 
-from .conftest import GREEDY, PROMPTS, one
+from .conftest import GREEDY, MAX_MODEL_LEN, PROMPTS, one
 
 
 def question(text: str) -> list[dict[str, str]]:
@@ -91,3 +91,33 @@ def test_a_warmed_prompt_is_found_until_it_is_dropped(llm: LLM) -> None:
     assert llm.drop_prefix(prompt) >= num_tokens // 16  # blocks of 16 tokens
     assert num_cached() == 0
     assert num_cached() == num_tokens - 1
+
+
+def test_a_chat_without_a_limit_may_fill_the_context(llm: LLM) -> None:
+    """As over HTTP. `generate` keeps the 16 tokens of completions."""
+    for params in (None, SamplingParams(ignore_eos=True), SamplingParams(n=2, ignore_eos=True)):
+        (result,) = llm.chat(question("Hello!"), params, use_tqdm=False)
+        room = MAX_MODEL_LEN - len(result.prompt_token_ids)
+        for output in result.outputs:
+            if params is None:
+                assert output.finish_reason == "stop"  # when the answer is over
+            else:
+                assert len(output.token_ids) == room
+    (result,) = llm.chat(question("Hello!"), SamplingParams(max_tokens=16, ignore_eos=True))
+    assert len(result.outputs[0].token_ids) == 16
+    params = SamplingParams(min_tokens=40)
+    (result,) = llm.chat(question("Hello!"), params, use_tqdm=False)
+    assert len(result.outputs[0].token_ids) >= 40
+    with pytest.raises(InvalidRequestError, match="min_tokens"):
+        llm.generate("Hello!", params, use_tqdm=False)
+    (result,) = llm.generate("Hello!", SamplingParams(ignore_eos=True), use_tqdm=False)
+    assert len(result.outputs[0].token_ids) == 16
+
+
+def test_several_chats_share_what_the_cache_holds(llm: LLM) -> None:
+    """Ten times the context does not fit: each output gets less."""
+    params = SamplingParams(n=10, ignore_eos=True)
+    (result,) = llm.chat(question("Hello!"), params, use_tqdm=False)
+    lengths = {len(output.token_ids) for output in result.outputs}
+    assert len(lengths) == 1
+    assert 16 < lengths.pop() < MAX_MODEL_LEN // 2

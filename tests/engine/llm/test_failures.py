@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from penstock.engine import (
     LLM,
+    BeamSearch,
     ConfigError,
     EngineDeadError,
     EngineError,
@@ -34,6 +35,14 @@ from .conftest import GREEDY, MAX_MODEL_LEN, PROMPTS, one
         (["fine", 7.5], InvalidRequestError, "not float"),
         ([{"promt": "fine"}], InvalidRequestError, "a prompt must be"),
         (None, InvalidRequestError, "not NoneType"),
+        (b"x", InvalidRequestError, "a prompt must be a text or a list of token ids, not bytes"),
+        ([b"x"], InvalidRequestError, "a prompt must be a text or a list of token ids, not bytes"),
+        (bytearray(b"x"), InvalidRequestError, "not bytearray"),
+        ([memoryview(b"x")], InvalidRequestError, "not memoryview"),
+        ({"prompt": b"x"}, InvalidRequestError, "not bytes"),
+        ({"prompt_token_ids": b"x"}, InvalidRequestError, "not bytes"),
+        ("a\ud800b", InvalidRequestError, r"U\+D800 at position 1 is half a pair"),
+        (["fine", "\udfff"], InvalidRequestError, r"U\+DFFF at position 0 is half a pair"),
     ],
 )
 def test_a_bad_prompt_refuses_the_call_before_anything_runs(
@@ -96,6 +105,42 @@ def test_what_is_no_sampling_params_or_no_conversation_is_refused(llm: LLM) -> N
             llm.chat(messages, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ignore_eos": True},
+        {"logit_bias": {5: 100.0}},
+        {"temperature": 1.0, "top_k": 1},
+        {"n": 2, "beam_search": BeamSearch(width=2)},
+        {"n": 2, "temperature": 1.0},
+    ],
+)
+def test_min_tokens_must_leave_a_token(changes: dict[str, Any], llm: LLM) -> None:
+    size = llm.info.vocab_size
+    rest = tuple(i for i in range(size) if i not in llm.info.eos_token_ids)
+    params = replace(GREEDY, min_tokens=2, stop_token_ids=rest, **changes)
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate("fine", params, use_tqdm=False)
+    assert caught.value.param == "stop_token_ids"
+    assert str(caught.value) == (
+        f"stop_token_ids and the end tokens are the whole vocabulary of {size} tokens, so that "
+        "none is left for min_tokens"
+    )
+    for fine in (
+        replace(params, min_tokens=0),
+        replace(params, stop_token_ids=rest[1:]),  # one token is left
+    ):
+        (result,) = llm.generate("fine", fine, use_tqdm=False)
+        assert result.outputs[0].token_ids
+
+
+def test_a_surrogate_in_a_conversation_is_named(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"U\+D800") as caught:
+        llm.chat([{"role": "user", "content": "\ud800"}], GREEDY, use_tqdm=False)
+    assert caught.value.param == "messages"
+
+
 def test_lists_must_be_as_long_as_the_prompts(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="2 sampling parameters for 3 prompts"):
         llm.generate(PROMPTS, [GREEDY, GREEDY], use_tqdm=False)
@@ -130,7 +175,9 @@ def test_lower_priorities_run_first(tiny: Path, monkeypatch: pytest.MonkeyPatch)
         ({"max_models_len": 5}, "'max_models_len'; did you mean 'max_model_len'"),
         ({"tensor_parallelism": 2}, "'tensor_parallelism'"),
         ({"preemption": "never"}, "preemption must be one of auto, swap, recompute, not 'never'"),
-        ({"block_size": 0}, "--block-size"),
+        ({"block_size": 0}, "--block-size must be an even number from 2 to 65536"),
+        ({"block_size": 17}, "--block-size must be an even number from 2 to 65536"),
+        ({"block_size": -16}, "--block-size must be an even number from 2 to 65536"),
         ({"block_size": 16.0}, "block_size must be int, not 16.0"),
         ({"max_model_len": "64"}, "max_model_len must be int or None"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be bool"),

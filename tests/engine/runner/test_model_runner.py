@@ -178,7 +178,7 @@ def test_whoever_left_may_never_have_been_here(tiny_checkpoint, driver):
 
 def test_logprobs_and_min_tokens_reach_the_recipe(tiny_checkpoint, driver):
     drive = driver(tiny_checkpoint())
-    drive.add(1, prompt(8), logprobs=2, min_tokens=5, logit_bias={2: 1e9})
+    drive.add(1, prompt(8), logprobs=2, min_tokens=5, logit_bias={2: 100.0})
     drive.add(2, prompt(8))
     result = drive.step({1: -1, 2: -1})
     assert set(result.logprobs) == {1}
