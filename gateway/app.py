@@ -179,7 +179,7 @@ def _apis(
     return [
         ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
-        Responses(service, max_body_bytes=max_bytes, ping_s=ping_s),
+        Responses(service, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Models(engine, generator.model),
         Conversations(stores.conversations, service, max_body_bytes=max_bytes),
         ConversationItems(stores.conversations, max_body_bytes=max_bytes),

@@ -6,6 +6,9 @@
 Such an answer is logged and continues without a reader, like a response, but belongs to no
 conversation. A failed answer stays failed for its readers; the next POST starts a new attempt under
 the next id.
+
+A response has an id in its conversation instead. Then the log of the derived id is a claim: it has
+no events, and names the response.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import itertools
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +28,10 @@ from weakref import WeakValueDictionary
 import orjson
 from starlette.requests import Request
 
+from penstock.engine.request import Request as EngineRequest
+from penstock.engine.request import SamplingParams
 from penstock.gateway.api.responses.logged_generation import LoggedGeneration
+from penstock.gateway.api.responses.response_task import ResponseTask
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
@@ -36,8 +43,11 @@ from penstock.gateway.storage.response_log.record import ResponseHeader
 
 HEADER = "Idempotency-Key"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_DIGEST = "body_digest"  # a key of `ResponseHeader.echo`
+_DIGEST, _RESPONSE_ID = "body_digest", "response_id"  # keys of `ResponseHeader.echo`
+_MAX_BEGINNING_S = 5.0  # between a claim and its response; both are single writes
+_TRY_AGAIN_S = 0.05
 Plan = Callable[[str], Awaitable[Generation]]
+Create = Callable[[Callable[[str], Awaitable[None]]], Awaitable[ResponseTask]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +97,7 @@ def refuse_with_key(params: Iterable[str]) -> None:
         RequestRefusedError: a request with a key has one of these parameters.
     """
     for param in params:
-        raise _refused(f"cannot be used with {param}: only single-output requests are supported")
+        raise _refused(f"cannot be used with {param}: only single, stored outputs are supported")
 
 
 class IdempotentAnswers:
@@ -133,6 +143,67 @@ class IdempotentAnswers:
                 return LoggedGeneration(log, find_again=find_again, is_resumed=is_resumed)
         raise AssertionError("unreachable")
 
+    async def respond(
+        self, key: IdempotencyKey, caller: Caller, create: Create
+    ) -> ResponseTask | ResponseLog:
+        """A new response, or the log of the existing one, running or ended.
+
+        Args:
+            create: starts a response after a call of its argument with the response's id.
+
+        Raises:
+            RequestRefusedError: 409 `idempotency_key_reused`: the key was used with another body.
+            StoreUnavailableError: the key cannot be stored now.
+            Exception: whatever `create` raises.
+        """
+        for attempt in itertools.count():
+            claim_id = key.response_id(attempt)
+            async with self._locks.setdefault(claim_id, asyncio.Lock()):
+                claim = await self._find(caller, claim_id)
+                if claim is None:
+                    try:
+                        return await self._created(key, caller, create, claim_id=claim_id)
+                    except LogExistsError:
+                        claim = await self._find(caller, claim_id)
+            if claim is None:
+                continue  # it exists but can no longer be read
+            if claim.header.echo.get(_DIGEST) != key.digest:
+                raise _reused()
+            log = await self._claimed(caller, claim.header)
+            if log is not None and (log.end is None or log.end.error is None):
+                return log
+        raise AssertionError("unreachable")
+
+    async def _created(
+        self, key: IdempotencyKey, caller: Caller, create: Create, *, claim_id: str
+    ) -> ResponseTask:
+        has_claim = False
+
+        async def claim(response_id: str) -> None:
+            nonlocal has_claim
+            await self._service.claim(_claim_header(key, claim_id, response_id))
+            has_claim = True
+
+        try:
+            return await create(claim)
+        except BaseException:
+            if has_claim:  # nothing was begun, so the next request is a first one
+                await self._service.give_back(caller, claim_id)
+            raise
+
+    async def _claimed(self, caller: Caller, claim: ResponseHeader) -> ResponseLog | None:
+        """The log of a claim's response, which another gateway may be about to store; None if the
+        response was deleted or never stored."""
+        while True:
+            try:
+                return await self._service.resume(caller, claim.echo[_RESPONSE_ID])
+            except RequestRefusedError as error:
+                if error.code != "response_expired":
+                    raise
+                if abs(time.time() - claim.created_at) > _MAX_BEGINNING_S:
+                    return None
+                await asyncio.sleep(_TRY_AGAIN_S)
+
     async def _find(self, caller: Caller, response_id: str) -> ResponseLog | None:
         try:
             return await self._service.answer_log(caller, response_id)
@@ -156,6 +227,23 @@ def _header(
         request=request,
         is_turn=False,
         continues_prompt=continues_prompt,
+    )
+
+
+def _claim_header(key: IdempotencyKey, claim_id: str, response_id: str) -> ResponseHeader:
+    nothing = EngineRequest(
+        request_id=claim_id, prompt_token_ids=(), sampling_params=SamplingParams(max_tokens=0)
+    )
+    return ResponseHeader(
+        response_id=claim_id,
+        conversation_id=conversation_of(claim_id) or "",
+        tenant=key.tenant,
+        nonce=secrets.token_hex(16),  # by which a gateway knows its own claim
+        created_at=int(time.time()),
+        echo={_DIGEST: key.digest, _RESPONSE_ID: response_id},
+        request=nothing,
+        generates=False,
+        is_turn=False,
     )
 
 

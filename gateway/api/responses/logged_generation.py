@@ -96,10 +96,14 @@ class LoggedGeneration:
             return Delta(index=0, text=entry.text, logprobs=unpacked(entry.logprobs))
         self._end = entry
         if entry.error is not None:
-            code, message = entry.error
-            kind = InvalidRequestError if code == "invalid_prompt" else GenerationFailedError
-            raise kind(message)
+            raise as_exception(*entry.error)
         return Delta(index=0, text="", finish_reason=entry.reason)
+
+
+def as_exception(code: str, message: str) -> Exception:
+    """The failure that a log tells of."""
+    kind = InvalidRequestError if code == "invalid_prompt" else GenerationFailedError
+    return kind(message)
 
 
 def _lost() -> RequestRefusedError:

@@ -14,11 +14,19 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.gateway.api.idempotency import (
+    IdempotencyKey,
+    IdempotentAnswers,
+    idempotency_key,
+    refuse_with_key,
+)
 from penstock.gateway.api.items import ItemsQuery, item_page
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.responses.events import Event, response_object
+from penstock.gateway.api.responses.logged_generation import as_exception
 from penstock.gateway.api.responses.prompt import items_of
+from penstock.gateway.api.responses.response_task import ResponseTask
 from penstock.gateway.api.responses.schema import ResponsesRequest
 from penstock.gateway.api.responses.service import ResponseService
 from penstock.gateway.api.responses.subscriber import Subscriber, check_start, starting_after_of
@@ -37,11 +45,20 @@ class Responses:
     """The endpoints.
 
     Args:
+        answers: finds responses to requests with an `Idempotency-Key`.
         ping_s: seconds of silence on a stream before a comment is sent.
     """
 
-    def __init__(self, service: ResponseService, *, max_body_bytes: int, ping_s: float) -> None:
+    def __init__(
+        self,
+        service: ResponseService,
+        answers: IdempotentAnswers,
+        *,
+        max_body_bytes: int,
+        ping_s: float,
+    ) -> None:
         self._service = service
+        self._answers = answers
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
 
@@ -58,18 +75,37 @@ class Responses:
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         asked = parse_request(ResponsesRequest, body)
-        task = await self._service.create(
-            asked, caller_of(request.scope), deadline_s=deadline_of(request.scope)
-        )
+        key = idempotency_key(request, body, caller_of(request.scope))
+        log, task = await self._started(request, asked, key)
         if asked.stream:
-            subscriber = self._subscriber(request, task.log, notices=asked.penstock.events)
-            return self._resumed(subscriber) if asked.background else self._live(subscriber)
+            subscriber = self._subscriber(request, log, notices=asked.penstock.events)
+            is_live = task is not None and not asked.background
+            return self._live(subscriber) if is_live else self._resumed(subscriber)
         if asked.background:
-            return json_response(response_object(task.log))
-        whole = await unless_gone(request, self._whole(request, task.log))
-        if task.failure is not None:
+            return json_response(response_object(log))
+        whole = await unless_gone(request, self._whole(request, log))
+        if whole is None:
+            return Response(status_code=CLIENT_GONE)
+        if task is not None and task.failure is not None:
             return task.failure.response()
-        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+        if task is None and whole["error"] is not None:
+            raise as_exception(whole["error"]["code"], whole["error"]["message"])
+        return json_response(whole)
+
+    async def _started(
+        self, request: Request, asked: ResponsesRequest, key: IdempotencyKey | None
+    ) -> tuple[ResponseLog, ResponseTask | None]:
+        """The log of a new response and its task, or of the one that the key stands for."""
+        caller = caller_of(request.scope)
+        deadline_s = deadline_of(request.scope)
+        create = partial(self._service.create, asked, caller, deadline_s=deadline_s)
+        if key is None:
+            task = await create()
+            return task.log, task
+        if not asked.store:
+            refuse_with_key(["store: false"])
+        found = await self._answers.respond(key, caller, lambda claim: create(claim=claim))
+        return (found, None) if isinstance(found, ResponseLog) else (found.log, found)
 
     @operation(
         f"GET {_ONE}", "Retrieve a response, or stream its events.", "Response", streams=True

@@ -12,13 +12,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import Retention, SamplingParams
+from penstock.engine.request import FinishReason, Retention, SamplingParams
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
 from penstock.gateway.api.responses.response_task import ResponseTask, ResponseTaskSettings, turn_of
 from penstock.gateway.api.responses.schema import ResponsesRequest
@@ -37,7 +37,7 @@ from penstock.gateway.storage.conversations.store import (
 )
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.log_store import LogStore, response_expired
-from penstock.gateway.storage.response_log.record import ResponseHeader
+from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 from penstock.gateway.telemetry.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
@@ -103,11 +103,13 @@ class ResponseService:
         *,
         deadline_s: float | None = None,
         memory: LaneMemory | None = None,
+        claim: Callable[[str], Awaitable[None]] | None = None,
     ) -> ResponseTask:
         """Start a response, which runs in a task of its own.
 
         Args:
             memory: remembers the response if it is not to be stored.
+            claim: called with the response's id when it has been admitted, before it is stored.
 
         Raises:
             InvalidRequestError: the request cannot be served, or the turn to continue does not
@@ -128,6 +130,8 @@ class ResponseService:
             retention=self._retention if request.store else None,
         )
         try:
+            if claim is not None:
+                await claim(response_id)
             header = _header(request, caller, prompt=prompt, generation=generation, model=model)
             log = await self._stored(header, prompt) if request.store else None
         except BaseException:
@@ -156,6 +160,27 @@ class ResponseService:
         task = self._task(generation, log, turn=None, text=None)
         self._keep(task.start(after=self._wait_for_engine))
         return log
+
+    async def claim(self, header: ResponseHeader) -> None:
+        """Store a log without events, whose header tells what it stands for.
+
+        Raises:
+            LogExistsError: there already is a log of that id.
+            StoreUnavailableError: it cannot be stored now.
+        """
+        log = await self._logs.create(header)
+        end = EndEntry(
+            number=log.next_number,
+            num_events=1,
+            reason=FinishReason.STOP,
+            usage=(0, 0, 0),
+            ended_at=int(time.time()),
+        )
+        log.append(end)
+
+    async def give_back(self, caller: Caller, claimed_id: str) -> None:
+        """Delete the log that `claim` stored."""
+        await self._logs.delete(caller.tenant, claimed_id)
 
     async def _stored(self, header: ResponseHeader, prompt: Prompt) -> ResponseLog | None:
         """Begin the turn and create the log; None if the response is to run without storage."""
