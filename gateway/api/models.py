@@ -22,7 +22,12 @@ class Models:
         self._model = model
         self._created = int(time.time())
 
-    @operation("GET /v1/models", "List the model's names.", "Models")
+    @operation(
+        "GET /v1/models",
+        "List the model's names.",
+        "Models",
+        links={"model": "$response.body#/data/0/id"},
+    )
     async def list(self, _: Request) -> Response:
         return json_response(
             {"object": "list", "data": [self._card(name) for name in self._model.names]}

@@ -18,6 +18,7 @@ from penstock.engine.request import FinishReason
 from penstock.gateway.api.operations import Operation
 from penstock.gateway.api.schema.fields import Model, SamplingRequest
 from penstock.gateway.api.schema.parameters import UNREAD, Unread, Use
+from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 
 _STATUSES = {
     400: "A parameter is unknown, unsupported, missing or invalid, or the HTTP is malformed.",
@@ -136,14 +137,17 @@ def _described(operation: Operation, by_id: Mapping[str, Operation]) -> dict[str
 
 def _links(operation: Operation, by_id: Mapping[str, Operation]) -> dict[str, Any]:
     known = operation.links
-    return {
-        re.sub("[^a-z]+", ".", name.replace(" ", "", 1)).rstrip("."): {
-            "operationId": name,
-            "parameters": known,
-        }
-        for name, other in by_id.items()
-        if known and set(_path_names(other)) == known.keys()
-    }
+    links: dict[str, Any] = {}
+    for name, other in by_id.items():
+        link: dict[str, Any] = {"operationId": name}
+        if known and set(_path_names(other)) == known.keys():
+            link["parameters"] = known
+        body = operation.next_bodies.get(f"{other.method} {_path(other)}")
+        if body is not None:
+            link["requestBody"] = dict(body)
+        if len(link) > 1:
+            links[re.sub("[^a-z]+", ".", name.replace(" ", "", 1)).rstrip(".")] = link
+    return links
 
 
 def _content(operation: Operation) -> dict[str, Any]:
@@ -342,10 +346,21 @@ ANSWERS: dict[str, Schema] = {
             ),
         ]
     },
-    "Item": _object(
+    "Item": {
+        "description": "A message, or an item of another type.",
+        "oneOf": [
+            ref("MessageItem"),
+            {
+                "type": "object",
+                "properties": {"id": STRING, "type": {"not": _one_of(MESSAGE.type)}},
+                "required": ["id", "type"],
+            },
+        ],
+    },
+    "MessageItem": _object(
         {"name": STRING, "phase": _one_of("commentary", "final_answer")},
         id=STRING,
-        type=_one_of("message"),
+        type=_one_of(MESSAGE.type),
         role=_one_of("system", "developer", "user", "assistant"),
         status=_one_of("in_progress", "completed", "incomplete"),
         content=_list(ref("Part")),
@@ -398,6 +413,10 @@ ANSWERS: dict[str, Schema] = {
         running=nullable(STRING),
         data=_list(
             _object(
+                {
+                    "items": _list(ref("Item")),
+                    "output": {"anyOf": [ref("Item"), _list(ref("Item")), _NULL]},
+                },
                 turn=STRING,
                 parent=nullable(STRING),
                 status=_TURN_STATUS,

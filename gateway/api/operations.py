@@ -34,6 +34,7 @@ class Operation:
         streams: whether it may answer with server-sent events.
         example: an example of a body.
         links: parameters of other operations' paths → where its answer has them (OpenAPI's links).
+        next_bodies: other operations → a body that continues from this one's answer.
         needs_key: whether the caller needs an API key, if the server has any.
     """
 
@@ -47,6 +48,7 @@ class Operation:
     streams: bool = False
     example: Mapping[str, Any] | None = None
     links: Mapping[str, str] = field(default_factory=dict)
+    next_bodies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     needs_key: bool = True
 
 

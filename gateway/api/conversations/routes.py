@@ -93,6 +93,9 @@ class Conversations(_Endpoints):
         "Conversation",
         body=(NewConversation,),
         links={"conversation_id": "$response.body#/id"},
+        next_bodies={
+            "POST /v1/responses": {"input": "Hello", "conversation": "$response.body#/id"},
+        },
     )
     async def create(self, request: Request) -> Response:
         asked = parse_fields(NewConversation, await self._body(request))
@@ -151,7 +154,7 @@ class Conversations(_Endpoints):
             {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
         )
 
-    @operation(f"GET {_ONE}/tree", "List a conversation's turns.", "Tree")
+    @operation(f"GET {_ONE}/tree", "List a conversation's turns.", "Tree", query=TreeQuery)
     async def tree(self, request: Request) -> Response:
         query = read_query(TreeQuery, request.query_params)
         conversation = await self._conversation(request)

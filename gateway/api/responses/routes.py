@@ -71,6 +71,9 @@ class Responses:
         streams=True,
         example={"input": "Hello", "max_output_tokens": 16},
         links={"response_id": "$response.body#/id"},
+        next_bodies={
+            "POST /v1/responses": {"input": "More", "previous_response_id": "$response.body#/id"},
+        },
     )
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)

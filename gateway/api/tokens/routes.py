@@ -34,6 +34,7 @@ class Tokens:
         "Tokens",
         body=(TokenizePrompt, TokenizeChat),
         statuses=(404,),
+        next_bodies={"POST /detokenize": {"tokens": "$response.body#/tokens"}},
     )
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
