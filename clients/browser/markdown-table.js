@@ -29,12 +29,12 @@ export function alignsOf(/** @type {string} */ line, /** @type {string} */ names
 export function renderTable(/** @type {Table} */ { aligns, rows }) {
   const [box, table, head, body] = [element("div"), element("table"), element("thead"), element("tbody")];
   box.className = "table";
+  box.dir = "auto"; // the first letter decides where the first column stands; cells: style sheet
   box.tabIndex = 0;
   rows.forEach((cells, number) => {
     const row = element("tr");
     row.append(...aligns.map((align, column) => {
       const cell = withInline(element(number === 0 ? "th" : "td"), cells[column] ?? "");
-      cell.dir = "auto";
       if (align) cell.setAttribute("align", align);
       return cell;
     }));

@@ -47,6 +47,32 @@ async def test_markdown_and_copying(
     )
 
 
+async def test_tables_read_from_the_right_where_their_letters_do(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    texts = (
+        "| 1 שם ארוך מאוד | another long name |\n|---|---|\n| abc | ג |",
+        "| 1 a | another long name |\n|---|---|\n| 1 | ד |",
+    )
+    conversation = await make_conversation(api, [("assistant", text) for text in texts])
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    hebrew, english = page.locator("table").first, page.locator("table").last
+    lefts = "nodes => nodes.map(node => node.getBoundingClientRect().left)"
+    for table, is_reversed in ((hebrew, True), (english, False)):
+        for row in await table.locator("tr").all():
+            found = await row.locator("th, td").evaluate_all(lefts)
+            assert found == sorted(found, reverse=is_reversed)
+    # Within a cell, its own letters decide on which side the text stands.
+    gaps = """nodes => nodes.map(node => {
+      const range = document.createRange();
+      range.selectNodeContents(node);
+      const [text, cell] = [range.getBoundingClientRect(), node.getBoundingClientRect()];
+      return text.left - cell.left < cell.right - text.right ? "left" : "right";
+    })"""
+    assert await hebrew.locator("td").evaluate_all(gaps) == ["left", "right"]
+    assert await english.locator("td").evaluate_all(gaps) == ["left", "right"]
+
+
 async def test_markdown_piece_by_piece_equals_markdown_at_once(
     page: Page, demo_server: Served
 ) -> None:
