@@ -4,6 +4,7 @@
 
 import { button, byId, make } from "./dom.js";
 import { PenstockError } from "./penstock-client.js";
+import { isConfirmed, tell } from "./question-dialog.js";
 import { quietly } from "./quietly.js";
 
 /** @typedef {import("./conversations.js").Conversation} Conversation */
@@ -50,6 +51,8 @@ export class ConversationList extends EventTarget {
 
   #showCurrent() {
     const id = this.#current;
+    const current = this.#shown.find((one) => one.id === id);
+    document.title = current ? `${titleOf(current)} – penstock` : "penstock";
     for (const link of list.querySelectorAll("a")) {
       if (link.dataset.id === id) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
@@ -66,9 +69,14 @@ export class ConversationList extends EventTarget {
     });
   }
 
-  async #delete(/** @type {Conversation} */ { id }) {
-    if (!confirm("Delete this conversation? The server forgets all of it.")) return;
-    if (!(await wasDone("be deleted", () => this.#conversations.delete(id)))) return;
+  async #delete(/** @type {Conversation} */ conversation) {
+    const { id } = conversation;
+    const title = "Delete this conversation?";
+    const text = `The server will delete “${titleOf(conversation)}” with all its messages.`;
+    if (!(await isConfirmed({ title, text, yes: "Delete" }))) return;
+    if (!(await wasDone("deleted", () => this.#conversations.delete(id)))) return;
+    this.#shown = this.#shown.filter((one) => one.id !== id);
+    this.#render();
     this.dispatchEvent(new CustomEvent("deleted", { detail: id }));
     await this.refresh();
   }
@@ -84,15 +92,37 @@ export class ConversationList extends EventTarget {
     const title = titleInput.value.trim();
     const renamed = this.#renamed;
     if (!renamed || !title) return;
-    await wasDone("be renamed", () => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
+    await wasDone("renamed", () => this.#conversations.update(renamed.id, { ...renamed.metadata, title }));
     await this.refresh();
   }
 
   #render() {
+    const focus = this.#focused();
     list.replaceChildren(...this.#shown.map((conversation) => this.#row(conversation)));
+    if (focus) this.#focus(focus);
     more.hidden = !this.#hasMore;
     empty.hidden = this.#shown.length > 0;
     this.#showCurrent();
+  }
+
+  /** Which part of which row has the focus. */
+  #focused() {
+    const part = document.activeElement;
+    const row = part?.closest("#conversations > li");
+    if (!part || !row) return null;
+    return {
+      id: row.querySelector("a")?.dataset.id,
+      index: [...list.children].indexOf(row),
+      part: [...row.children].indexOf(part),
+    };
+  }
+
+  /** The same part of the same row; else the row that is in its place now; else "New chat". */
+  #focus(/** @type {{ id: string | undefined, index: number, part: number }} */ { id, index, part }) {
+    const same = this.#shown.findIndex((one) => one.id === id);
+    const row = list.children[same >= 0 ? same : Math.min(index, list.children.length - 1)];
+    const node = row?.children[same >= 0 ? part : 0] ?? byId("new-chat");
+    /** @type {HTMLElement} */ (node).focus();
   }
 
   #row(/** @type {Conversation} */ conversation) {
@@ -118,7 +148,7 @@ async function wasDone(/** @type {string} */ what, /** @type {() => Promise<unkn
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
     if (error.status === 404) return true;
-    alert(`This conversation could not ${what}: ${error.message}`);
+    await tell(`This conversation was not ${what}`, `The reason: ${error.message}`);
     return false;
   }
   return true;

@@ -6,7 +6,7 @@ import json
 
 import httpx
 import pytest
-from playwright.async_api import Dialog, Page, Route, expect
+from playwright.async_api import Page, Route, expect
 
 from ..processes import Served
 from .conftest import make_conversation
@@ -88,28 +88,27 @@ async def test_a_conversation_that_cannot_be_begun(page: Page, demo_server: Serv
 async def test_what_was_not_deleted_or_renamed_stays(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
-    told: list[str] = []
-
-    async def accept(dialog: Dialog) -> None:
-        told.append(dialog.message)
-        await dialog.accept()
-
     conversation = await make_conversation(api, [("user", "Keep me.")], title="Kept one")
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
     await expect(page.locator(".bubble")).to_have_text("Keep me.")
-    page.on("dialog", accept)
     await page.route(f"**/v1/conversations/{conversation}", lambda route: route.abort())
-    await page.get_by_role("link", name="Kept one").hover()
-    await page.get_by_role("button", name="Delete “Kept one”").click()
-    await page.get_by_role("button", name="Rename “Kept one”").click()
-    await page.locator("#rename-input").fill("Another")
-    async with page.expect_event("dialog"):
+    dialog = page.get_by_role("dialog")
+    for name, answer in (("Delete", "was not deleted"), ("Rename", "was not renamed")):
+        start = page.get_by_role("button", name=f"{name} “Kept one”")
+        await start.focus()
         await page.keyboard.press("Enter")
-    assert [text[:30] for text in told] == [
-        "Delete this conversation? The ",
-        "This conversation could not be",
-        "This conversation could not be",
-    ]
+        if name == "Delete":
+            await expect(dialog).to_contain_text("Delete this conversation?")
+            await expect(dialog).to_contain_text("“Kept one” with all its messages")
+            await dialog.get_by_role("button", name="Delete").click()
+        else:
+            await page.locator("#rename-input").fill("Another")
+            await page.keyboard.press("Enter")
+        await expect(dialog).to_contain_text(answer)
+        await expect(dialog).to_contain_text("the server cannot be reached")
+        await page.keyboard.press("Enter")
+        await expect(dialog).to_be_hidden()
+        await expect(start).to_be_focused()
     await expect(page.locator(".bubble")).to_have_text("Keep me.")
     await expect(page.get_by_role("link", name="Kept one")).to_be_visible()
 
@@ -122,7 +121,6 @@ async def test_to_delete_a_conversation_is_to_stop_its_answer(
     story = await say(page, STORY)
     await growing(story)
     tree = (await api.get(f"conversations/{page.url.partition('#')[2]}/tree")).json()
-    page.on("dialog", lambda dialog: dialog.accept())
     row = page.locator("#conversations li").first
     await row.hover()
     await row.get_by_role("button", name="Delete").click()
@@ -154,3 +152,34 @@ async def test_settings_that_are_none(page: Page, demo_server: Served, kept: str
     await page.add_init_script(f"localStorage['penstock.settings'] = {json.dumps(kept)}")
     await page.goto(demo_server.base_url)
     await connected(page)
+    await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+
+
+async def test_focus_after_deleting(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    """By keyboard alone: it stays in the list, beside what was deleted or not."""
+    for number in range(3):
+        await make_conversation(api, [("user", "Hello")], title=f"Made for number {number}")
+    await open_page(page, demo_server.base_url)
+    await expect(page.get_by_role("link", name="Made for number 2")).to_be_visible()
+    titles = await page.locator("#conversations a").all_inner_texts()
+    dialog = page.get_by_role("dialog")
+    delete = page.get_by_role("button", name=f"Delete “{titles[0]}”")
+    for refusal in ("Enter", "Escape"):  # the focus is on Cancel
+        await delete.focus()
+        await page.keyboard.press("Enter")
+        await expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
+        await page.keyboard.press(refusal)
+        await expect(dialog).to_be_hidden()
+        await expect(delete).to_be_focused()
+    await page.keyboard.press("Enter")
+    await page.keyboard.press("Tab")
+    await expect(dialog.get_by_role("button", name="Delete")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("link", name=titles[0], exact=True)).to_have_count(0)
+    await expect(page.get_by_role("link", name=titles[1], exact=True)).to_be_focused()
+    await page.get_by_role("button", name=f"Rename “{titles[1]}”").press("Enter")
+    await page.locator("#rename-input").fill("Renamed one")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("button", name="Rename “Renamed one”")).to_be_focused()
