@@ -5,6 +5,7 @@
 import { ConversationList } from "./conversation-list.js";
 import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
+import { draftOf, keepDraft } from "./drafts.js";
 import { liveText, queueText } from "./figures.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
@@ -23,6 +24,10 @@ const SUGGESTIONS = [
   ["Watch a long stream", "Tell me a long story."],
 ];
 const LIVE_INTERVAL_MS = 250;
+// An answer that has been silent for so long: is there an engine?
+const SILENT_MS = 1_500;
+const ASK_INTERVAL_MS = 500;
+const RESTARTING = "The model is restarting; your answer will go on.";
 
 const page = {
   connection: byId("connection"),
@@ -33,12 +38,15 @@ const page = {
   bannerAction: byId("banner-action"),
   welcome: byId("welcome"),
   transcript: byId("transcript"),
+  messagesTitle: byId("messages-title"),
   toLatest: byId("to-latest"),
   composer: /** @type {HTMLFormElement} */ (byId("composer")),
   text: /** @type {HTMLTextAreaElement} */ (byId("composer-text")),
   send: /** @type {HTMLButtonElement} */ (byId("send")),
   hint: byId("hint"),
   live: byId("live"),
+  liveText: byId("live-text"),
+  obstacle: byId("obstacle"),
   refusal: byId("refusal"),
   announcer: byId("announcer"),
 };
@@ -48,19 +56,26 @@ const settings = new Settings(refresh);
 const list = new ConversationList(client.conversations);
 const sidebar = new Sidebar();
 const scroll = new StickyScroll(byId("scroller"), byId("content"), (isFollowing) => {
-  page.toLatest.hidden = isFollowing;
+  page.toLatest.hidden = isFollowing || !page.welcome.hidden;
 });
 const pane = new ConversationPane({
   client,
   transcript: page.transcript,
   parameters: () => settings.parameters(),
   announce,
-  onLost: (text, reason = "") => {
-    page.text.value ||= text;
-    if (pane.isEmpty) page.refusal.textContent = reason; // else it is under the last turn
-    fitComposer();
+  mayAsk,
+  write: () => page.text.focus(),
+  onLost: (id, text, reason) => {
+    page.refusal.textContent = reason;
+    const draft = draftOf(id);
+    keepDraft(id, draft && draft !== text ? `${text}\n\n${draft}` : text);
+    if (id === draftId) showDraft();
+    refresh();
   },
+  onRefused: (text) => { if (!page.text.value) keepDraft(draftId, text); },
 });
+/** The conversation that the text in the message box is for. */
+let draftId = location.hash.slice(1) || null;
 /** Notifies the other tabs of this browser when a conversation has changed, with its id. */
 const tabs = new BroadcastChannel("penstock");
 
@@ -74,10 +89,13 @@ async function openAddressed() {
     await pane.open(id);
   } catch (error) {
     if (!(error instanceof PenstockError)) throw error;
-    if (error.status === 404) showNewChat("This conversation is not on the server any more.");
+    if (error.status === 404) {
+      keepDraft(null, draftOf(null) || page.text.value);
+      showNewChat("This conversation is not on the server any more.");
+    }
   }
   list.mark(pane.id);
-  scroll.follow();
+  if (pane.id) scroll.follow();
 }
 
 function showNewChat(said = "New chat.") {
@@ -86,14 +104,15 @@ function showNewChat(said = "New chat.") {
   list.mark(null);
   announce(said);
   sidebar.closeOverlay();
-  scroll.follow();
+  scroll.toTop();
   page.text.focus();
 }
 
 function submit() {
   const text = page.text.value.trim();
-  if (!text || !canAsk()) return;
+  if (!text || !mayAsk()) return;
   page.text.value = "";
+  keepDraft(draftId, "");
   fitComposer();
   ask(text);
 }
@@ -108,16 +127,54 @@ function canAsk() {
   return client.state === "open" && !pane.answer && !pane.isBusy;
 }
 
+/** Why the last wish to send something had no effect; empty once it would have. */
+let obstacle = "";
+
+/** Whether a message can be sent. If not, the user is told why, or asked for what is missing. */
+function mayAsk() {
+  if (canAsk()) return true;
+  if (client.state === "unauthorized") askForKey();
+  else {
+    obstacle = pane.answer ? "Not sent: an answer is still coming. Wait for its end, or stop it (Esc)."
+      : client.state === "open" ? "Not sent: this conversation is still being loaded or changed. Try again in a moment."
+      : client.numFailures === 0 ? "Not sent: the page is still connecting. Try again in a moment."
+      : "Not sent: the server cannot be reached. Your message stays here.";
+    client.connect();
+    announce(obstacle);
+    refresh();
+  }
+  return false;
+}
+
+/** Shows the draft of the open conversation in the message box. */
+function showDraft() {
+  page.text.value = draftOf(draftId);
+  fitComposer();
+  refresh();
+}
+
 function listenToPane() {
   pane.addEventListener("change", () => {
+    if (draftId !== pane.id) {
+      draftId = pane.id;
+      obstacle = page.refusal.textContent = "";
+      showDraft();
+    }
     follow(pane.answer);
     refresh();
   });
   pane.addEventListener("created", () => {
     history.pushState(null, "", `#${pane.id}`);
+    draftId = pane.id;
+    keepDraft(null, "");
+    keepDraft(draftId, page.text.value);
     list.mark(pane.id);
+    scroll.follow();
   });
-  pane.addEventListener("left", () => history.pushState(null, "", location.pathname));
+  pane.addEventListener("left", () => {
+    keepDraft(pane.id, page.text.value); // without the message that leaves with the reader
+    history.pushState(null, "", location.pathname);
+  });
   pane.addEventListener("moved", () => tabs.postMessage({ conversation: pane.id }));
   tabs.addEventListener("message", ({ data }) => {
     void list.refresh();
@@ -126,6 +183,7 @@ function listenToPane() {
   });
   list.addEventListener("deleted", (event) => {
     const id = /** @type {CustomEvent<string>} */ (event).detail;
+    keepDraft(id, "");
     tabs.postMessage({ deleted: id });
     if (id === pane.id) leaveDeleted();
   });
@@ -144,16 +202,29 @@ async function catchUp() {
 // ---- the answer under way ------------------------------------------------------------------
 
 /** @type {import("./answer.js").Answer | null} */ let followed = null;
+/** Whether its silence is due to an engine that is being restarted. */
+let isRestarting = false;
 
 /** Shows progress outside the answer, where it does not move with every line. */
 function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   if (answer === followed) return;
   followed = answer;
-  page.live.textContent = answer ? "Answering…" : "";
+  isRestarting = false;
+  page.liveText.textContent = answer ? "Answering…" : "";
   if (!answer) return;
+  const id = draftId;
   let nextAt = 0;
   let isPaused = false;
-  const say = (/** @type {string} */ text) => { if (followed === answer) page.live.textContent = text; };
+  let heardAt = performance.now();
+  const say = (/** @type {string} */ text) => { if (followed === answer) page.liveText.textContent = text; };
+  const hear = () => {
+    heardAt = performance.now();
+    if (isRestarting && followed === answer) showRestart(false);
+  };
+  for (const name of ["started", "delta", "queue", "pause"]) answer.addEventListener(name, hear);
+  void askAfterEngine(answer, () => performance.now() - heardAt > SILENT_MS && !isPaused);
+  // The server has the message: a copy that was kept of it is not needed any more.
+  answer.addEventListener("started", () => { if (id === draftId) keepDraft(id, page.text.value); });
   answer.addEventListener("delta", () => {
     const now = performance.now();
     if (now < nextAt || isPaused) return;
@@ -167,28 +238,59 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   });
 }
 
+/** Asks, while an answer is silent, whether it waits for an engine that is being restarted. */
+async function askAfterEngine(
+  /** @type {import("./answer.js").Answer} */ answer, /** @type {() => boolean} */ isSilent,
+) {
+  while (followed === answer && !answer.isEnded) {
+    await new Promise((resolve) => setTimeout(resolve, ASK_INTERVAL_MS));
+    if (followed !== answer || answer.isEnded || client.state !== "open" || !isSilent()) continue;
+    const hasEngine = await client.hasEngine();
+    if (followed === answer && isSilent() && hasEngine === isRestarting) showRestart(!hasEngine);
+  }
+}
+
+function showRestart(/** @type {boolean} */ isNow) {
+  isRestarting = isNow;
+  page.liveText.textContent = isNow ? RESTARTING : "Answering…";
+  if (isNow) announce(RESTARTING);
+  refresh();
+}
+
 // ---- connection ----------------------------------------------------------------------------
 
 function refresh() {
-  const label = { connecting: "Connecting…", open: "Connected", waiting: "Reconnecting…", unauthorized: "Needs a key", closed: "Offline" };
+  const label = { connecting: "Connecting…", open: "Connected", restarting: "Restarting…", waiting: "Reconnecting…", unauthorized: "Needs a key", closed: "Offline" };
   // Tries follow each other quickly; the page shows one steady message between them.
-  const shown = client.state === "connecting" && client.numFailures > 0 ? "waiting" : client.state;
+  const shown = client.state === "connecting" && client.numFailures > 0 ? "waiting"
+    : client.state === "open" && isRestarting ? "restarting"
+    : client.state;
   page.connection.dataset.state = shown;
-  page.connectionText.textContent = client.transport === "sse" ? "Connected (without WebSocket)" : label[shown];
+  page.connectionText.textContent = shown === "open" && client.transport === "sse" ? "Connected (without WebSocket)" : label[shown];
   page.model.textContent = settings.model;
   showBanner(shown);
-  page.welcome.hidden = !pane.isEmpty || (location.hash !== "" && pane.id !== null);
+  showWelcome(pane.isEmpty && (location.hash === "" || pane.id === null));
   const isAnswering = pane.answer !== null;
   page.composer.classList.toggle("is-answering", isAnswering);
-  page.refusal.hidden = isAnswering || !pane.isEmpty || !page.refusal.textContent;
-  page.hint.hidden = isAnswering || !page.refusal.hidden;
-  page.live.hidden = !isAnswering;
+  if (canAsk()) obstacle = "";
+  page.obstacle.textContent = obstacle;
+  page.obstacle.hidden = !obstacle;
+  page.refusal.hidden = isAnswering || obstacle !== "" || !page.refusal.textContent;
+  page.live.hidden = !isAnswering || obstacle !== "";
+  page.hint.hidden = isAnswering || obstacle !== "" || !page.refusal.hidden;
   page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || !page.text.value.trim();
   page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");
   page.send.title = isAnswering ? "Stop (Esc)" : "Send (Enter)";
   for (const button of document.querySelectorAll("button[data-asks]")) {
     /** @type {HTMLButtonElement} */ (button).disabled = !canAsk();
   }
+}
+
+function showWelcome(/** @type {boolean} */ isShown) {
+  const wasShown = !page.welcome.hidden;
+  page.welcome.hidden = !isShown;
+  page.messagesTitle.hidden = isShown;
+  if (isShown && !wasShown) scroll.toTop();
 }
 
 function showBanner(/** @type {string} */ shown) {
@@ -198,7 +300,7 @@ function showBanner(/** @type {string} */ shown) {
     dropped: "The connection to the server broke. Reconnecting…",
   };
   const needsKey = shown === "unauthorized";
-  const text = needsKey ? "This server asks for an API key." : reasons[client.failure ?? "unreachable"];
+  const text = needsKey ? "This server requires an API key." : reasons[client.failure ?? "unreachable"];
   page.banner.hidden = shown !== "waiting" && !needsKey;
   if (page.banner.hidden || page.bannerText.textContent === text) return;
   page.bannerText.textContent = text;
@@ -233,11 +335,16 @@ function listenToPage() {
     if (pane.answer) pane.stop();
     else submit();
   });
-  page.text.addEventListener("input", () => { fitComposer(); refresh(); });
+  page.text.addEventListener("input", () => {
+    keepDraft(draftId, page.text.value);
+    obstacle = "";
+    fitComposer();
+    refresh();
+  });
   page.text.addEventListener("keydown", (event) => {
-    if (event.key === "ArrowUp" && !page.text.value && canAsk()) {
+    if (event.key === "ArrowUp" && !page.text.value && !pane.isEmpty) {
       event.preventDefault();
-      pane.views.at(-1)?.startEditing();
+      if (mayAsk()) pane.views.at(-1)?.startEditing();
     }
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
@@ -286,7 +393,7 @@ listenForKey((key) => client.setApiKey(key));
 listenForShortcuts({
   stop: () => pane.stop(),
   newChat: () => showNewChat(),
-  regenerate: () => { if (canAsk()) pane.regenerateLast(); },
+  regenerate: () => { if (!pane.isEmpty && mayAsk()) pane.regenerateLast(); },
   copy: () => pane.views.at(-1)?.copy(),
   toggleList: () => sidebar.toggle(),
   settings: () => settings.open(),
@@ -294,4 +401,5 @@ listenForShortcuts({
 });
 client.addEventListener("state", onStateChange);
 client.connect();
-refresh();
+if (page.text.value) keepDraft(draftId, page.text.value); // written before this script ran
+showDraft();

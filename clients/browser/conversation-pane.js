@@ -8,7 +8,7 @@
  */
 
 import { stepBefore, stepBeside } from "./branches.js";
-import { cutText, isGone, NOT_LOADED, problemText, refusalText, TAKEN, wasKept } from "./endings.js";
+import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept } from "./endings.js";
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
@@ -24,7 +24,11 @@ import { answersOf, grouped, inputOf, numShown, pathShown, placeOf, runningOf, t
  * @property {HTMLElement} transcript
  * @property {() => Record<string, any> & { model: string }} parameters  of the next request
  * @property {(text: string) => void} announce
- * @property {(text: string, reason?: string) => void} onLost  a message could not be sent: the writer has it back
+ * @property {(id: string | null, text: string, reason: string) => void} onLost  a message of this conversation could
+ *     not be sent: the writer has it back
+ * @property {(text: string) => void} onRefused  the page alone has this message, in the transcript
+ * @property {() => boolean} mayAsk  whether a message can be sent; if not, the reader is told why
+ * @property {() => void} write  moves the focus to the message box
  */
 
 const MAX_ANNOUNCED_CHARACTERS = 1_000;
@@ -43,9 +47,13 @@ export class ConversationPane extends EventTarget {
   #around;
   #wishes = {
     regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
-    edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => void this.#branch(view, [userItem(text)]),
+    edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => {
+      this.#around.write();
+      void this.#branch(view, [userItem(text)]);
+    },
     switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
     usage: (/** @type {TurnView} */ view) => usageOf(this.#around.client, view.turnIds.at(-1)),
+    mayAsk: () => this.#around.mayAsk(),
   };
 
   constructor(/** @type {Surroundings} */ around) {
@@ -88,7 +96,7 @@ export class ConversationPane extends EventTarget {
     // The problem stays, with its actions, until the conversation has another turn.
     if (!refused || path.at(-1)?.turn !== this.views.at(-2)?.turnIds.at(-1)) {
       this.#show(path);
-      if (refused) this.#around.onLost(messageText(refused.items[refused.items.length - 1]));
+      if (refused) this.#around.onLost(id, messageText(refused.items[refused.items.length - 1]), refused.noteText);
     }
     this.#followRunning(path.at(-1));
     this.#changed();
@@ -126,12 +134,13 @@ export class ConversationPane extends EventTarget {
 
   /** Sends a message at the end of the conversation. */
   async ask(/** @type {string} */ text) {
+    const { id } = this;
     const epoch = this.#epoch;
     while (this.#loading) {
       this.isBusy = true;
       this.#changed();
       const isLoaded = await this.#loading.then(() => true, () => false);
-      if (epoch !== this.#epoch) return this.#around.onLost(text);
+      if (epoch !== this.#epoch) return this.#around.onLost(id, text, NOT_SENT);
       this.isBusy = false;
       if (!isLoaded || this.answer) return this.#handBack(text, isLoaded ? TAKEN : NOT_LOADED);
     }
@@ -208,7 +217,8 @@ export class ConversationPane extends EventTarget {
     if (isKept && responseId && !view.turnIds.includes(responseId)) view.turnIds.push(responseId);
     if (outcome.problem?.code === "conversation_locked") this.#giveBack(view, outcome.problem);
     else if (isKept) this.#noteEnd(view, outcome.kind, outcome.reason);
-    else this.#noteProblem(view, outcome, await isGone(this.#around.client, this.id, outcome));
+    else await this.#noteProblem(view, outcome);
+    if (this.answer !== answer) return; // another conversation was opened meanwhile
     if (isKept && !answer.text) view.addNote("The model ended its answer without a word.");
     this.answer = null;
     this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
@@ -232,18 +242,27 @@ export class ConversationPane extends EventTarget {
 
   #noteEnd(/** @type {TurnView} */ view, /** @type {string} */ kind, /** @type {string | null} */ reason) {
     const text = cutText(kind, reason);
-    if (text) view.addNote(text, { action: { label: "Continue", run: () => void this.#continue(view) } });
+    if (text) view.addNote(text, { actions: [{ label: "Continue", run: () => void this.#continue(view) }] });
   }
 
   /** Says why there is no answer, and offers what can be done about it. */
-  #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome, /** @type {boolean} */ isLost) {
-    const { text, endsConversation } = problemText(outcome, { isGone: isLost, isFirst: this.views.length === 1 });
-    view.addNote(text, {
-      isError: true,
-      action: endsConversation
-        ? { label: "Start anew with this message", run: () => this.#startAnew(view) }
-        : { label: "Try again", run: () => this.#sendInstead(view, view.items) },
+  async #noteProblem(/** @type {TurnView} */ view, /** @type {Outcome} */ outcome) {
+    const epoch = this.#epoch;
+    const message = messageText(view.items[view.items.length - 1]);
+    this.#around.onRefused(message);
+    const { text, remedies } = await problemOf(this.#around.client, outcome, {
+      id: this.id,
+      isFirst: this.views[0] === view,
+      model: this.#around.parameters().model,
+      message,
     });
+    if (epoch !== this.#epoch) return;
+    const actions = {
+      again: { label: "Try again", run: () => this.#sendInstead(view, view.items) },
+      anew: { label: "Start anew with this message", run: () => this.#startAnew(view) },
+      edit: { label: "Edit message", asks: false, run: () => view.startEditing() },
+    };
+    view.addNote(text, { isError: true, actions: remedies.map((remedy) => actions[remedy]) });
   }
 
   #startAnew(/** @type {TurnView} */ view) {
@@ -258,7 +277,7 @@ export class ConversationPane extends EventTarget {
   }
 
   #handBack(/** @type {string} */ text, /** @type {string} */ reason) {
-    this.#around.onLost(text, reason);
+    this.#around.onLost(this.id, text, this.isEmpty ? reason : ""); // else it is under the last turn
     this.#around.announce(reason);
     this.views.at(-1)?.addNote(reason, { isError: true });
     this.#changed();

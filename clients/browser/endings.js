@@ -7,15 +7,10 @@ import { PenstockError } from "./penstock-client.js";
 /** @typedef {import("./answer.js").Outcome} Outcome */
 
 export const TAKEN = "Somebody else is being answered in this conversation.";
+export const NOT_SENT = "Your message was not sent; it is in the message box of its conversation.";
 export const NOT_LOADED = "This conversation could not be loaded.";
 const GONE = "The server no longer has this conversation. Nothing above will be remembered.";
-/** Errors after which a conversation cannot continue. @type {Record<string, string>} */
-const ENDS_OF_CONVERSATIONS = {
-  conversation_not_found: GONE,
-  previous_response_not_found: GONE,
-  context_length_exceeded: "This conversation has filled the model's context and cannot go on.",
-};
-const TOO_LONG = "This message is longer than the model's context.";
+const GONE_CODES = ["conversation_not_found", "previous_response_not_found"];
 const LOST = "The connection broke here, and the server no longer has the rest of this answer.";
 
 /** Whether the turn is there to be gone on from. */
@@ -32,7 +27,7 @@ export function cutText(/** @type {string} */ kind, /** @type {string | null} */
 }
 
 /** Whether with a lost answer its conversation is lost, too. */
-export async function isGone(
+async function isGone(
   /** @type {import("./penstock-client.js").PenstockClient} */ client,
   /** @type {string | null} */ id,
   /** @type {Outcome} */ { kind },
@@ -41,14 +36,36 @@ export async function isGone(
   return client.conversations.get(id).then(() => false, (error) => error.status === 404);
 }
 
-/** Why there is no answer, and whether it is worth asking in this conversation again. */
-export function problemText(
-  /** @type {Outcome} */ { kind, problem }, /** @type {{ isGone: boolean, isFirst: boolean }} */ { isGone, isFirst },
-) {
-  if (isFirst && problem?.code === "context_length_exceeded") return { text: TOO_LONG, endsConversation: false };
-  const lasting = isGone ? GONE : ENDS_OF_CONVERSATIONS[problem?.code ?? ""];
-  const text = lasting ?? (kind === "lost" ? LOST : problem?.message || "The server gave no reason.");
-  return { text, endsConversation: lasting !== undefined };
+/**
+ * Why there is no answer, and what is worth trying: the same again, an edited message, or the same
+ * message in a new conversation.
+ * @param {import("./penstock-client.js").PenstockClient} client
+ * @param {Outcome} outcome
+ * @param {{ id: string | null, isFirst: boolean, model: string, message: string }} question
+ * @returns {Promise<{ text: string, remedies: ("again" | "edit" | "anew")[] }>}
+ */
+export async function problemOf(client, outcome, { id, isFirst, model, message }) {
+  const { kind, problem } = outcome;
+  const code = problem?.code ?? "";
+  if (GONE_CODES.includes(code) || await isGone(client, id, outcome)) return { text: GONE, remedies: ["anew"] };
+  const text = kind === "lost" ? LOST : problem?.message || "The server gave no reason.";
+  if (code === "request_too_large") return { text, remedies: ["edit"] };
+  if (code !== "context_length_exceeded") return { text, remedies: ["again"] };
+  const size = await client.countTokens(model, message).catch(() => null);
+  if (!size?.max_model_len) return { text: `Too long: ${text}`, remedies: ["edit"] };
+  const { count, max_model_len: limit } = size;
+  if (isFirst || count >= limit) {
+    return {
+      text: `This message is too long: it has ${count} tokens, and the model's context, which also holds ` +
+        `the system prompt and the answer, has ${limit}.`,
+      remedies: ["edit"],
+    };
+  }
+  return {
+    text: `This conversation has filled the model's context of ${limit} tokens: the ${count} tokens of ` +
+      "this message do not fit.",
+    remedies: ["anew", "edit"],
+  };
 }
 
 /** Why a message was not taken at all. */

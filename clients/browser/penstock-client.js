@@ -138,6 +138,29 @@ export class PenstockClient extends EventTarget {
     return this.#http.request("GET", `v1/responses/${encodeURIComponent(responseId)}`);
   }
 
+  /** Whether the server has an engine at the moment; true as well if the server cannot be asked. */
+  async hasEngine() {
+    try {
+      await this.#http.request("GET", "health");
+    } catch (error) {
+      if (!(error instanceof PenstockError)) throw error;
+      return error.status !== 503;
+    }
+    return true;
+  }
+
+  /**
+   * How many tokens a message alone would take, and how many the model's context has. Throws
+   * PenstockError.
+   * @param {string} model
+   * @param {string} text
+   * @returns {Promise<{ count: number, max_model_len: number | null }>}
+   */
+  countTokens(model, text) {
+    const messages = [{ role: "user", content: text }];
+    return this.#http.request("POST", "tokenize", { body: { model, messages } });
+  }
+
   #take(/** @type {Answer} */ answer) {
     this.#answers.add(answer);
     answer.addEventListener("end", () => this.#answers.delete(answer), { once: true });

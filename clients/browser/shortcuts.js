@@ -2,6 +2,9 @@
  * Keys that work anywhere on the page. They are listed in the settings dialog.
  */
 
+/** Where Option with a letter types a character: on a German keyboard, Option+L is "@". */
+const isApple = /^(Mac|iP)/.test(navigator.platform);
+
 /**
  * @typedef {object} Commands
  * @property {() => void} stop
@@ -14,6 +17,7 @@
  */
 
 export function listenForShortcuts(/** @type {Commands} */ commands) {
+  if (isApple) nameAppleKeys();
   // By their places on the keyboard: with Alt, some systems make other letters of them.
   /** @type {Record<string, () => void>} */ const withAlt = {
     KeyN: commands.newChat,
@@ -25,7 +29,7 @@ export function listenForShortcuts(/** @type {Commands} */ commands) {
   document.addEventListener("keydown", (event) => {
     if (document.querySelector("dialog[open]")) return;
     const isTyping = event.target instanceof HTMLElement && event.target.closest("input, textarea, select");
-    const command = event.altKey && !event.ctrlKey && !event.metaKey ? withAlt[event.code]
+    const command = event.altKey && event.ctrlKey === isApple && !event.metaKey ? withAlt[event.code]
       : event.key === "Escape" ? commands.stop
       : event.key === "/" && !isTyping ? commands.write
       : undefined;
@@ -33,4 +37,13 @@ export function listenForShortcuts(/** @type {Commands} */ commands) {
     event.preventDefault();
     command();
   });
+}
+
+function nameAppleKeys() {
+  for (const node of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[title*='(Alt+']"))) {
+    node.title = node.title.replace("(Alt+", "(Control+Option+");
+  }
+  for (const node of document.querySelectorAll(".keys kbd")) {
+    if (node.textContent === "Alt") node.textContent = "Control+Option";
+  }
 }

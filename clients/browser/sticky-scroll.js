@@ -1,12 +1,12 @@
 /**
- * Keeps a scroller at its end while content grows, and lets go as soon as the reader scrolls up.
- * Scrolling back to the end takes hold again.
+ * Keeps a scroller at its end while content grows, once it was asked to, and lets go as soon as the
+ * reader scrolls up. Scrolling back to the end takes hold again.
  */
 
 const NEAR_END_PX = 24;
 
 export class StickyScroll {
-  isFollowing = true;
+  isFollowing = false;
   #scroller;
   #onChange;
   #lastTop = 0;
@@ -29,6 +29,12 @@ export class StickyScroll {
   follow() {
     this.#set(true);
     this.#settle();
+  }
+
+  /** Goes to the beginning and stays there. */
+  toTop() {
+    this.#scroller.scrollTop = this.#lastTop = 0;
+    this.#set(false);
   }
 
   #settle() {

@@ -11,7 +11,7 @@ import { MarkdownStream } from "./markdown.js";
 /** @typedef {import("./answer.js").Answer} Answer */
 /** @typedef {import("./answer.js").Usage} Usage */
 /** @typedef {import("./conversations.js").Item} Item */
-/** @typedef {{ label: string, run: () => void }} Action */
+/** @typedef {{ label: string, run: () => void, asks?: boolean }} Action */
 /**
  * What a reader may want of a turn.
  * @typedef {object} Wishes
@@ -19,9 +19,19 @@ import { MarkdownStream } from "./markdown.js";
  * @property {(view: TurnView, text: string) => void} edit
  * @property {(view: TurnView, step: number) => void} switchBranch
  * @property {(view: TurnView) => Promise<Usage | null>} usage
+ * @property {() => boolean} mayAsk  whether a message can be sent; if not, the reader is told why
  */
 
 const NAMES = { user: "You", assistant: "Assistant", system: "System", developer: "System" };
+
+/** Shows under a long message that there is more of it, as long as that is hidden. */
+const cuts = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const more = /** @type {HTMLElement} */ (target.nextElementSibling);
+    if (target.classList.contains("is-cut")) more.hidden = target.scrollHeight <= target.clientHeight + 1;
+  }
+});
+const MAX_UNCUT_CHARACTERS = 250; // twelve lines on a narrow screen
 
 /** A message's text. */
 export function messageText(/** @type {Pick<Item, "content">} */ item) {
@@ -105,13 +115,13 @@ export class TurnView {
     if (this.#times.length > 0) this.#showStats(this.#times);
   }
 
-  /** A line under the answer, with at most one thing to do about it. */
-  addNote(/** @type {string} */ text, { isError = false, action = /** @type {Action | null} */ (null) } = {}) {
+  /** A line under the answer, with what can be done about it. */
+  addNote(/** @type {string} */ text, { isError = false, actions = /** @type {Action[]} */ ([]) } = {}) {
     this.#section.append(this.#article);
     this.noteText = text;
     const note = make("p", isError ? "note is-error" : "note");
     note.append(make("span", "", text));
-    if (action) note.append(button({ ...action, asks: true }));
+    note.append(...actions.map((action) => button({ asks: true, ...action })));
     this.#notes.append(note);
   }
 
@@ -145,13 +155,14 @@ export class TurnView {
   startEditing() {
     const bubble = this.#section.querySelector(".message.user:last-of-type .bubble") ?? this.#section.querySelector(".bubble");
     if (!bubble || this.#section.querySelector(".editor")) return;
+    const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const editor = /** @type {HTMLFormElement} */ (make("form", "editor"));
     const area = /** @type {HTMLTextAreaElement} */ (make("textarea"));
-    area.value = bubble.textContent ?? "";
+    area.value = (bubble.querySelector(".bubble-text") ?? bubble).textContent ?? "";
     area.dir = "auto";
     area.rows = Math.min(8, area.value.split("\n").length + 1);
     area.setAttribute("aria-label", "Edit your message");
-    const close = () => { editor.replaceWith(bubble); };
+    const close = () => { editor.replaceWith(bubble); focused?.focus(); };
     const save = button({ label: "Send", asks: true, run: () => editor.requestSubmit() });
     save.classList.add("primary");
     const buttons = make("div", "editor-buttons");
@@ -160,7 +171,7 @@ export class TurnView {
     editor.addEventListener("submit", (event) => {
       event.preventDefault();
       const text = area.value.trim();
-      if (!text || save.disabled) return;
+      if (!text || !this.#wishes.mayAsk()) return;
       close();
       this.#wishes.edit(this, text);
     });
@@ -234,8 +245,10 @@ export class TurnView {
       new MarkdownStream(prose).append(text);
       message.append(prose);
     } else {
-      const bubble = make("div", "bubble", text);
+      const bubble = make("div", "bubble");
       bubble.dir = "auto";
+      if (text.length <= MAX_UNCUT_CHARACTERS && text.split("\n").length <= 12) bubble.textContent = text;
+      else bubble.append(...cutText(text));
       message.append(bubble);
     }
     if (item.role === "user") {
@@ -246,4 +259,20 @@ export class TurnView {
     }
     return message;
   }
+}
+
+/** A long text, of which the first lines are shown, and the button that shows all of it. */
+function cutText(/** @type {string} */ text) {
+  const shown = make("div", "bubble-text is-cut", text);
+  const more = make("button", "bubble-more", "Show all");
+  /** @type {HTMLButtonElement} */ (more).type = "button";
+  more.hidden = true;
+  more.setAttribute("aria-expanded", "false");
+  more.addEventListener("click", () => {
+    const isCut = shown.classList.toggle("is-cut");
+    more.textContent = isCut ? "Show all" : "Show less";
+    more.setAttribute("aria-expanded", String(!isCut));
+  });
+  cuts.observe(shown);
+  return [shown, more];
 }

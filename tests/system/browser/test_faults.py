@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 from playwright.async_api import Locator, Page, WebSocketRoute, expect
@@ -22,7 +23,7 @@ from playwright.async_api import TimeoutError as PlaywrightTimeoutError
 from tests.redis_server import RedisServer
 
 from ...support.toxic_proxy import ToxicProxy
-from ..processes import Served, free_port, serve, wait_gone
+from ..processes import Served, free_port, serve, suspended, wait_gone
 from .conftest import NewPage
 from .page_flow import (
     ENDLESS,
@@ -100,6 +101,8 @@ async def test_the_network_breaks_in_an_answer(
         proxy.reset_all()
         await expect(page.get_by_role("alert")).to_contain_text("connection to the server broke")
         await page.get_by_role("textbox", name="Your message").fill("kept while offline")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#obstacle")).to_contain_text("Not sent:")
         await expect(story.locator("> .assistant")).to_have_attribute("aria-busy", "true")
         proxy.accept()
         with contextlib.suppress(PlaywrightTimeoutError):  # the page may be quicker
@@ -108,6 +111,30 @@ async def test_the_network_breaks_in_an_answer(
     await _same(page, await finished(story), undisturbed)
     await expect(page.get_by_role("textbox")).to_have_value("kept while offline")
     assert await ask(page, "Hello!")
+
+
+async def test_enter_without_a_server(page: Page, proxy: ToxicProxy) -> None:
+    """It says why it does nothing, and tries to connect at once."""
+    await open_page(page, f"http://127.0.0.1:{proxy.port}")
+    await ask(page, "Hello!")
+    await proxy.refuse()
+    proxy.reset_all()
+    await expect(page.get_by_role("alert")).to_be_visible()
+    box, obstacle = page.locator("#composer-text"), page.locator("#obstacle")
+    await box.fill("And now?")
+    await box.press("Enter")
+    await expect(obstacle).to_have_text(
+        "Not sent: the server cannot be reached. Your message stays here."
+    )
+    await expect(box).to_have_value("And now?")
+    await box.press("!")
+    await expect(obstacle).to_be_hidden()
+    await box.fill("")
+    await box.press("ArrowUp")  # neither can a message be edited
+    await expect(obstacle).to_be_visible()
+    proxy.accept()
+    await connected(page)
+    await expect(obstacle).to_be_hidden()
 
 
 async def test_a_line_that_is_dead_and_does_not_say_so(
@@ -160,6 +187,31 @@ async def test_a_page_that_is_loaded_anew_in_an_answer(
     await expect(page.locator(".bubble")).to_have_text(STORY)
 
 
+async def test_the_engine_is_killed_in_an_answer(
+    page: Page, long_model: tuple[str, ...], tmp_path: Path, undisturbed: str
+) -> None:
+    """The page says so, and that the answer will go on; and it does."""
+    await stories(page, _NUM_TOKENS)
+    with serve(*long_model, "--dtype", "float32", log=tmp_path / "log") as served:
+        await open_page(page, served.base_url, temperature=0)
+        connection, live = page.locator("#connection"), page.locator("#live")
+        supervisor = psutil.Process(served.process.pid)
+        story = await say(page, STORY)
+        await growing(story)
+        with suspended(supervisor):  # no other engine is started meanwhile
+            served.child("penstock-engine").kill()
+            await expect(live).to_contain_text("The model is restarting; your answer will go on.")
+            await expect(connection).to_contain_text("Restarting…")
+            await expect(page.locator("#announcer")).to_contain_text("The model is restarting")
+            await expect(story.locator("> .assistant")).to_have_attribute("aria-busy", "true")
+            half = await story.locator(".prose").inner_text()
+        more = await growing(story, len(half) + 200)
+        assert undisturbed.split()[: len(more.split()) - 1] == more.split()[:-1]
+        await expect(connection).to_contain_text("Connected")
+        await expect(live).to_contain_text("tokens/s")
+        await stopped(page, story)
+
+
 @pytest.mark.redis
 async def test_the_server_is_restarted_in_an_answer(
     page: Page, long_model: tuple[str, ...], tmp_path: Path, undisturbed: str
@@ -195,6 +247,13 @@ async def test_a_key_and_a_queue(new_page: NewPage, small_server: Served) -> Non
         await page.keyboard.press("Enter")
         await expect(page.locator("#key-error")).to_contain_text(message)
     await page.get_by_role("button", name="Not now").click()
+    box = page.get_by_role("textbox", name="Your message")
+    await box.fill("Hello!")
+    await box.press("Enter")  # cannot be sent without a key
+    await expect(key).to_be_focused()
+    await page.get_by_role("button", name="Not now").click()
+    await expect(box).to_be_focused()
+    await expect(box).to_have_value("Hello!")
     await page.get_by_role("button", name="Enter key").click()
     await key.fill(_KEY)
     await page.get_by_role("button", name="Connect").click()

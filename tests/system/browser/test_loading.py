@@ -53,7 +53,7 @@ async def test_a_message_waits_for_what_was_said_before(
     await stopped(page, turn)
 
 
-async def test_who_goes_elsewhere_meanwhile_has_the_message_back(
+async def test_who_goes_elsewhere_meanwhile_finds_the_message_there(
     page: Page, demo_server: Served, api: httpx.AsyncClient
 ) -> None:
     conversation = await make_conversation(api, SAID)
@@ -63,12 +63,16 @@ async def test_who_goes_elsewhere_meanwhile_has_the_message_back(
     await page.get_by_role("button", name="New chat").click()
     may_load.set()
     box = page.get_by_role("textbox", name="Your message")
-    await expect(box).to_have_value("What is my name?")
+    await expect(page.locator("#refusal")).to_contain_text("Your message was not sent")
+    await expect(box).to_have_value("")
     await expect(page.locator(".turn")).to_have_count(0)
-    await box.press("Enter")
-    assert await finished(page.locator(".turn"))
     tree = (await api.get(f"conversations/{conversation}/tree")).json()
     assert len(tree["data"]) == 1  # nothing of it got there
+    await page.go_back()
+    await expect(box).to_have_value("What is my name?")
+    await expect(page.locator("#refusal")).to_be_hidden()
+    await box.press("Enter")
+    assert await finished(page.locator(".turn").nth(1))
 
 
 async def test_a_conversation_that_cannot_be_loaded_gives_the_message_back(

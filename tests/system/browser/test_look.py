@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
-from ..processes import Served
+from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import make_conversation
 from .page_flow import STORY, connected, finished, growing, open_page, say, stopped, stories
 
@@ -60,6 +60,99 @@ async def _violations(page: Page, axe: str) -> list[tuple[str, list[Any]]]:
     ]
 
 
+@pytest.mark.parametrize(
+    "size",
+    [(360, 640), (360, 380), (640, 360), (500, 320)],
+    ids=lambda size: f"{size[0]}x{size[1]}",
+)
+async def test_a_first_visit_begins_at_the_heading(
+    page: Page, demo_server: Served, size: tuple[int, int]
+) -> None:
+    """On small screens and, the same to a page, at 200 % zoom of larger ones."""
+    await page.set_viewport_size({"width": size[0], "height": size[1]})
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
+    heading = page.get_by_role("heading", name="Open the gate.")
+    # There is something to scroll.
+    assert await page.evaluate("scroller.scrollHeight - scroller.clientHeight") > 24
+    await expect(heading).to_be_in_viewport(ratio=1)
+    await page.locator("#composer-text").fill("Hello")
+    await page.evaluate("new Promise(requestAnimationFrame)")
+    assert await page.evaluate("scroller.scrollTop") == 0
+    await expect(page.get_by_role("button", name="Latest")).to_be_hidden()
+    await page.keyboard.press("Enter")
+    await finished(page.locator(".turn"))
+    await page.keyboard.press("Alt+n")
+    await expect(heading).to_be_in_viewport(ratio=1)
+    assert await page.evaluate("scroller.scrollTop") == 0
+
+
+_TOO_SMALL = """() => [...document.querySelectorAll(
+    "button, select, textarea, .sidebar a, .themes label")]
+  .filter((node) => node.checkVisibility({ visibilityProperty: true }))
+  .map((node) => [node.id || node.title || node.textContent, node.getBoundingClientRect()])
+  .filter(([_, { width, height }]) => width < 40 || height < 40)
+  .map(([name, { width, height }]) => `${name}: ${width} x ${height}`)"""
+
+
+async def test_fingers_find_every_button(
+    browser: Browser, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    text = "Hello\n\n```js\nlet x;\n```"
+    said = [("user", "Hello!\n" * 30), ("assistant", text)]
+    conversation = await make_conversation(api, said)
+    context = await browser.new_context(
+        viewport={"width": 390, "height": 700}, has_touch=True, is_mobile=True
+    )
+    page = await context.new_page()
+    await open_page(page, demo_server.base_url, max_output_tokens=20)
+    assert await page.evaluate(_TOO_SMALL) == []
+    await page.evaluate(f"location.hash = '#{conversation}'")
+    await expect(page.locator(".bubble-more")).to_be_visible()
+    turn = await say(page, STORY)
+    await finished(turn)
+    await turn.get_by_role("button", name="Regenerate").click()
+    await expect(turn.locator(".place")).to_have_text("2/2")
+    await finished(turn)
+    assert await page.evaluate(_TOO_SMALL) == []
+    await turn.get_by_role("button", name="Edit").click()
+    assert await page.evaluate(_TOO_SMALL) == []
+    await page.get_by_role("button", name="Conversations", exact=True).click()
+    await page.locator("#conversations a").first.focus()
+    assert await page.evaluate(_TOO_SMALL) == []
+    await page.locator("#conversations li").first.get_by_role("button", name="Delete").click()
+    assert await page.evaluate(_TOO_SMALL) == []
+    await page.keyboard.press("Escape")
+    await page.locator("#close-list").click()
+    await page.get_by_role("button", name="Settings").click()
+    assert await page.evaluate(_TOO_SMALL) == []
+    await context.close()
+
+
+async def test_headings_toggles_and_the_editor(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    conversation = await make_conversation(api, [("user", "Hello"), ("assistant", "# Title")])
+    levels = """() => [...document.querySelectorAll("h1, h2, h3, h4, h5, h6")]
+      .filter((node) => node.checkVisibility()).map((node) => Number(node.localName[1]))"""
+    await open_page(page, demo_server.base_url)
+    assert await page.evaluate(levels) == [1, 2]
+    await page.evaluate(f"location.hash = '#{conversation}'")
+    await expect(page.locator(".bubble")).to_be_visible()
+    assert await page.evaluate(levels) == [1, 2, 3, 3, 4]
+    # One button for the list, wherever it is shown.
+    toggles = page.locator("#toggle-list:visible, #close-list:visible")
+    await expect(toggles).to_have_count(1)
+    await toggles.click()
+    await expect(page.locator("#sidebar")).to_be_hidden()
+    await expect(toggles).to_have_count(1)
+    # In place of a message being edited there is its editor alone.
+    edit = page.get_by_role("button", name="Edit", exact=True)
+    await edit.press("Enter")
+    await expect(page.locator(".message.user .tools")).to_be_hidden()
+    await page.keyboard.press("Escape")
+    await expect(edit).to_be_focused()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.node
 async def test_axe_finds_nothing_serious(
@@ -84,9 +177,17 @@ async def test_axe_finds_nothing_serious(
     await page.get_by_role("button", name="Settings").click()
     assert await _violations(page, axe) == []
     await page.get_by_role("button", name="Done").click()
+    await say(page, "much " * NUM_CONTEXT_TOKENS)
+    await expect(page.get_by_role("button", name="Edit message")).to_be_visible()
+    assert await _violations(page, axe) == []
     await page.set_viewport_size({"width": 320, "height": 640})
+    assert await _violations(page, axe) == []
     await page.get_by_role("button", name="Conversations", exact=True).click()
     await expect(page.locator("#conversations a").first).to_be_visible()
+    assert await _violations(page, axe) == []
+    await page.locator("#conversations li").first.hover()
+    await page.get_by_role("button", name="Delete “").first.click()
+    await expect(page.get_by_role("dialog")).to_be_visible()
     assert await _violations(page, axe) == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Page, WebSocketRoute, expect
+from playwright.async_api import Page, Route, WebSocketRoute, expect
 
 from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import NewPage, make_conversation
@@ -132,6 +132,7 @@ async def test_the_list_of_conversations(page: Page, demo_server: Served) -> Non
     await current.get_by_role("button", name="Delete").click()
     await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     await expect(page.locator("#conversations")).not_to_contain_text("A fox")
+    await expect(page.locator("#composer-text")).to_be_focused()
     await expect(page.locator("#welcome")).to_be_visible()
     await page.reload()
     await connected(page)
@@ -155,6 +156,25 @@ async def test_markup_and_unicode_are_text(
         "try { document.body.innerHTML = '<b>'; false } catch (error) { true }"
     )
     assert refused  # the policy lets nobody write HTML, by mistake neither
+
+
+async def test_an_answer_of_several_items(page: Page, demo_server: Served) -> None:
+    """Its messages are shown, in order; an item of another type is not."""
+
+    async def add_items(route: Route) -> None:
+        tree = await (await route.fetch()).json()
+        said = tree["data"][0]["output"]
+        more = {**said, "content": [{"type": "output_text", "text": " And **more**."}]}
+        call = {"type": "function_call", "id": "fc_1", "name": "f", "arguments": "hidden"}
+        tree["data"][0]["output"] = [said, call, more]
+        await route.fulfill(json=tree)
+
+    await page.route("**/tree?items=true", add_items)
+    await open_page(page, demo_server.base_url, temperature=0)
+    answer = await ask(page, "What is penstock?")
+    await page.reload()
+    await expect(page.locator(".turn .prose")).to_have_text(f"{answer} And more.")
+    await expect(page.locator(".prose strong")).to_have_text("more")
 
 
 async def test_settings_and_figures(
@@ -201,10 +221,13 @@ async def test_keyboard(page: Page, demo_server: Served) -> None:
     turn = page.locator(".turn")
     await expect(turn.locator(".bubble")).to_have_text("Tell me a\nlong story.")
     await growing(turn)
+    await expect(page.locator("#live")).to_contain_text("Esc stops")
     await page.keyboard.type("Hello!")
     await page.keyboard.press("Enter")  # not sent while an answer comes, and not lost
     await expect(page.get_by_role("textbox")).to_have_value("Hello!")
+    await expect(page.locator("#obstacle")).to_contain_text("Not sent: an answer is still coming.")
     await stopped(page, turn)
+    await expect(page.locator("#obstacle")).to_be_hidden()
     await page.keyboard.press("Enter")
     await finished(page.locator(".turn").nth(1))
     await expect(page.locator("#announcer")).not_to_have_text("")
@@ -222,6 +245,60 @@ async def test_keyboard(page: Page, demo_server: Served) -> None:
     # Focus goes through the page in the order in which it is seen.
     await page.keyboard.press("Shift+Tab")
     await expect(page.get_by_role("button", name="Watch a long stream")).to_be_focused()
+
+
+async def test_drafts_stay_with_their_conversations(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    box = page.locator("#composer-text")
+    first, second = [
+        await make_conversation(api, [("user", "Hello!")], title=f"Drafts of {name}")
+        for name in ("one", "another")
+    ]
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
+    drafts = {"": "of one to come", first: "of the first\n", second: "of the second"}
+    for conversation, draft in drafts.items():
+        await page.evaluate(f"location.hash = '#{conversation}'")
+        await expect(box).to_have_value("")
+        await box.fill(draft)
+    for is_reloaded in (False, True):
+        for conversation, draft in drafts.items():
+            await page.evaluate(f"location.hash = '#{conversation}'")
+            if is_reloaded:
+                await page.reload()
+                await connected(page)
+            await expect(box).to_have_value(draft)
+    await page.keyboard.press("Alt+n")
+    await box.press("Enter")
+    await finished(page.locator(".turn"))  # with it, the new chat's draft is gone, and no other
+    await expect(box).to_have_value("")
+    drafts[""] = ""
+    for conversation, draft in drafts.items():
+        await page.evaluate(f"location.hash = '#{conversation}'")
+        await expect(box).to_have_value(draft)
+
+
+async def test_shortcuts_leave_the_characters_of_a_mac_alone(
+    page: Page, demo_server: Served
+) -> None:
+    """There, Option types: "@" is Option+L on a German keyboard. Control+Option is the shortcut."""
+    await page.add_init_script(
+        "Object.defineProperty(navigator, 'platform', { value: 'MacIntel' })"
+    )
+    await open_page(page, demo_server.base_url)
+    press = """([key, code, ctrlKey]) => {
+      const event = { key, code, ctrlKey, altKey: true, bubbles: true, cancelable: true };
+      return document.activeElement.dispatchEvent(new KeyboardEvent("keydown", event));
+    }"""
+    for key, code in (("@", "KeyL"), ("Dead", "KeyN"), ("®", "KeyR"), ("ç", "KeyC"), ("ß", "KeyS")):
+        assert await page.evaluate(press, [key, code, False])  # typed as on any other page
+    await expect(page.locator("#sidebar")).to_be_visible()
+    await expect(page.locator("#settings-dialog")).to_be_hidden()
+    assert not await page.evaluate(press, ["l", "KeyL", True])
+    await expect(page.locator("#sidebar")).to_be_hidden()
+    await page.get_by_role("button", name="Settings").click()
+    await expect(page.locator(".keys")).to_contain_text("Control+Option+N")
+    await expect(page.get_by_title("Settings (Control+Option+S)")).to_be_attached()
 
 
 async def test_two_tabs_on_one_conversation(
@@ -288,7 +365,9 @@ async def test_what_the_server_refuses(page: Page, demo_server: Served) -> None:
     assert "Ada" in await finished(page.locator(".turn"))
 
     await say(page, "much " * (NUM_CONTEXT_TOKENS + 1))
-    await expect(page.locator(".is-error")).to_contain_text("filled the model's context")
+    note = page.locator(".is-error")
+    await expect(note).to_contain_text("This message is too long")
+    await expect(note.get_by_role("button")).to_have_text(["Edit message"])
     await page.get_by_role("button", name="New chat").click()
     await page.goto(f"{demo_server.base_url}/#conv_none")
     await expect(page.locator("#announcer")).to_contain_text("not on the server any more")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import pytest
 from playwright.async_api import Page, Route, expect
 
-from ..processes import Served
+from ..processes import NUM_CONTEXT_TOKENS, Served
 from .conftest import make_conversation
 from .page_flow import STORY, ask, connected, finished, growing, open_page, say, stories
 
@@ -34,6 +35,7 @@ async def test_a_message_that_no_connection_takes(page: Page, demo_server: Serve
     async with page.expect_response("**/tree*"):
         await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # looked at
     await expect(turn).to_contain_text("larger than 1 MiB")
+    await expect(turn.locator(".note").get_by_role("button")).to_have_text(["Edit message"])
     await page.keyboard.press("ArrowUp")
     await page.get_by_role("textbox", name="Edit your message").fill("What is my name?")
     await page.keyboard.press("Enter")
@@ -41,11 +43,82 @@ async def test_a_message_that_no_connection_takes(page: Page, demo_server: Serve
     await expect(page.locator(".turn")).to_have_count(2)
 
 
-async def test_a_first_message_longer_than_the_context(page: Page, demo_server: Served) -> None:
+async def test_a_message_longer_than_the_context(page: Page, demo_server: Served) -> None:
+    """Its size is told, and it can be edited; the page never loses it."""
     await open_page(page, demo_server.base_url)
-    await page.evaluate(_WRITE, "word " * 100_000)
+    text = ("much " * 40_000).strip()
+    await page.evaluate(_WRITE, text)
     await page.keyboard.press("Enter")
-    await expect(page.locator(".note")).to_contain_text("longer than the model's context")
+    note = page.locator(".note")
+    size = (
+        rf"too long: it has 4\d{{4}} tokens, and the model's context, .* has {NUM_CONTEXT_TOKENS}\."
+    )
+    await expect(note).to_contain_text(re.compile(size))
+    await expect(note.get_by_role("button")).to_have_text(["Edit message"])
+    await expect(page.locator("#composer-text")).to_have_value("")
+    await page.reload()  # the server does not have it
+    await connected(page)
+    await expect(page.locator("#composer-text")).to_have_value(text)
+    await page.keyboard.press("Enter")
+    await note.get_by_role("button").click()
+    editor = page.get_by_role("textbox", name="Edit your message")
+    await expect(editor).to_be_focused()
+    await expect(editor).to_have_value(text)
+    await editor.fill("Hello!")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#composer-text")).to_be_focused()
+    await expect(page.locator(".bubble")).to_have_text("Hello!")
+    assert await finished(page.locator(".turn"))
+    await page.reload()  # now it does
+    await expect(page.locator(".bubble")).to_have_text("Hello!")
+    await expect(page.locator("#composer-text")).to_have_value("")
+
+
+async def test_a_conversation_that_has_filled_the_context(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    half = "much " * (NUM_CONTEXT_TOKENS // 2)
+    conversation = await make_conversation(api, [("user", half), ("assistant", half)])
+    await open_page(page, f"{demo_server.base_url}/#{conversation}", max_output_tokens=5)
+    more = page.locator(".bubble-more")
+    await expect(more).to_have_text("Show all")
+    await say(page, "What is my name?")
+    note = page.locator(".is-error")
+    await expect(note).to_contain_text(
+        re.compile(rf"filled the model's context of {NUM_CONTEXT_TOKENS} tokens: the \d+ tokens of")
+    )
+    await expect(note.get_by_role("button")).to_have_text(
+        ["Start anew with this message", "Edit message"]
+    )
+    await note.get_by_role("button", name="Start anew").click()
+    await expect(page.locator(".turn")).to_have_count(1)
+    assert await finished(page.locator(".turn"))
+    await expect(page.locator("#composer-text")).to_have_value("")
+    await page.go_back()
+    await page.go_back()
+    await expect(more).to_be_visible()
+    await expect(page.locator("#composer-text")).to_have_value("")
+
+
+async def test_a_long_message_shows_its_beginning(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    said = ["\n".join(f"Line {number}" for number in range(count)) for count in (12, 40)]
+    conversation = await make_conversation(api, [("user", text) for text in said])
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    short, long = page.locator(".bubble").first, page.locator(".bubble").last
+    await expect(short).to_have_text(said[0], use_inner_text=True)
+    more = long.get_by_role("button", name="Show all")
+    lines = """node => Math.round(node.querySelector(".bubble-text").clientHeight
+      / parseFloat(getComputedStyle(node).lineHeight))"""
+    assert await long.evaluate(lines) == 12
+    await more.press("Enter")
+    assert await long.evaluate(lines) == 40
+    await long.get_by_role("button", name="Show less").press("Enter")
+    assert await long.evaluate(lines) == 12
+    await page.locator("#composer-text").press("ArrowUp")
+    editor = page.get_by_role("textbox", name="Edit your message")
+    await expect(editor).to_have_value(said[1])
 
 
 async def test_titles_and_messages_cut_no_character_in_halves(
@@ -124,6 +197,7 @@ async def test_to_delete_a_conversation_is_to_stop_its_answer(
     row = page.locator("#conversations li").first
     await row.hover()
     await row.get_by_role("button", name="Delete").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     await expect(page.locator(".turn")).to_have_count(0)
     events = await api.get(f"responses/{tree['running']}?stream=true")  # to the answer's end
     assert "response.incomplete" in events.text
@@ -152,7 +226,6 @@ async def test_settings_that_are_none(page: Page, demo_server: Served, kept: str
     await page.add_init_script(f"localStorage['penstock.settings'] = {json.dumps(kept)}")
     await page.goto(demo_server.base_url)
     await connected(page)
-    await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
 
 
 async def test_focus_after_deleting(
