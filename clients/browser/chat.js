@@ -45,7 +45,6 @@ const page = {
   send: /** @type {HTMLButtonElement} */ (byId("send")),
   hint: byId("hint"),
   live: byId("live"),
-  liveText: byId("live-text"),
   obstacle: byId("obstacle"),
   refusal: byId("refusal"),
   announcer: byId("announcer"),
@@ -202,6 +201,7 @@ async function catchUp() {
 // ---- the answer under way ------------------------------------------------------------------
 
 /** @type {import("./answer.js").Answer | null} */ let followed = null;
+const hasKeys = matchMedia("(hover: hover)"); // as in the style sheet
 /** Whether its silence is due to an engine that is being restarted. */
 let isRestarting = false;
 
@@ -210,13 +210,13 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   if (answer === followed) return;
   followed = answer;
   isRestarting = false;
-  page.liveText.textContent = answer ? "Answering…" : "";
+  sayLive(answer ? "Answering…" : "");
   if (!answer) return;
   const id = draftId;
   let nextAt = 0;
   let isPaused = false;
   let heardAt = performance.now();
-  const say = (/** @type {string} */ text) => { if (followed === answer) page.liveText.textContent = text; };
+  const say = (/** @type {string} */ text) => { if (followed === answer) sayLive(text); };
   const hear = () => {
     heardAt = performance.now();
     if (isRestarting && followed === answer) showRestart(false);
@@ -238,6 +238,11 @@ function follow(/** @type {import("./answer.js").Answer | null} */ answer) {
   });
 }
 
+function sayLive(/** @type {string} */ text) {
+  // One text: a second one beside it would move with the width of the first.
+  page.live.textContent = text && hasKeys.matches ? `${text} · Esc stops` : text;
+}
+
 /** Asks, while an answer is silent, whether it waits for an engine that is being restarted. */
 async function askAfterEngine(
   /** @type {import("./answer.js").Answer} */ answer, /** @type {() => boolean} */ isSilent,
@@ -252,7 +257,7 @@ async function askAfterEngine(
 
 function showRestart(/** @type {boolean} */ isNow) {
   isRestarting = isNow;
-  page.liveText.textContent = isNow ? RESTARTING : "Answering…";
+  sayLive(isNow ? RESTARTING : "Answering…");
   if (isNow) announce(RESTARTING);
   refresh();
 }
