@@ -119,6 +119,7 @@ export class TurnView {
   addNote(/** @type {string} */ text, { isError = false, actions = /** @type {Action[]} */ ([]) } = {}) {
     this.#section.append(this.#article);
     this.noteText = text;
+    this.#tools.hidden = isError && this.turnIds.length === 0 && !this.text; // they are an answer's
     const note = make("p", isError ? "note is-error" : "note");
     note.append(make("span", "", text));
     note.append(...actions.map((action) => button({ asks: true, ...action })));

@@ -55,6 +55,7 @@ async def test_a_message_longer_than_the_context(page: Page, demo_server: Served
     )
     await expect(note).to_contain_text(re.compile(size))
     await expect(note.get_by_role("button")).to_have_text(["Edit message"])
+    await expect(page.get_by_role("button", name="Regenerate")).to_have_count(0)  # in vain, too
     await expect(page.locator("#composer-text")).to_have_value("")
     await page.reload()  # the server does not have it
     await connected(page)
