@@ -136,7 +136,8 @@ def create_app(
                 await asyncio.to_thread(tracing.close)
 
     apis = _apis(config, generator, service=service, engine=engine, stores=stores)
-    apis += [TicketDesk(gate.tickets), Status(engine, metrics), Description(model.names)]
+    status = Status(engine, metrics, stores.trouble)
+    apis += [TicketDesk(gate.tickets), status, Description(model.names)]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
         WebSocketRoute("/responses", ResponsesSocket(service).serve),
@@ -238,7 +239,13 @@ def _watch(
         lambda: 0 if log is None else log.num_dropped,
     )
     if stores.is_up is not None:
-        metrics.probe("redis_up", "1 while Redis answers.", stores.is_up)
+        metrics.probe("redis_up", "1 while Redis answers and does what it is told.", stores.is_up)
+        metrics.gauge(
+            "redis_round_trip_seconds",
+            "Least of the latest round trips to Redis.",
+            stores.round_trip_s,
+        )
+        metrics.states("redis_state", "1 for what Redis is.", stores.states, stores.state)
 
 
 def _middleware(
@@ -274,7 +281,10 @@ class Stores:
     Attributes:
         start: runs when the gateway starts; may take a while.
         close: closes connections.
-        is_up: whether Redis answers; None: there is no Redis.
+        is_up: whether Redis answers and does what it is told; None: there is no Redis.
+        trouble: what is wrong with Redis: its state, and a message; None: nothing.
+        state: of Redis, one of `states`.
+        round_trip_s: to Redis.
     """
 
     conversations: ConversationStore
@@ -282,6 +292,10 @@ class Stores:
     start: Callable[[], Coroutine[None, None, None]]
     close: Callable[[], Coroutine[None, None, None]]
     is_up: Callable[[], Coroutine[None, None, bool]] | None = None
+    trouble: Callable[[], tuple[str, str] | None] = lambda: None
+    states: Sequence[str] = ()
+    state: Callable[[], str] = lambda: ""
+    round_trip_s: Callable[[], float] = lambda: 0.0
 
 
 def make_stores(config: GatewayConfig) -> Stores:
@@ -299,17 +313,19 @@ def make_stores(config: GatewayConfig) -> Stores:
 
 def _redis_stores(config: GatewayConfig, url: str) -> Stores:
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
+    from penstock.gateway.storage.redis_errors import STATES
+    from penstock.gateway.storage.redis_health import RedisHealth
     from penstock.gateway.storage.redis_link import RedisLink
     from penstock.gateway.storage.redis_url import RedisAddress
     from penstock.gateway.storage.response_log.redis_store import RedisLogSettings, RedisLogStore
 
-    address = RedisAddress.parse(url)
+    address, health = RedisAddress.parse(url), RedisHealth()
     # Separate links, so that a slow or blocking command on one never delays the other.
-    link, log_link = RedisLink(address), RedisLink(address)
+    link, log_link = RedisLink(address, health=health), RedisLink(address, health=health)
     settings = RedisLogSettings(
         ttl_s=config.response_log_ttl_s, ack_timeout_s=config.redis_patience_ms / 1e3
     )
-    logs = RedisLogStore(log_link.client, settings)
+    logs = RedisLogStore(log_link.client, settings, health)
 
     async def close() -> None:
         await logs.close()
@@ -322,6 +338,10 @@ def _redis_stores(config: GatewayConfig, url: str) -> Stores:
         start=link.warn_unless_durable,
         close=close,
         is_up=link.is_up,
+        trouble=health.trouble,
+        states=tuple(STATES),
+        state=lambda: health.state,
+        round_trip_s=lambda: health.round_trip_s,
     )
 
 

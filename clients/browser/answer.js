@@ -47,6 +47,8 @@ export class Answer extends EventTarget {
   text = "";
   /** The last event seen; a resumed stream continues after it. */
   lastSequenceNumber = -1;
+  /** False once an event has said that the server could not store the answer. */
+  isResumable = true;
   numDeltas = 0;
   sentAt = performance.now();
   /** @type {number | null} */ firstDeltaAt = null;
@@ -93,6 +95,7 @@ export class Answer extends EventTarget {
       if (event.sequence_number <= this.lastSequenceNumber) return;
       this.lastSequenceNumber = event.sequence_number;
     }
+    if (event.penstock?.resumable === false) this.isResumable = false;
     if (event.type === "response.output_text.delta") this.#grow(event.delta);
     else if (event.type === "response.created") this.#start(event.response.id);
     else if (event.type === "penstock.queue") {

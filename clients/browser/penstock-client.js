@@ -41,6 +41,10 @@ export { isSendableKey, PenstockError } from "./http.js";
 const PROBE_TIMEOUT_MS = 10_000;
 const STABLE_CONNECTION_MS = 5_000;
 const NOTICES = ["queue", "preempted", "resumed"];
+const NOT_RESUMABLE = {
+  message: "The connection broke, and the server could not store this answer, so it cannot be resumed.",
+  code: "not_resumable",
+};
 /** Names a request in the metadata of its response, so that it can be found again. */
 const REQUEST_KEY = "penstock_request";
 /** Where a turn is looked for whose beginning was not heard: among so many of the newest. */
@@ -264,6 +268,7 @@ export class PenstockClient extends EventTarget {
     }
     if (attempt !== this.#attempt || answer.isEnded) return;
     if (!answer.responseId) this.#transport?.create(answer);
+    else if (!answer.isResumable) void this.#recover(answer);
     else {
       this.#transport?.resume(answer);
       if (answer.isCancelling) this.#transport?.cancel(answer);
@@ -294,7 +299,7 @@ export class PenstockClient extends EventTarget {
       else answer.settle(response);
     } catch (error) {
       if (error instanceof PenstockError && error.isTemporary) this.#later(answer);
-      else answer.end({ kind: "lost" });
+      else answer.end({ kind: "lost", problem: answer.isResumable ? null : NOT_RESUMABLE });
     }
   }
 

@@ -20,6 +20,8 @@ from .sources import Event, Source
 from .steps import Locked, Sleep, Steps, T
 from .track import TERMINAL
 
+_NOT_RESUMABLE = "the server could not store this response, so its stream cannot be resumed"
+
 
 class EventStream(Resource[R], Generic[R]):
     """The events of one response, each once and in order; the last is the terminal one.
@@ -172,6 +174,8 @@ class EventStream(Resource[R], Generic[R]):
                 if wait_s is None or self._is_closed:
                     self._is_closed = True
                     yield from source.close()
+                    if isinstance(error, ConnectionLostError) and not source.track.is_resumable:
+                        raise ConnectionLostError(f"{error}; {_NOT_RESUMABLE}") from error
                     raise
                 self.on_wait(error, wait_s)
                 yield Sleep(wait_s)
@@ -184,8 +188,9 @@ class EventStream(Resource[R], Generic[R]):
     def _wait_s(self, error: PenstockError, attempt: int) -> float | None:
         source = self._source
         has_begun = source.track.response_id is not None
-        if has_begun and not source.is_kept and isinstance(error, ConnectionLostError):
-            return None  # it ended with its connection
+        can_resume = source.is_kept and source.track.is_resumable
+        if has_begun and not can_resume and isinstance(error, ConnectionLostError):
+            return None  # its events ended with its connection
         return self._retries.wait_s(
             error, attempt, is_repeatable=source.is_repeatable, is_resuming=has_begun
         )

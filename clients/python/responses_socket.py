@@ -233,7 +233,8 @@ class LaneSource:
     @property
     def is_under_way(self) -> bool:
         """Whether to resume it on a new connection."""
-        has_begun = self.track.response_id is not None and self.is_kept
+        can_resume = self.is_kept and self.track.is_resumable
+        has_begun = self.track.response_id is not None and can_resume
         is_refused = any(isinstance(item, PenstockError) for item in self._ready)
         return has_begun and not (self.track.is_ended or self.is_abandoned or is_refused)
 

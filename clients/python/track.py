@@ -17,12 +17,14 @@ class Track:
         response_id: None before its first event.
         last_number: of the newest event; -1 before the first.
         is_ended: the terminal event has arrived.
+        is_resumable: False once an event has said that the server could not store the response.
     """
 
     def __init__(self, response_id: str | None = None, *, starting_after: int = -1) -> None:
         self.response_id = response_id
         self.last_number = starting_after
         self.is_ended = False
+        self.is_resumable = True
 
     def take(self, event: Mapping[str, Any]) -> bool:
         """Record an event; whether it is new. Events without a number (`penstock.*`) always are.
@@ -40,6 +42,9 @@ class Track:
         if self.is_ended:
             raise ProtocolError(f"event {number} came after the terminal event")
         self.last_number = number
+        extra = event.get("penstock")
+        if isinstance(extra, Mapping) and extra.get("resumable") is False:
+            self.is_resumable = False
         self.is_ended = event["type"] in TERMINAL
         if self.response_id is None and "response" in event:
             self.response_id = event["response"]["id"]

@@ -29,7 +29,7 @@ from penstock.gateway.admission.quotas import (
 )
 from penstock.gateway.admission.refusals import Levels, full_levels, quota_exceeded
 from penstock.gateway.auth.callers import NO_LIMITS, Caller, TenantLimits
-from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
 from penstock.gateway.storage.redis_cluster import node_name
 from penstock.gateway.storage.redis_link import RedisLink, Script
 
@@ -104,9 +104,10 @@ class RedisQuotas:
         except BaseException as error:
             # Redis may have granted it although its answer was lost or the caller has left.
             self.give_back(_Owed(caller, hold_id, num_tokens, 1))
-            if not isinstance(error, StoreUnavailableError):
+            if isinstance(error, StoreUnavailableError):
+                self._note_away(caller.tenant)
+            elif not isinstance(error, UnreadableDataError):  # of this tenant alone
                 raise
-            self._note_away(caller.tenant)
             return self._fallback.reserve_now(caller, num_tokens)
         levels = self._levels[caller.tenant] = _levels(limits, reply)
         if not int(reply[0]):
@@ -172,16 +173,19 @@ class RedisQuotas:
                 )
             except StoreUnavailableError:  # the link has logged it
                 self._note_away(tenant)
-            else:
-                with contextlib.suppress(ValueError):  # dropped: the deque was full
-                    self._owed.remove(owed)
+                continue
+            except UnreadableDataError:  # so nothing is kept there that could be returned
+                pass
+            with contextlib.suppress(ValueError):  # dropped: the deque was full
+                self._owed.remove(owed)
 
     async def _renew(self) -> None:
         for tenant, hold_ids in list(self._held.items()):
             if not hold_ids:
                 del self._held[tenant]
                 continue
-            with contextlib.suppress(StoreUnavailableError):  # the link has logged it
+            # The link has logged it.
+            with contextlib.suppress(StoreUnavailableError, UnreadableDataError):
                 await self._run(tenant, "renew", round(self._lease_s * 1e3), *hold_ids)
 
     def _is_away(self, tenant: str) -> bool:

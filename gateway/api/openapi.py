@@ -235,7 +235,7 @@ def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, _NULL]}
 
 
-def _one_of(*values: str) -> Schema:
+def _one_of(*values: str | bool) -> Schema:
     return {"enum": list(values)}
 
 
@@ -366,6 +366,8 @@ ANSWERS: dict[str, Schema] = {
         content=_list(ref("Part")),
     ),
     "Response": _object(
+        # Absent unless storing a response with `store` failed: its stream cannot be resumed.
+        {"penstock": _object(resumable=_one_of(False))},
         id=STRING,
         object=_one_of("response"),
         created_at=INTEGER,
@@ -447,6 +449,6 @@ ANSWERS: dict[str, Schema] = {
         token_strs=nullable(_list(nullable(STRING))),
     ),
     "Text": _object(prompt=STRING),
-    "Status": _object(status=STRING),
+    "Status": _object({"redis": _object(state=STRING, message=STRING)}, status=STRING),
     "Version": _object(version=STRING),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from penstock.gateway.auth.tickets import TICKET_TTL_S, MemoryTickets, new_ticket
-from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
 from penstock.gateway.storage.redis_link import RedisLink
 
 
@@ -39,7 +39,7 @@ class RedisTickets:
         try:
             with self._link.answering(key):
                 found = await self._link.client.getdel(key)
-        except StoreUnavailableError:
+        except (StoreUnavailableError, UnreadableDataError):
             return None
         return found.decode() if isinstance(found, bytes) else found
 

@@ -342,7 +342,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("redis-url", None, "keep sessions in Redis, shared and across restarts, as "
              "redis://HOST:6379/0, or rediss:// for TLS", URL, is_secret=True),
         Flag("redis-patience-ms", _GATEWAY.redis_patience_ms, "how long an event of a stored "
-             "response waits for Redis; then it is sent, and the response cannot be resumed",
+             "response waits for Redis (longer if Redis is distant); then it is sent, and the "
+             "response cannot be resumed",
              POSITIVE_MILLISECONDS),
         Flag("session-storage", _GATEWAY.session_storage, "while Redis is down, required: refuse "
              "new sessions; optional: run them without storage",

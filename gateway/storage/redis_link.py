@@ -1,8 +1,8 @@
 """Makes all clients of Redis.
 
-A link turns the errors of an unavailable Redis into `StoreUnavailableError`, runs Lua scripts even
-where they are not loaded, and warns about a Redis that may lose data. No message contains a
-password.
+A link turns the errors of an unavailable Redis into `StoreUnavailableError`, those of keys with
+foreign content into `UnreadableDataError`, runs Lua scripts even where they are not loaded, and
+warns about a Redis that may lose data. No message contains a password.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from redis.asyncio.sentinel import (
 )
 from redis.backoff import ExponentialWithJitterBackoff
 
-from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.conversations.store import UnreadableDataError, store_unavailable
 from penstock.gateway.storage.redis_cluster import ClusterClient, node_name
-from penstock.gateway.storage.redis_errors import is_away
+from penstock.gateway.storage.redis_errors import STATES, detail_of, is_away, is_foreign
+from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.redis_url import RedisAddress
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +38,12 @@ _NUM_AT_ONCE = 16  # scripts at one node; more only keep the event loop from rea
 _MAX_CONNECTIONS = 32  # of a link to one node; further callers wait for a free one
 _POOL_WAIT_S = 1.0
 _IDLE_CHECK_S = 15  # a connection that was idle for longer is checked before use
-_COMPLAINT_EVERY_S = 10.0
+# What a caller is told that a key belongs to, by the key's last part.
+_WHAT = {
+    "conversation": "this conversation",
+    "token_ids": "this conversation",
+    "conversations": "the list of conversations",
+}
 
 
 class RedisLink:
@@ -46,10 +52,18 @@ class RedisLink:
     Args:
         timeout_s: for connecting, and for a reply. None waits for replies without limit (blocking
             reads); connecting then has a limit of one second.
+        health: notes its errors.
     """
 
-    def __init__(self, address: RedisAddress, *, timeout_s: float | None = 1.0) -> None:
+    def __init__(
+        self,
+        address: RedisAddress,
+        *,
+        timeout_s: float | None = 1.0,
+        health: RedisHealth | None = None,
+    ) -> None:
         self.address = address
+        self.health = health or RedisHealth()
         options = _options(address, timeout_s)
         self._sentinels = _sentinels(address, options)
         self.client = _connect(address, options, self._sentinels)
@@ -58,7 +72,6 @@ class RedisLink:
             lambda: asyncio.Semaphore(_NUM_AT_ONCE)
         )
         self._last_away_s = defaultdict[str, float](float)
-        self._next_complaint_s = 0.0
 
     @contextlib.contextmanager
     def answering(self, key: str) -> Iterator[None]:
@@ -67,15 +80,31 @@ class RedisLink:
         Raises:
             StoreUnavailableError: 503 `session_store_unavailable`: the node does not answer or
                 cannot be written to.
+            UnreadableDataError: 409 `stored_data_unreadable`: the keys hold foreign content.
         """
         try:
             yield
         except Exception as error:
+            if is_foreign(error):
+                raise self.unreadable(key, error) from error
             if not is_away(error):
                 raise
             self._last_away_s[node_name(self.client, key)] = time.monotonic()
-            self._complain(error)
-            raise _unavailable() from error
+            why = self.health.describe(error)
+            if self.health.may_complain(why):
+                _LOG.warning("%s, at %s (%s)", why, self.address, detail_of(error))
+            raise store_unavailable(why) from error
+
+    def unreadable(self, key: str, error: Exception) -> UnreadableDataError:
+        """The error of a key, or of one that belongs to it, with foreign content; logs it."""
+        if self.health.may_complain(key, every_s=FOREIGN_EVERY_S):
+            _LOG.warning(
+                "Redis at %s holds at %s or beside it what this server did not write (%s)",
+                self.address,
+                key,
+                detail_of(error),
+            )
+        return UnreadableDataError(_WHAT.get(key.rpartition(":")[2], "what is stored"))
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run a script; a server that does not have it (it was restarted) gets its source.
@@ -89,7 +118,7 @@ class RedisLink:
         begun_s, node = time.monotonic(), node_name(self.client, keys[0] if keys else "")
         async with self._semaphores[node]:
             if self._last_away_s[node] > begun_s:
-                raise _unavailable()
+                raise store_unavailable(STATES[self.health.state])
             return await self._run(script, keys, args)
 
     async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -100,12 +129,13 @@ class RedisLink:
                 return await self.client.eval(script.source, len(keys), *keys, *args)
 
     async def is_up(self) -> bool:
-        """Whether Redis answers now."""
+        """Whether Redis answers now, and lately did what it was told."""
         try:
-            return bool(await self.client.ping())
+            return bool(await self.client.ping()) and not self.health.refuses
         except Exception as error:
             if not is_away(error):
                 raise
+            self.health.note(error)
             return False
 
     async def warn_unless_durable(self) -> None:
@@ -120,7 +150,8 @@ class RedisLink:
             # Some managed services forbid CONFIG.
             if not is_away(error) and not isinstance(error, exceptions.ResponseError):
                 raise
-            _LOG.warning("cannot read the settings of Redis at %s: %s", self.address, error)
+            detail = detail_of(error)
+            _LOG.warning("cannot read the settings of Redis at %s: %s", self.address, detail)
             return
         settings = {_text(name): _text(value) for name, value in found.items()}
         if (policy := settings.get("maxmemory-policy")) != "noeviction":
@@ -141,12 +172,6 @@ class RedisLink:
         if self._sentinels is not None:
             await self._sentinels.aclose()
 
-    def _complain(self, error: Exception) -> None:
-        now = time.monotonic()
-        if now >= self._next_complaint_s:
-            self._next_complaint_s = now + _COMPLAINT_EVERY_S
-            _LOG.warning("Redis at %s: %s: %s", self.address, type(error).__name__, error)
-
 
 class Script:
     """A Lua script."""
@@ -154,14 +179,6 @@ class Script:
     def __init__(self, source: str) -> None:
         self.source = source
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-
-
-def _unavailable() -> StoreUnavailableError:
-    return StoreUnavailableError(
-        "the conversation store is unavailable; try again later",
-        code="session_store_unavailable",
-        status=503,
-    )
 
 
 def _options(address: RedisAddress, timeout_s: float | None) -> dict[str, Any]:

@@ -136,6 +136,10 @@ class Metrics:
         """Add a gauge whose value `read` returns when metrics are collected."""
         self._watched.rows.append((GaugeMetricFamily, name, text, read))
 
+    def states(self, name: str, text: str, states: Sequence[str], read: Callable[[], str]) -> None:
+        """Add a gauge by state that is 1 for the state that `read` returns, and 0 for the rest."""
+        self._watched.states.append((name, text, tuple(states), read))
+
     def counter(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a counter whose value `read` returns when metrics are collected."""
         self._watched.rows.append((CounterMetricFamily, name, text, read))
@@ -302,12 +306,19 @@ class _Watched(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.rows: list[tuple[_Kind, str, str, Callable[[], float]]] = []
+        self.states: list[tuple[str, str, tuple[str, ...], Callable[[], str]]] = []
 
     def collect(self) -> Iterator[Metric]:
         for kind, name, text, read in self.rows:
             family = kind(f"penstock:{name}", text, labels=_LABELS)
             family.add_metric([self._model_name], float(read()))
             yield family
+        for name, text, states, tell in self.states:
+            by_state = GaugeMetricFamily(f"penstock:{name}", text, labels=(*_LABELS, "state"))
+            now = tell()
+            for state in states:
+                by_state.add_metric([self._model_name, state], float(state == now))
+            yield by_state
 
 
 class _Families(Collector):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 import orjson
@@ -36,6 +37,8 @@ _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
     FinishReason.LENGTH: ("incomplete", "response.incomplete", "max_output_tokens"),
     FinishReason.ABORT: ("cancelled", "response.incomplete", None),
 }
+# In a Response object, and once in a stream: storing it failed, so its events are kept no longer.
+NOT_RESUMABLE: _Object = {"resumable": False}
 
 
 class Event(msgspec.Struct, gc=False):
@@ -58,6 +61,7 @@ class EventWriter:
         "_delta_end",
         "_delta_start",
         "_delta_type",
+        "_has_told",
         "_header",
         "_notices",
         "_output_index",
@@ -69,6 +73,7 @@ class EventWriter:
         self._header = header
         self._notices = notices
         self._after = after
+        self._has_told = False  # that it cannot be resumed
         self._output_index = -1  # of the item whose delta events look like this:
         self._delta_type, self._delta_start, self._delta_end = "", b"", b""
 
@@ -89,6 +94,9 @@ class EventWriter:
                 found += _numbered(closing, first=entry.number, after=self._after)
             elif entry.kind in self._notices:
                 found.append(self._notice(entry))
+        if found and not (log.is_resumable or self._has_told):
+            self._has_told = True
+            found[0] = Event(found[0].type, _merged(found[0].json))
         return found
 
     def _begin_item(self, entry: DeltaEntry, log: ResponseLog) -> list[Event]:
@@ -128,6 +136,12 @@ class EventWriter:
         )
 
 
+def _merged(event: bytes) -> bytes:
+    """An event that also says that its response cannot be resumed. The last one says it in its
+    Response object too."""
+    return event[:-1] + b',"penstock":%b}' % orjson.dumps(NOT_RESUMABLE)
+
+
 def num_closing_events(log: ResponseLog, reason: FinishReason | None) -> int:
     """How many events end a response for this reason; None for a failure."""
     newest = None if reason is None else log.open_item
@@ -140,7 +154,7 @@ def response_object(log: ResponseLog, end: EndEntry | None = None) -> _Object:
     if end is not None:
         return _ended(log, end)
     status = "queued" if log.header.is_background and not log.entries else "in_progress"
-    return _response(log.header, status, output=_output(log, status) if log.entries else [])
+    return _response(log, status, output=_output(log, status) if log.entries else [])
 
 
 def _numbered(events: Sequence[tuple[str, _Object]], *, first: int, after: int) -> list[Event]:
@@ -152,7 +166,7 @@ def _numbered(events: Sequence[tuple[str, _Object]], *, first: int, after: int) 
 
 
 def _opening(header: ResponseHeader) -> list[tuple[str, _Object]]:
-    response = _response(header, "in_progress", output=[])
+    response = _new_response(header, "in_progress", output=[])
     events: list[tuple[str, _Object]] = [("response.created", {"response": response})]
     if header.is_background:
         queued = {"response": {**response, "status": "queued"}}
@@ -198,7 +212,7 @@ def _ended(log: ResponseLog, end: EndEntry) -> _Object:
         assert end.error is not None
         code, message = end.error
         return _response(
-            log.header,
+            log,
             "failed",
             output=_output(log, "incomplete"),
             end=end,
@@ -206,7 +220,7 @@ def _ended(log: ResponseLog, end: EndEntry) -> _Object:
         )
     status, _, why = _ENDINGS[_reason(log.header, end.reason)]
     return _response(
-        log.header,
+        log,
         status,
         output=_output(log, "completed" if status == "completed" else "incomplete"),
         end=end,
@@ -248,7 +262,12 @@ def _place(item: _Object, output_index: int) -> _Object:
     return {"item_id": item["id"], "output_index": output_index, **part_index}
 
 
-def _response(
+def _response(log: ResponseLog, status: str, **fields: Any) -> _Object:
+    response = _new_response(log.header, status, **fields)
+    return response if log.is_resumable else {**response, "penstock": NOT_RESUMABLE}
+
+
+def _new_response(
     header: ResponseHeader,
     status: str,
     *,

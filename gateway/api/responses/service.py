@@ -85,7 +85,7 @@ class ResponseService:
 
     async def start(self) -> None:
         """From now on this gateway takes over responses of gateways that died."""
-        await self._logs.start(self._take_over)
+        await self._logs.start(self._take_over, can_run=lambda: self._engine.info is not None)
 
     async def close(self) -> None:
         """Stop the running responses; another gateway, if there is one, takes them over."""
@@ -138,10 +138,11 @@ class ResponseService:
             generation.discard()
             raise
         turn = None if log is None else turn_of(header)
+        if log is None:
+            log = ResponseLog(header)
+            log.is_resumable = not request.store  # it was to be; without `store` nobody expects it
         remember = None if memory is None or request.store else memory.keep
-        task = self._task(
-            generation, log or ResponseLog(header), turn=turn, text=prompt.text, remember=remember
-        )
+        task = self._task(generation, log, turn=turn, text=prompt.text, remember=remember)
         self._keep(task.start(after=self._wait_for_engine))  # it may have died meanwhile
         return task
 

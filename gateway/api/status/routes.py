@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,17 +17,33 @@ from penstock.gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 
 
 class Status:
-    """The endpoints."""
+    """The endpoints.
 
-    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+    Args:
+        redis: tells what is wrong with Redis: a word, and a message; None while nothing is.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        redis: Callable[[], tuple[str, str] | None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._redis = redis
 
     @operation("GET /health", "Check whether the engine is up.", "Status", needs_key=False)
     async def health(self, _: Request) -> Response:
-        """200 unless the engine was lost: a server that is still starting is healthy."""
+        """200 unless the engine was lost: a server that is still starting is healthy. So is one
+        whose Redis is not, because it serves what needs no Redis; the answer names what is wrong.
+        """
         if self._engine.is_lost:
             return refusal(503, code="engine_unavailable", message="the engine died").response()
+        if (trouble := self._redis()) is not None:
+            state, message = trouble
+            redis = {"state": state, "message": message}
+            return json_response({"status": "degraded", "redis": redis})
         return json_response({"status": "ok"})
 
     @operation("GET /ready", "Check whether requests would be served.", "Status", needs_key=False)

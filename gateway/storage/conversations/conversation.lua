@@ -58,7 +58,9 @@ end
 
 -- A body begins with the number of names, 4 bytes, and the names, 16 bytes each.
 local function each_chunk(body, visit)
-  for index = 1, struct.unpack('<I4', body) do
+  -- No more than fit: foreign bytes must not keep Redis busy.
+  local num = math.min(struct.unpack('<I4', body), math.floor((#body - 4) / 16))
+  for index = 1, num do
     visit(string.sub(body, 16 * index - 11, 16 * index + 4))
   end
 end

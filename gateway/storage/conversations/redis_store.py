@@ -14,8 +14,10 @@ removes entries whose conversation no longer exists.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +29,7 @@ from penstock.gateway.storage.conversations.store import (
     DEFAULT_LEASE_S,
     DEFAULT_TTL_S,
     NotFoundError,
+    UnreadableDataError,
     head_locked,
     no_conversation,
     no_turn,
@@ -39,6 +42,16 @@ _CONVERSATION = Script(_FOLDER.joinpath("conversation.lua").read_text("utf-8"))
 _LISTING = Script(_FOLDER.joinpath("listing.lua").read_text("utf-8"))
 _KEYS = ("conversation", "links", "turns", "token_ids")
 _NUM_AT_ONCE = 16  # lookups of a listing
+# What decoding raises for bytes that are not ours.
+_UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    struct.error,
+    msgpack.UnpackException,
+)
 _NUM_CLEANED = 256  # ids read at once after some turned out to be gone
 
 
@@ -71,7 +84,7 @@ class RedisConversationStore:
 
     async def get(self, tenant: str, conversation_id: str) -> Conversation:
         fields = await self._run("get", tenant, conversation_id)
-        return _conversation(tenant, conversation_id, fields)
+        return self._conversation(tenant, conversation_id, fields)
 
     async def list_page(
         self, tenant: str, *, limit: int, after: str | None = None, newest_first: bool = True
@@ -84,10 +97,10 @@ class RedisConversationStore:
             if reply[0] != b"ok":
                 assert after is not None
                 raise no_conversation(after, param="after")
-            ids = [id_.decode() for id_ in reply[1:]]
-            found = await self._peek(tenant, ids)
+            ids = reply[1:]
+            found = await self._peek(tenant, [id_.decode(errors="replace") for id_ in ids])
             page += found
-            gone = set(ids) - {conversation.conversation_id for conversation in found}
+            gone = set(ids) - {conversation.conversation_id.encode() for conversation in found}
             if gone:
                 await self._run_listing("remove", tenant, *gone)
             if len(page) > limit or len(ids) < num_looked_at:
@@ -101,13 +114,14 @@ class RedisConversationStore:
     ) -> Conversation:
         packed = _pack_metadata(metadata)
         fields = await self._run("set_metadata", tenant, conversation_id, packed)
-        conversation = _conversation(tenant, conversation_id, fields)
+        conversation = self._conversation(tenant, conversation_id, fields)
         await self._list(conversation)
         return conversation
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
         await self._run("delete", tenant, conversation_id)
-        await self._run_listing("remove", tenant, conversation_id)
+        with contextlib.suppress(UnreadableDataError):  # the link has logged it
+            await self._run_listing("remove", tenant, conversation_id)
 
     async def begin_turn(self, turn: StoredTurn, *, takes_head: bool) -> None:
         await self._run(
@@ -134,12 +148,12 @@ class RedisConversationStore:
             fields = await self._run("finish_turn", turn.tenant, turn.conversation_id, *arguments)
         except NotFoundError:  # deleted meanwhile
             return
-        await self._list(_conversation(turn.tenant, turn.conversation_id, fields))
+        await self._list(self._conversation(turn.tenant, turn.conversation_id, fields))
 
     async def add_items(self, turn: StoredTurn) -> None:
         arguments = (turn.turn_id, turn.created_at, *_packed(turn))
         fields = await self._run("add_items", turn.tenant, turn.conversation_id, *arguments)
-        await self._list(_conversation(turn.tenant, turn.conversation_id, fields))
+        await self._list(self._conversation(turn.tenant, turn.conversation_id, fields))
 
     async def replace_items(self, turn: StoredTurn) -> None:
         await self._run_on_turn("replace_items", turn.tenant, turn.turn_id, *_packed(turn))
@@ -154,16 +168,17 @@ class RedisConversationStore:
 
     async def tree(self, tenant: str, conversation_id: str) -> Sequence[TurnSummary]:
         values = await self._run("tree", tenant, conversation_id)
-        nodes = sorted(_fives(values), key=lambda node: int(node[4]))
-        return [
-            TurnSummary(
-                turn_id=turn.decode(),
-                parent_id=parent.decode() or None,
-                status=status.decode(),
-                created_at=int(created_at),
-            )
-            for turn, parent, status, created_at, _ in nodes
-        ]
+        with self._reading(conversation_id):
+            nodes = sorted(_fives(values), key=lambda node: int(node[4]))
+            return [
+                TurnSummary(
+                    turn_id=turn.decode(),
+                    parent_id=parent.decode() or None,
+                    status=status.decode(),
+                    created_at=int(created_at),
+                )
+                for turn, parent, status, created_at, _ in nodes
+            ]
 
     async def set_head(
         self, tenant: str, conversation_id: str, turn_id: str | None, *, expected: str | None
@@ -218,19 +233,21 @@ class RedisConversationStore:
         conversation_id = conversation_of(turn_id)
         assert conversation_id is not None
         bodies = {}
-        for found_id, parent, status, created_at, body in _fives(values):
-            node = TreeNode(
-                turn_id=found_id.decode(),
-                conversation_id=conversation_id,
-                tenant=tenant,
-                parent_id=parent.decode() or None,
-                status=status.decode(),
-                created_at=int(created_at),
-            )
-            bodies[node] = body
+        with self._reading(conversation_id):
+            for found_id, parent, status, created_at, body in _fives(values):
+                node = TreeNode(
+                    turn_id=found_id.decode(),
+                    conversation_id=conversation_id,
+                    tenant=tenant,
+                    parent_id=parent.decode() or None,
+                    status=status.decode(),
+                    created_at=int(created_at),
+                )
+                bodies[node] = body
         if None in bodies.values():  # a full Redis has evicted the key
             raise no_turn(turn_id)
-        names = list({name: None for body in bodies.values() for name in chunk_names(body)})
+        with self._reading(conversation_id):
+            names = list({name: None for body in bodies.values() for name in chunk_names(body)})
         chunks: list[Any] = []
         if names:
             key = f"penstock:{{{tree_of(turn_id)}}}:token_ids"
@@ -239,7 +256,36 @@ class RedisConversationStore:
         if None in chunks:  # deleted meanwhile
             raise no_turn(turn_id)
         by_name = dict(zip(names, chunks, strict=True))
-        return [unpack(node, body, by_name) for node, body in bodies.items()]
+        with self._reading(conversation_id):
+            return [unpack(node, body, by_name) for node, body in bodies.items()]
+
+    def _conversation(
+        self, tenant: str, conversation_id: str, fields: Sequence[bytes]
+    ) -> Conversation:
+        with self._reading(conversation_id):
+            created_at, is_listed, metadata, head, running = fields
+            return Conversation(
+                conversation_id=conversation_id,
+                tenant=tenant,
+                created_at=int(created_at),
+                metadata=msgpack.unpackb(metadata),
+                head=head.decode() or None,
+                running=running.decode() or None,
+                is_listed=is_listed == b"1",
+            )
+
+    @contextlib.contextmanager
+    def _reading(self, conversation_id: str) -> Iterator[None]:
+        """A context for decoding what a conversation's keys hold.
+
+        Raises:
+            UnreadableDataError: it is not what this store writes.
+        """
+        try:
+            yield
+        except _UNREADABLE as error:
+            key = f"penstock:{{{tree_of(conversation_id)}}}:conversation"
+            raise self._link.unreadable(key, error) from error
 
     async def _run_listing(self, operation: str, tenant: str, *args: Any) -> list[Any]:
         digest = hashlib.sha256(tenant.encode()).hexdigest()[:32]
@@ -253,35 +299,23 @@ class RedisConversationStore:
     async def _list(self, conversation: Conversation) -> None:
         if conversation.is_listed:
             added = (conversation.created_at, conversation.conversation_id)
-            await self._run_listing("add", conversation.tenant, *added)
+            with contextlib.suppress(UnreadableDataError):  # it can be used without the list
+                await self._run_listing("add", conversation.tenant, *added)
 
     async def _peek(self, tenant: str, ids: Sequence[str]) -> list[Conversation]:
-        """The existing ones of some conversations; this does not count as use."""
+        """The existing, readable ones of some conversations; this does not count as use."""
 
         async def peek(conversation_id: str) -> Conversation | None:
             try:
                 fields = await self._run("peek", tenant, conversation_id)
-            except NotFoundError:
+                return self._conversation(tenant, conversation_id, fields)
+            except (NotFoundError, UnreadableDataError):
                 return None
-            return _conversation(tenant, conversation_id, fields)
 
         found: list[Conversation | None] = []
         for start in range(0, len(ids), _NUM_AT_ONCE):
             found += await asyncio.gather(*map(peek, ids[start : start + _NUM_AT_ONCE]))
         return [conversation for conversation in found if conversation is not None]
-
-
-def _conversation(tenant: str, conversation_id: str, fields: Sequence[bytes]) -> Conversation:
-    created_at, is_listed, metadata, head, running = fields
-    return Conversation(
-        conversation_id=conversation_id,
-        tenant=tenant,
-        created_at=int(created_at),
-        metadata=msgpack.unpackb(metadata),
-        head=head.decode() or None,
-        running=running.decode() or None,
-        is_listed=is_listed == b"1",
-    )
 
 
 def _fives(values: Sequence[Any]) -> list[Sequence[Any]]:

@@ -34,7 +34,33 @@ class ConversationLockedError(RequestRefusedError):
 
 
 class StoreUnavailableError(RequestRefusedError):
-    """503 `session_store_unavailable`: Redis does not answer."""
+    """503 `session_store_unavailable`: Redis cannot be used; the message says why."""
+
+
+class UnreadableDataError(RequestRefusedError):
+    """409 `stored_data_unreadable`: Redis holds something at a key that this server did not write.
+    The header keeps clients from retrying."""
+
+    headers = MappingProxyType({"x-should-retry": "false"})
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} cannot be read: something else has written to its keys in Redis",
+            code="stored_data_unreadable",
+            status=409,
+        )
+
+
+def store_unavailable(why: str) -> StoreUnavailableError:
+    """
+    Args:
+        why: as "Redis is out of memory".
+    """
+    return StoreUnavailableError(
+        f"conversations and responses cannot be stored or read now: {why}; try again later",
+        code="session_store_unavailable",
+        status=503,
+    )
 
 
 class ConversationStore(Protocol):

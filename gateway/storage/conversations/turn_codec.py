@@ -93,8 +93,14 @@ def pack(turn: StoredTurn) -> Packed:
 
 
 def chunk_names(body: bytes) -> list[bytes]:
-    """The names of a body's chunks, in order."""
+    """The names of a body's chunks, in order.
+
+    Raises:
+        ValueError, struct.error: it is not a body.
+    """
     (num_names,) = _NUM_NAMES.unpack_from(body)
+    if _NUM_NAMES.size + num_names * NAME_BYTES > len(body):
+        raise ValueError(f"{len(body)} bytes do not begin with {num_names} names")
     starts = range(_NUM_NAMES.size, _NUM_NAMES.size + num_names * NAME_BYTES, NAME_BYTES)
     return [body[start : start + NAME_BYTES] for start in starts]
 

@@ -116,13 +116,14 @@ def _decode(data: bytes, read: Callable[..., _T]) -> _T:
         raise
     except (
         AttributeError,
-        KeyError,
+        LookupError,
+        OverflowError,
         TypeError,
         ValueError,
         EngineError,
         msgpack.UnpackException,
     ) as error:
-        raise UnreadableEntryError(f"not part of a response log: {error!r}") from error
+        raise UnreadableEntryError(f"not part of a response log: {error!r:.200}") from error
 
 
 def _version_of(header: ResponseHeader) -> int:

@@ -73,6 +73,15 @@ class ResponseMovedError(RequestRefusedError):
         )
 
 
+def left_behind(response_id: str) -> RequestRefusedError:
+    """As `ResponseMovedError`, but this gateway is stopping and does not look for the owner."""
+    return RequestRefusedError(
+        f"this gateway is shutting down; resume {response_id!r} on a new connection",
+        code="response_moved",
+        status=503,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class LogNotice:
     """An event for current readers only: it has no number and is neither stored nor replayed."""

@@ -30,12 +30,16 @@ class LogExistsError(Exception):
 class LogStore(Protocol):
     """Response logs by id."""
 
-    async def start(self, take_over: TakeOver) -> None:
+    async def start(
+        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
+    ) -> None:
         """Start the store.
 
         Args:
             take_over: called with the log of a response whose owner is gone and that this gateway
                 owns from now on; it has all entries stored so far, and no end.
+            can_run: whether this gateway could run a response now. If not, it leaves responses to
+                other gateways unless none takes them over.
         """
         ...
 
@@ -68,6 +72,12 @@ class LogStore(Protocol):
 
     async def hand_over(self) -> None:
         """This gateway is stopping: let others take over its responses at once."""
+        ...
+
+    async def let_readers_end(self, limit_s: float) -> None:
+        """After `hand_over`: wait for this gateway's readers of responses that other gateways run.
+        Those that are left after `limit_s`, or for which there is no other gateway, get 503
+        `response_moved`, and so do later ones."""
         ...
 
     async def close(self) -> None: ...
@@ -111,7 +121,9 @@ class MemoryLogStore(InMemory):
         self._being_read: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
         self.num_bytes = 0
 
-    async def start(self, take_over: TakeOver) -> None:
+    async def start(
+        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
+    ) -> None:
         """There are no other gateways to take responses over from."""
 
     async def create(self, header: ResponseHeader) -> ResponseLog:
@@ -151,6 +163,9 @@ class MemoryLogStore(InMemory):
 
     async def hand_over(self) -> None:
         """There are no other gateways."""
+
+    async def let_readers_end(self, limit_s: float) -> None:
+        """Every response has ended here."""
 
     async def close(self) -> None:
         """There is nothing to close."""

@@ -11,7 +11,9 @@ gateway can write. A gateway that crashes in between leaves a note that does not
 epoch; the next gateway that finds such a note removes it.
 
 A gateway that could not reach Redis, or that was stopped, takes nothing over for a while: the
-others' leases may have expired together with its own, and they need a moment to renew them.
+others' leases may have expired together with its own, and they need a moment to renew them. A
+gateway that could not run a response now, because its engine is down, leaves responses to the
+others, unless none takes them for some time.
 """
 
 from __future__ import annotations
@@ -23,12 +25,19 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from penstock.gateway.storage.redis_errors import RedisAwayError
+from penstock.gateway.storage.redis_errors import (
+    SLOW,
+    STATES,
+    RedisAwayError,
+    detail_of,
+    is_foreign,
+)
+from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.response_log.redis_stream import (
     FENCE,
     Command,
@@ -40,6 +49,7 @@ from penstock.gateway.storage.response_log.redis_stream import (
     parse_id,
     read_last,
     round_trip,
+    unless_foreign,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -47,6 +57,8 @@ _GATEWAYS = "penstock:gateways"
 _NUM_AT_ONCE = 16  # responses taken over
 _MAX_CONTROL_ENTRIES = 1000
 _CANCEL_S = 60
+_LEASES_WITHOUT_ENGINE = 4  # that responses wait for a gateway that can run them
+_SLOW_EVERY_S = 600.0  # between two warnings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +78,7 @@ class Ownership:
         ttl_s: time to live of the keys that it leaves behind.
         adopt: continues a response that was taken over.
         on_beat: called at every heartbeat; its argument is whether the lease had expired.
+        health: notes the round trips of heartbeats, and why they failed.
     """
 
     def __init__(
@@ -76,20 +89,24 @@ class Ownership:
         ttl_s: float,
         adopt: Callable[[Claim], Awaitable[None]],
         on_beat: Callable[[bool], Awaitable[None]],
+        health: RedisHealth,
     ) -> None:
         self.gateway_id = f"{{{secrets.token_hex(8)}}}"  # its keys share a slot of a cluster
         self.is_leaving = False
+        self.can_run: Callable[[], bool] = lambda: True  # whether a response could run here now
         self._redis = redis
         self._lease_s = lease_s
         self._ttl_ms = int(ttl_s * 1000)
         self._adopt = adopt
         self._on_beat = on_beat
+        self._health = health
         self._hurry = asyncio.Event()
         self._was_away = False
         self._has_lost_lease = False
         self._last_beat_s = math.inf  # there was none
         self._may_adopt_s = 0.0
         self._may_adopt_from_s: dict[str, float] = {}  # gateways whose lease could not be read
+        self._orphaned_at_s: dict[str, float] = {}  # gateways whose responses others should take
         self._adopting: asyncio.Task[None] | None = None
         self._claims: dict[str, Claim] = {}  # being enforced, or to be tried again
 
@@ -137,7 +154,7 @@ class Ownership:
             [("SET", cancel_key(response_id), b"1", "EX", _CANCEL_S), ("SMEMBERS", _GATEWAYS)],
             is_strict=True,
         )
-        await self._tell([gateway.decode() for gateway in gateways], b"cancel", response_id)
+        await self._tell(_texts(gateways), b"cancel", response_id)
 
     async def leave(self) -> None:
         """Give up the lease and tell the other gateways, which take over this one's responses.
@@ -157,11 +174,21 @@ class Ownership:
         await round_trip(self._redis, commands)
         await self._tell(others, b"look", "")
 
+    async def has_others(self) -> bool:
+        """Whether another gateway lives.
+
+        Raises:
+            RedisAwayError: Redis is unavailable.
+        """
+        others = await self._others()
+        leases = [("EXISTS", f"penstock:lease:{other}") for other in others]
+        return 1 in await round_trip(self._redis, leases)
+
     # -- heartbeats ---------------------------------------------------------------------------
 
     async def _turn(self) -> None:
         try:
-            async with asyncio.timeout(self._lease_s / 2):
+            async with asyncio.timeout(self._turn_timeout_s()):
                 if self.is_leaving:  # without a lease
                     await self._on_beat(False)
                     return
@@ -176,14 +203,22 @@ class Ownership:
             elif now_s >= self._may_adopt_s:
                 self._adopting = asyncio.create_task(self._adopt_orphans())
         except (RedisAwayError, TimeoutError) as error:
-            if not self._was_away:
-                _LOG.warning("Redis is unavailable: %s: %s", type(error).__name__, error)
+            why = self._health.describe(error)
+            if not self._was_away and self._health.may_complain(why):
+                _LOG.warning("%s (%s)", why, detail_of(error))
             self._was_away = True
-        except Exception:  # a bug; the lease must still be renewed
-            _LOG.exception("maintaining the response logs failed")
+        except Exception as error:  # foreign content or a bug; the lease must still be renewed
+            _log_failure("maintaining the response logs failed", error, self._health)
+
+    def _turn_timeout_s(self) -> float:
+        """The first turn may connect to a distant Redis. Later ones must leave time to renew the
+        lease."""
+        if not self._health.round_trip_s:
+            return self._lease_s
+        return min(self._health.patience_s(self._lease_s / 2, num_round_trips=6), self._lease_s)
 
     async def _beat(self) -> None:
-        lease_ms = int(self._lease_s * 1000)
+        lease_ms, begun_s = int(self._lease_s * 1000), time.monotonic()
         replies = await round_trip(
             self._redis,
             [
@@ -194,6 +229,10 @@ class Ownership:
                 ("PEXPIRE", self.control_key, self._ttl_ms),
             ],
         )
+        self._health.note_round_trip(time.monotonic() - begun_s)
+        if self._health.is_slow and self._health.may_complain(SLOW, every_s=_SLOW_EVERY_S):
+            text = "%s: a round trip takes %.2f s, and tokens of stored responses wait for it"
+            _LOG.warning(text, STATES[SLOW], self._health.round_trip_s)
         failures = [reply for reply in replies if isinstance(reply, Exception)]
         if isinstance(replies[0], Exception):
             raise replies[0]
@@ -205,7 +244,7 @@ class Ownership:
 
     async def _others(self) -> list[str]:
         gateways = await ask(self._redis, "SMEMBERS", _GATEWAYS)
-        return [name for gateway in gateways if (name := gateway.decode()) != self.gateway_id]
+        return [name for name in _texts(gateways) if name != self.gateway_id]
 
     async def _tell(self, gateways: list[str], what: bytes, value: str) -> None:
         await round_trip(
@@ -219,9 +258,9 @@ class Ownership:
     # -- takeovers ----------------------------------------------------------------------------
 
     async def _adopt_orphans(self) -> None:
-        with _excused(level=logging.WARNING):
+        with self._excused(level=logging.WARNING):
             for claim in list(self._claims.values()):
-                with _excused():
+                with self._excused():
                     await self._enforce(claim)
             others = await self._others()
             leases = await round_trip(
@@ -232,13 +271,22 @@ class Ownership:
             for other, has_lease in zip(others, leases, strict=True):
                 if isinstance(has_lease, Exception):  # its gateway cannot renew it either
                     self._may_adopt_from_s[other] = now_s + self._lease_s
-                elif has_lease == 0 and now_s >= self._may_adopt_from_s.get(other, 0.0):
-                    with _excused():
+                elif has_lease:
+                    self._orphaned_at_s.pop(other, None)
+                elif now_s >= self._may_adopt_from_s.get(other, 0.0) and self._is_due(other):
+                    with self._excused():
                         await self._adopt_all_of(other)
 
+    def _is_due(self, gateway: str) -> bool:
+        """Whether to take over the responses of a gateway that is gone."""
+        orphaned_at_s = self._orphaned_at_s.setdefault(gateway, time.monotonic())
+        waited_s = time.monotonic() - orphaned_at_s
+        return self.can_run() or waited_s >= self._lease_s * _LEASES_WITHOUT_ENGINE
+
     async def _adopt_all_of(self, gateway: str) -> None:
-        notes = [note.decode() for note in await ask(self._redis, "SMEMBERS", _owned_key(gateway))]
+        notes = _texts(await ask(self._redis, "SMEMBERS", _owned_key(gateway)))
         if not notes:
+            self._orphaned_at_s.pop(gateway, None)
             gone: list[Command] = [("SREM", _GATEWAYS, gateway), ("DEL", _control_key(gateway))]
             await round_trip(self._redis, gone)
             return
@@ -249,7 +297,7 @@ class Ownership:
             await asyncio.gather(*(self._adopt_one(gateway, note) for note in some))
 
     async def _adopt_one(self, gateway: str, note: str) -> None:
-        with _excused():
+        with self._excused():
             claim = await self._claim_on(note)
             if claim is not None:
                 self._claims[claim.response_id] = claim
@@ -257,11 +305,15 @@ class Ownership:
             await ask(self._redis, "SREM", _owned_key(gateway), note)
 
     async def _claim_on(self, note: str) -> Claim | None:
-        """The claim on a noted response; None if it has ended, or the note has another epoch."""
+        """The claim on a noted response; None if it has ended, the note has another epoch, or note
+        or stream are not ours."""
         epoch_text, _, response_id = note.partition(" ")
         key = log_key(response_id)
-        last = [] if key is None else await ask(self._redis, *read_last(key))
-        if key is None or not last:
+        if key is None or not (epoch_text.isascii() and epoch_text.isdigit()):
+            return None
+        (found,) = await round_trip(self._redis, [read_last(key)])
+        last = unless_foreign(found)
+        if not last:
             return None
         ((entry_id, fields),) = last
         epoch = int(epoch_text)
@@ -278,7 +330,8 @@ class Ownership:
         (fenced,) = await round_trip(self._redis, [fence])
         if isinstance(fenced, Exception):  # refused, or stored although the reply was lost
             fence_id = f"{claim.epoch}-0"
-            found = await ask(self._redis, "XRANGE", claim.key, fence_id, fence_id)
+            (reply,) = await round_trip(self._redis, [("XRANGE", claim.key, fence_id, fence_id)])
+            found = unless_foreign(reply)
             fenced = found and found[0][1].get(FENCE) == self.gateway_id.encode()
         if fenced:
             await self._adopt(claim)
@@ -286,17 +339,34 @@ class Ownership:
             await ask(self._redis, *self.forget(claim.response_id, claim.epoch))
         del self._claims[claim.response_id]
 
+    @contextlib.contextmanager
+    def _excused(self, *, level: int = logging.DEBUG) -> Iterator[None]:
+        """Logs errors, so that one response does not prevent the takeover of others. A later look
+        tries it again."""
+        try:
+            yield
+        except RedisAwayError as error:
+            if level == logging.DEBUG or self._health.may_complain("takeovers"):
+                _LOG.log(level, "cannot take over responses now: %s", error)
+        except Exception as error:
+            _log_failure("taking over responses failed", error, self._health)
 
-@contextlib.contextmanager
-def _excused(*, level: int = logging.DEBUG) -> Iterator[None]:
-    """Logs errors, so that one response does not prevent the takeover of others. A later look
-    tries it again."""
-    try:
-        yield
-    except RedisAwayError as error:
-        _LOG.log(level, "cannot take over responses now: %s", error)
-    except Exception:
-        _LOG.exception("taking over responses failed")
+
+def _log_failure(what: str, error: Exception, health: RedisHealth) -> None:
+    """Log an error that is not an absence of Redis. Foreign content is no bug, and stays."""
+    if not is_foreign(error):
+        _LOG.error(what, exc_info=error)
+    elif health.may_complain(what, every_s=FOREIGN_EVERY_S):
+        _LOG.warning("%s: Redis holds what this server did not write (%s)", what, detail_of(error))
+
+
+def _texts(members: Iterable[bytes]) -> list[str]:
+    """The members of a set of ours; foreign bytes are left out."""
+    texts = []
+    for member in members:
+        with contextlib.suppress(UnicodeDecodeError):
+            texts.append(member.decode())
+    return texts
 
 
 def _owned_key(gateway_id: str) -> str:

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from penstock.gateway.storage.conversations.store import store_unavailable
 from penstock.gateway.storage.redis_cluster import ClusterClient, node_name
-from penstock.gateway.storage.redis_errors import RedisAwayError
-from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
+from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
+from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import response_expired
 from penstock.gateway.storage.response_log.redis_stream import (
     BrokenLogError,
@@ -32,11 +34,10 @@ from penstock.gateway.storage.response_log.redis_stream import (
     log_key,
     read_key,
     round_trip,
-    store_unavailable,
 )
 
 _LOG = logging.getLogger(__name__)
-_BLOCK_MS = 500  # shorter than any time-out of a connection
+_BLOCK_MS, _LEAST_BLOCK_MS = 500, 50  # shorter than any time-out of a connection
 _POLL_S = 0.02
 _RETRY_S = 0.1
 _PATIENCE_S = 10.0  # how long Redis may be unavailable before readers get an error
@@ -57,6 +58,7 @@ class StreamFollower:
     Args:
         control_key: the stream of commands to this gateway.
         on_control: called with the fields of each entry in it.
+        health: notes errors.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StreamFollower:
         redis: Redis,
         control_key: str,
         on_control: Callable[[dict[bytes, bytes]], None],
+        health: RedisHealth,
     ) -> None:
         self._redis = redis
         client: object = redis  # by its type, it is never a `ClusterClient`
@@ -71,7 +74,9 @@ class StreamFollower:
         self._control_key = control_key.encode()
         self._control_position = b"0-0"
         self._on_control = on_control
+        self._health = health
         self._followed: dict[bytes, _Followed] = {}
+        self._is_control_foreign = False  # its key holds something else
         self._is_blocked = False
         self._mark_due_s = 0.0
         self._away_s = defaultdict[str, float](float)  # by node: time of consecutive failed tries
@@ -95,13 +100,29 @@ class StreamFollower:
             wake: Command = ("XADD", self._control_key, "MAXLEN", "~", 1000, "*", b"wake", b"")
             await round_trip(self._redis, [wake])
 
+    @property
+    def has_readers(self) -> bool:
+        """Whether a followed log is being read."""
+        logs = [followed.log() for followed in self._followed.values()]
+        return any(log is not None and log.readers for log in logs)
+
+    def let_go(self) -> None:
+        """Follow nothing any longer: readers get 503 `response_moved`."""
+        for key, followed in list(self._followed.items()):
+            log = followed.log()
+            if log is not None:
+                self._fail(key, left_behind(log.header.response_id))
+
     async def run(self) -> None:
         """Follow until cancelled. After an absence of Redis, each stream continues where it was."""
         if self._is_cluster:
             await self._poll_nodes()
             return
         while True:
-            await self._read("", self._positions(), self._block)
+            if positions := self._positions():
+                await self._read("", positions, self._block)
+            else:
+                await asyncio.sleep(_RETRY_S)
 
     async def _poll_nodes(self) -> None:
         polls: dict[str, asyncio.Task[None]] = {}
@@ -135,14 +156,26 @@ class StreamFollower:
             self._away_s[node] += min(time.monotonic() - begun_s, _LONGEST_TRY_S)
             if self._away_s[node] > _PATIENCE_S:
                 for key in positions:
-                    self._fail(key, store_unavailable())
-        except Exception:  # a bug; following must continue
-            _LOG.exception("following streams failed")
+                    self._fail(key, store_unavailable(self._health.describe(error)))
+        except Exception as error:  # foreign content or a bug; following must continue
+            if is_foreign(error):
+                await self._drop_foreign(positions)
+            else:
+                _LOG.exception("following streams failed")
             await asyncio.sleep(_RETRY_S)
         else:
             self._away_s[node] = 0.0
             for key, entries in found:
                 self._add_entries(key, positions[key], entries)
+
+    async def _drop_foreign(self, positions: dict[bytes, bytes]) -> None:
+        """Follow no key any longer that is not a stream: one makes an XREAD of all keys fail."""
+        try:
+            found = await self._poll(positions)
+        except RedisAwayError as error:
+            _LOG.debug("cannot follow streams in Redis: %s", error)
+            return
+        self._is_control_foreign = self._control_key not in dict(found)
 
     async def check(self) -> None:
         """Fail the followed logs that Redis no longer has (they expired or were lost), and mark the
@@ -155,6 +188,7 @@ class StreamFollower:
             self._mark_due_s = time.monotonic() + _MARK_EVERY_S
             logs = [followed.log() for followed in self._followed.values()]
             await self._mark_read([log for log in logs if log is not None and log.readers])
+        self._is_control_foreign = False  # perhaps
         keys = list(self._live())
         if not keys:
             return
@@ -169,11 +203,13 @@ class StreamFollower:
         await round_trip(self._redis, [("SET", key, b"1", "EX", _MARK_S) for key in keys])
 
     async def _block(self, positions: dict[bytes, bytes]) -> list[tuple[bytes, list[StreamEntry]]]:
+        # A distant Redis answers later than it stops blocking.
+        block_ms = max(_BLOCK_MS - int(self._health.round_trip_s * 1e3), _LEAST_BLOCK_MS)
         self._is_blocked = True
         try:
             found = await ask(
                 self._redis,
-                *("XREAD", "COUNT", _PAGE_ENTRIES, "BLOCK", _BLOCK_MS, "STREAMS"),
+                *("XREAD", "COUNT", _PAGE_ENTRIES, "BLOCK", block_ms, "STREAMS"),
                 *(*positions, *positions.values()),
             )
         finally:
@@ -193,14 +229,19 @@ class StreamFollower:
             if isinstance(reply, RedisAwayError):
                 raise reply
             if isinstance(reply, Exception):
-                _LOG.error("cannot follow %r", key, exc_info=reply)
+                name = key.decode()
+                if not is_foreign(reply):
+                    _LOG.error("cannot follow %s", name, exc_info=reply)
+                elif self._health.may_complain(name, every_s=FOREIGN_EVERY_S):
+                    _LOG.warning("cannot follow %s: it is no stream (%s)", name, detail_of(reply))
                 self._fail(key)
             else:
                 found.append((key, reply))
         return found
 
     def _positions(self) -> dict[bytes, bytes]:
-        return {self._control_key: self._control_position, **self._live()}
+        control = {} if self._is_control_foreign else {self._control_key: self._control_position}
+        return {**control, **self._live()}
 
     def _live(self) -> dict[bytes, bytes]:
         """Key and position of every log that is still referenced."""

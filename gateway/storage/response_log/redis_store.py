@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from penstock.gateway.storage.conversations.store import store_unavailable
 from penstock.gateway.storage.redis_errors import RedisAwayError
-from penstock.gateway.storage.response_log.log import ResponseLog
+from penstock.gateway.storage.redis_health import RedisHealth
+from penstock.gateway.storage.response_log.log import ResponseLog, left_behind
 from penstock.gateway.storage.response_log.log_store import (
     DEFAULT_TTL_S,
     TakeOver,
@@ -39,13 +41,15 @@ from penstock.gateway.storage.response_log.redis_stream import (
     read_first,
     read_last,
     round_trip,
-    store_unavailable,
+    unless_foreign,
 )
 from penstock.gateway.storage.response_log.redis_writer import LogOpener, LogWriter, OwnedLog
 
 _LOG = logging.getLogger(__name__)
 _NUM_LOADS = 16  # at a time, so that they do not delay the writer and the lease
 _HAND_OVER_S = 1.0
+_FIND_S = 1.0  # for readers of what was handed over to find it again
+_LOOK_S = 0.1  # interval of checks whether somebody still reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,9 @@ class RedisLogSettings:
     Attributes:
         ttl_s: how long after its end a log can be read.
         max_log_bytes: of one log in Redis; a longer one is not resumable.
-        ack_timeout_s: how long an entry waits for Redis before it is shown without being stored.
-        request_timeout_s: how long a new response waits for Redis before it is refused.
+        ack_timeout_s: how long an entry waits for Redis before it is shown without being stored;
+            longer where the measured round trip is long.
+        request_timeout_s: how long a new response waits for Redis before it is refused; also.
         lease_s: a gateway without a heartbeat for so long counts as dead.
     """
 
@@ -72,10 +77,17 @@ class RedisLogStore:
 
     Args:
         redis: a client with few retries and time-outs above half a second, used only by this store.
+        health: notes errors and round trips.
     """
 
-    def __init__(self, redis: Redis, settings: RedisLogSettings | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        settings: RedisLogSettings | None = None,
+        health: RedisHealth | None = None,
+    ) -> None:
         self._redis = redis
+        self._health = health = health or RedisHealth()
         self._settings = settings or RedisLogSettings()
         self._ownership = Ownership(
             redis,
@@ -83,6 +95,7 @@ class RedisLogStore:
             ttl_s=self._settings.ttl_s,
             adopt=self._adopt,
             on_beat=self._maintain,
+            health=health,
         )
         self._writer = LogWriter(
             redis,
@@ -90,6 +103,7 @@ class RedisLogStore:
             max_log_bytes=self._settings.max_log_bytes,
             on_done=self._forget,
             farewell=self._farewell,
+            health=health,
         )
         self._opener = LogOpener(
             redis,
@@ -97,10 +111,14 @@ class RedisLogStore:
             timeout_s=self._settings.request_timeout_s,
             age=self._age,
             give_up=self._writer.give_up,
+            health=health,
         )
-        self._follower = StreamFollower(redis, self._ownership.control_key, self._on_control)
+        self._follower = StreamFollower(
+            redis, self._ownership.control_key, self._on_control, health
+        )
         self._live: dict[str, ResponseLog] = {}  # responses that run here
         self._take_over: TakeOver | None = None
+        self._is_over = False  # nothing is read here any longer
         self._loads = asyncio.Semaphore(_NUM_LOADS)
         self._refresh_s = 0.0  # when to renew the time to live of the running responses' keys
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,9 +128,12 @@ class RedisLogStore:
     def gateway_id(self) -> str:
         return self._ownership.gateway_id
 
-    async def start(self, take_over: TakeOver) -> None:
+    async def start(
+        self, take_over: TakeOver, *, can_run: Callable[[], bool] = lambda: True
+    ) -> None:
         """As `LogStore.start`. `take_over` must have set `ResponseLog.owner` when it returns."""
         self._take_over = take_over
+        self._ownership.can_run = can_run
         await self._ownership.appear()
         self._tasks = [
             asyncio.create_task(self._ownership.run()),
@@ -127,13 +148,15 @@ class RedisLogStore:
             log=log, key=key, epoch=1, confirmed=header.num_opening_events - 1, is_begun=False
         )
         if self._ownership.is_leaving:
-            raise store_unavailable()
+            raise store_unavailable("this gateway is shutting down")
         await self._opener.open(owned)
         self._live[response_id] = log
         self._writer.own(owned)
         return log
 
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
+        if self._is_over:
+            raise left_behind(response_id)
         log = self._live.get(response_id) or self._follower.find(response_id)
         if log is None:
             log = await self._load(response_id)
@@ -148,7 +171,7 @@ class RedisLogStore:
             if is_ended is None:
                 raise response_expired(response_id)
             if not is_ended:
-                with _answering():
+                with self._answering():
                     await self._ownership.cancel(response_id)
         elif log.header.tenant == tenant:
             log.cancel()
@@ -157,7 +180,7 @@ class RedisLogStore:
 
     async def delete(self, tenant: str, response_id: str) -> None:
         if await self._look(tenant, response_id):
-            with _answering():
+            with self._answering():
                 await ask(self._redis, "DEL", _key(response_id))
 
     async def hand_over(self) -> None:
@@ -167,6 +190,18 @@ class RedisLogStore:
         with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(_HAND_OVER_S):
                 await self._ownership.leave()
+
+    async def let_readers_end(self, limit_s: float) -> None:
+        with contextlib.suppress(RedisAwayError, TimeoutError):
+            async with asyncio.timeout(limit_s):
+                # Those who look for the next owner's log are not its readers yet.
+                await asyncio.sleep(min(_FIND_S, limit_s))
+                while (  # noqa: ASYNC110  (once in a process's life)
+                    self._follower.has_readers and await self._ownership.has_others()
+                ):
+                    await asyncio.sleep(_LOOK_S)
+        self._is_over = True
+        self._follower.let_go()
 
     async def close(self) -> None:
         """Other gateways take over the running responses when the lease expires."""
@@ -184,14 +219,14 @@ class RedisLogStore:
         if key is None:
             raise response_expired(response_id)
         async with self._loads:
-            with _answering():
+            with self._answering():
                 stored = await self._read(response_id, key)
             # Another task may have loaded it meanwhile, or this gateway taken it over.
             log = self._live.get(response_id) or self._follower.find(response_id)
             if log is not None:
                 return log
             if not stored.log.is_ended:
-                with _answering():
+                with self._answering():
                     await self._follower.follow(stored)
             return stored.log
 
@@ -199,7 +234,8 @@ class RedisLogStore:
         try:
             stored = await load(self._redis, key)
         except BrokenLogError as error:
-            _LOG.info("cannot replay %s: %s", response_id, error)
+            if self._health.may_complain(response_id):
+                _LOG.info("cannot replay %s: %s", response_id, error)
             stored = None
         if stored is None:
             raise response_expired(response_id)
@@ -211,9 +247,10 @@ class RedisLogStore:
         key = log_key(response_id)
         if key is None:
             return None
-        with _answering():
-            first, last = await round_trip(
-                self._redis, [read_first(key), read_last(key)], is_strict=True
+        with self._answering():
+            first, last = map(
+                unless_foreign,
+                await round_trip(self._redis, [read_first(key), read_last(key)]),
             )
         try:
             if not first or not last or header_of(first[0][1]).tenant != tenant:
@@ -222,6 +259,14 @@ class RedisLogStore:
             return None
         fields = last[0][1]
         return BROKEN not in fields and ends(fields)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raises: StoreUnavailableError: Redis is unavailable."""
+        try:
+            yield
+        except RedisAwayError as error:
+            raise store_unavailable(self._health.describe(error)) from error
 
     # -- owning -------------------------------------------------------------------------------
 
@@ -267,7 +312,7 @@ class RedisLogStore:
         if b"look" in fields:
             self._ownership.hurry()
         elif (response_id := fields.get(b"cancel")) is not None:
-            log = self._live.get(response_id.decode())
+            log = self._live.get(response_id.decode(errors="replace"))
             if log is not None:
                 log.cancel()
 
@@ -297,12 +342,3 @@ def _key(response_id: str) -> str:
     key = log_key(response_id)
     assert key is not None
     return key
-
-
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    """Raises: StoreUnavailableError: Redis is unavailable."""
-    try:
-        yield
-    except RedisAwayError as error:
-        raise store_unavailable() from error

@@ -29,9 +29,15 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
 from penstock.gateway.storage.conversations.ids import tree_of
-from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.redis_cluster import ClusterClient
-from penstock.gateway.storage.redis_errors import RedisAwayError, away_told_apart, is_away
+from penstock.gateway.storage.redis_errors import (
+    RedisAwayError,
+    away_error,
+    away_told_apart,
+    detail_of,
+    is_away,
+    is_foreign,
+)
 from penstock.gateway.storage.response_log.codec import (
     UnreadableEntryError,
     decode_delta,
@@ -55,14 +61,6 @@ _Result = TypeVar("_Result")
 
 class BrokenLogError(Exception):
     """The stream is marked broken, has a gap, or cannot be decoded: it cannot be replayed."""
-
-
-def store_unavailable() -> StoreUnavailableError:
-    return StoreUnavailableError(
-        "the response store is unavailable; try again later",
-        code="session_store_unavailable",
-        status=503,
-    )
 
 
 def log_key(response_id: str) -> str | None:
@@ -188,7 +186,7 @@ async def _lean(redis: Redis, commands: Sequence[Command]) -> list[Any]:
 def _mark_away(replies: list[Any]) -> None:
     for index, reply in enumerate(replies):
         if isinstance(reply, Exception) and is_away(reply):
-            replies[index] = RedisAwayError(f"{type(reply).__name__}: {reply}")
+            replies[index] = away_error(reply)
             replies[index].__cause__ = reply
 
 
@@ -265,8 +263,25 @@ async def load(redis: Redis, key: str, *, storage: Storage = IN_MEMORY) -> Store
 
 
 async def _page(redis: Redis, key: str, start: str) -> list[StreamEntry]:
-    found: list[StreamEntry] = await ask(redis, "XRANGE", key, start, "+", "COUNT", _PAGE_ENTRIES)
-    return found
+    (found,) = await round_trip(redis, [("XRANGE", key, start, "+", "COUNT", _PAGE_ENTRIES)])
+    entries = unless_foreign(found)
+    if entries is None:
+        raise BrokenLogError(f"{key} is no stream ({detail_of(found)})")
+    return entries
+
+
+def unless_foreign(reply: Any) -> list[StreamEntry] | None:
+    """The entries of a reply of `round_trip`; None if the key is no stream.
+
+    Raises:
+        Exception: the reply is another error.
+    """
+    if not isinstance(reply, Exception):
+        entries: list[StreamEntry] = reply
+        return entries
+    if is_foreign(reply):
+        return None
+    raise reply
 
 
 def header_of(fields: dict[bytes, bytes]) -> ResponseHeader:
@@ -301,6 +316,8 @@ def ends(fields: dict[bytes, bytes]) -> bool:
 
 def _entry(fields: dict[bytes, bytes]) -> DeltaEntry | EndEntry | None:
     """Decode an entry after the header; None for a fence."""
+    if len(fields) != 1:
+        raise BrokenLogError(f"an entry of {len(fields)} fields")
     ((kind, body),) = fields.items()
     try:
         if kind == DELTA:
@@ -310,7 +327,7 @@ def _entry(fields: dict[bytes, bytes]) -> DeltaEntry | EndEntry | None:
     except UnreadableEntryError as error:
         raise BrokenLogError(str(error)) from error
     if kind != FENCE:
-        raise BrokenLogError(f"unknown entry {kind.decode(errors='replace')!r}")
+        raise BrokenLogError(f"unknown entry {kind[:40].decode(errors='replace')!r}")
     return None
 
 
@@ -331,6 +348,6 @@ async def in_time(
             await asyncio.wait({task}, timeout=timeout_s / num_ticks)
             if task.done():
                 return task.result()
-        raise RedisAwayError(f"no answer within {timeout_s} s")
+        raise RedisAwayError(f"no answer within {timeout_s:.3g} s", state="timeout")
     finally:
         task.cancel()

@@ -8,7 +8,8 @@ All entries appended in one iteration of the event loop are sent in one pipeline
 one independent pipeline per node), and become visible when Redis has confirmed them. The latency of
 a round trip is shared by all, and the next pipeline is filled while one is in flight. Entries that
 Redis does not confirm in time become visible nevertheless, and their log is no longer resumable: it
-continues without Redis, and is marked as broken when Redis answers again.
+continues without Redis, and is marked as broken when Redis answers again. A distant Redis gets the
+time of some round trips.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from penstock.gateway.storage.conversations.store import UnreadableDataError, store_unavailable
 from penstock.gateway.storage.redis_cluster import node_name
-from penstock.gateway.storage.redis_errors import RedisAwayError
+from penstock.gateway.storage.redis_errors import RedisAwayError, detail_of, is_foreign
+from penstock.gateway.storage.redis_health import FOREIGN_EVERY_S, RedisHealth
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
 from penstock.gateway.storage.response_log.log_store import LogExistsError, response_expired
 from penstock.gateway.storage.response_log.redis_ownership import Ownership
@@ -42,7 +45,6 @@ from penstock.gateway.storage.response_log.redis_stream import (
     read_key,
     read_last,
     round_trip,
-    store_unavailable,
 )
 from penstock.gateway.wake_ups import WRITES
 
@@ -50,6 +52,8 @@ _LOG = logging.getLogger(__name__)
 _WRITING_TICKS = 5  # see `in_time`
 _LOOK_S = 0.01  # interval of checks whether a log has been verified
 _RETRY_S = 0.005
+# Of the patience: what one or two take if a new connection and a repetition come first.
+_WRITING_ROUND_TRIPS, _OPENING_ROUND_TRIPS = 6, 10
 _NUM_OPENED_AT_ONCE = 256  # a header may contain a long prompt
 _OPENING_TICKS = 100  # see `in_time`: connecting may take twenty iterations of the event loop
 
@@ -69,6 +73,7 @@ class LogOpener:
         timeout_s: for a batch.
         age: the command that sets a stream's time to live.
         give_up: called with a log that Redis may have, but that will not be written.
+        health: notes errors.
     """
 
     def __init__(
@@ -79,12 +84,14 @@ class LogOpener:
         timeout_s: float,
         age: Callable[[str], Command],
         give_up: Callable[[OwnedLog], None],
+        health: RedisHealth,
     ) -> None:
         self._redis = redis
         self._ownership = ownership
         self._timeout_s = timeout_s
         self._age = age
         self._give_up = give_up
+        self._health = health
         self._waiting: deque[_Opening] = deque()
         self._sender: asyncio.Task[None] | None = None
 
@@ -118,8 +125,9 @@ class LogOpener:
             self._sender = None
 
     async def _open_all(self, batch: list[_Opening]) -> None:
+        timeout_s = self._health.patience_s(self._timeout_s, num_round_trips=_OPENING_ROUND_TRIPS)
         try:
-            await in_time(self._store(batch), self._timeout_s, num_ticks=_OPENING_TICKS)
+            await in_time(self._store(batch), timeout_s, num_ticks=_OPENING_TICKS)
         except Exception as error:  # raised to each waiting caller
             for opening in batch:
                 opening.failure = error
@@ -141,18 +149,20 @@ class LogOpener:
             for command in (each.header, self._age(each.owned.key), note)
         ]
         _note_failures(noted, (await round_trip(self._redis, commands))[::3])
-        await self._look_again([each for each in noted if is_refused_id(each.failure)])
+        await self._look_again(
+            [each for each in noted if each.failure is not None and _is_taken(each.failure)]
+        )
 
     async def _look_again(self, refused: list[_Opening]) -> None:
         """Check refused headers: either Redis already has the header, and the reply was lost, or it
-        has another response's."""
+        has another response's, or something else."""
         firsts = await round_trip(self._redis, [read_first(each.owned.key) for each in refused])
         forget: list[Command] = []
         for opening, first in zip(refused, firsts, strict=True):
             owned = opening.owned
-            if isinstance(first, Exception):
+            if isinstance(first, Exception) and not is_foreign(first):
                 opening.failure = first
-            elif is_begun_by(first, owned.log.header):
+            elif not isinstance(first, Exception) and is_begun_by(first, owned.log.header):
                 opening.failure = None
             else:
                 opening.failure = LogExistsError(owned.response_id)
@@ -168,13 +178,21 @@ class LogOpener:
         if not is_wanted:
             return
         if isinstance(failure, RedisAwayError):
-            error = store_unavailable()
+            error = store_unavailable(self._health.describe(failure))
             error.__cause__ = failure
             opening.done.set_exception(error)
+        elif failure is not None and is_foreign(failure):
+            if self._health.may_complain("notes", every_s=FOREIGN_EVERY_S):
+                _LOG.warning("cannot note responses in Redis (%s)", detail_of(failure))
+            opening.done.set_exception(UnreadableDataError("the list of running responses"))
         elif failure is not None:
             opening.done.set_exception(failure)
         else:
             opening.done.set_result(None)
+
+
+def _is_taken(failure: Exception) -> bool:
+    return is_refused_id(failure) or is_foreign(failure)
 
 
 def _note_failures(openings: list[_Opening], replies: list[object]) -> None:
@@ -230,6 +248,7 @@ class LogWriter:
         max_log_bytes: of one log; a longer one is not resumable.
         on_done: called with a log that is no longer owned: it ended or was lost.
         farewell: the commands to send to Redis when a log is no longer owned.
+        health: tells the distance of Redis; notes errors.
     """
 
     def __init__(
@@ -240,6 +259,7 @@ class LogWriter:
         max_log_bytes: int,
         on_done: Callable[[ResponseLog], None],
         farewell: Callable[[OwnedLog], Sequence[Command]],
+        health: RedisHealth,
     ) -> None:
         self.owned: dict[str, OwnedLog] = {}
         self._redis = redis
@@ -247,11 +267,13 @@ class LogWriter:
         self._max_log_bytes = max_log_bytes
         self._on_done = on_done
         self._farewell = farewell
+        self._health = health
         self._torn: dict[str, OwnedLog] = {}  # logs without a broken mark in Redis yet
         # By node:
         self._dirty = defaultdict[str, dict[str, OwnedLog]](dict)
         self._chores = defaultdict[str, list[Command]](list)  # for the next pipeline
         self._flushers: dict[str, asyncio.Task[None]] = {}
+        self._errors: dict[str, RedisAwayError] = {}  # why the current write is not stored yet
 
     def own(self, owned: OwnedLog) -> None:
         owned.node = node_name(self._redis, owned.key)
@@ -387,26 +409,39 @@ class LogWriter:
 
     async def _write(self, node: str, batch: list[OwnedLog]) -> None:
         work = self._attempt_until_stored(node, batch)
+        patience_s = self._health.patience_s(
+            self._ack_timeout_s, num_round_trips=_WRITING_ROUND_TRIPS
+        )
+        error: Exception | None = None
         try:
-            await in_time(work, self._ack_timeout_s, num_ticks=_WRITING_TICKS)
-        except RedisAwayError:
-            pass
+            await in_time(work, patience_s, num_ticks=_WRITING_TICKS)
+        except RedisAwayError as late_error:
+            error = self._errors.get(node, late_error)
         except Exception:  # a bug; the responses continue
             _LOG.exception("writing response logs failed")
         else:
             return
+        finally:
+            self._errors.pop(node, None)
         late = [owned for owned in batch if self._is_owned(owned) and not owned.is_stored]
-        if late:
-            _LOG.warning("Redis does not answer: %d responses continue without it", len(late))
+        if late and error is not None:
+            self._complain(len(late), error)
         self._suspect(node)
         for owned in late:
             self.give_up(owned)
+
+    def _complain(self, num_logs: int, error: Exception) -> None:
+        why = self._health.describe(error)
+        if self._health.may_complain(f"writing: {why}"):
+            text = "%s: %d responses continue without it and cannot be resumed (%s)"
+            _LOG.warning(text, why, num_logs, detail_of(error))
 
     async def _attempt_until_stored(self, node: str, batch: list[OwnedLog]) -> None:
         while batch:
             try:
                 batch = await self._attempt(node, batch)
-            except RedisAwayError:
+            except RedisAwayError as error:
+                self._errors[node] = error
                 self._suspect(node)
             if batch:
                 await asyncio.sleep(_RETRY_S)
@@ -487,6 +522,9 @@ class LogWriter:
             # A refused id means that Redis already has the entry, whose reply was lost, or has
             # another gateway's fence. Other failures mean that it cannot be written now.
             owned.is_suspect = True
+            for failure in failures:
+                if isinstance(failure, RedisAwayError):
+                    self._errors[owned.node] = failure
             if not isinstance(replies[-1], Exception) and not all(map(is_refused_id, failures)):
                 self.give_up(owned)  # an entry is missing, but later ones were stored
             return not self._is_owned(owned)
@@ -547,7 +585,11 @@ class LogWriter:
         self._part_with(owned)
 
     def _give_up_for(self, owned: OwnedLog, mistake: Exception) -> None:
-        _LOG.error("cannot store %s", owned.response_id, exc_info=mistake)
+        if is_foreign(mistake):
+            detail = detail_of(mistake)
+            _LOG.warning("cannot store %s: its key is no stream (%s)", owned.response_id, detail)
+        else:
+            _LOG.error("cannot store %s", owned.response_id, exc_info=mistake)
         self.give_up(owned)
 
     def _part_with(self, owned: OwnedLog) -> None:

@@ -16,8 +16,8 @@ from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
 
 from penstock.engine.errors import ConfigError
-from penstock.gateway.storage import redis_link
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
+from penstock.gateway.storage.redis_health import RedisHealth
 from penstock.gateway.storage.redis_link import _NUM_AT_ONCE, RedisLink, Script
 from penstock.gateway.storage.redis_url import RedisAddress
 
@@ -209,7 +209,7 @@ async def test_it_warns_of_a_redis_that_forgets(
 async def test_a_redis_that_is_away_is_complained_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_link, "_COMPLAINT_EVERY_S", PATIENCE_S)
+    monkeypatch.setattr(RedisHealth.may_complain, "__kwdefaults__", {"every_s": PATIENCE_S})
     with RedisServer(tmp_path / "redis", password="geheim") as server:
         async with linked(server.url) as link:
             server.kill()

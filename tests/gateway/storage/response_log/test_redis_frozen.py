@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.engine.transport import sockets
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines.engine_client import EngineClient
-from penstock.gateway.storage.response_log import redis_store, redis_writer
+from penstock.gateway.storage.response_log import redis_ownership, redis_store, redis_writer
 from penstock.gateway.storage.response_log.redis_ownership import Claim
 from penstock.gateway.storage.response_log.redis_store import RedisLogSettings, RedisLogStore
 
@@ -94,7 +94,12 @@ class Gateway:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something in its own event loop."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
     async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
         async with listen(self.app, self._config) as self.port:
             self._is_ready.set()
             while not self._is_over.is_set():  # noqa: ASYNC110  (another thread's)
@@ -467,3 +472,90 @@ async def test_what_it_had_not_begun_is_its_own(
 
 async def _nothing(_: object) -> None:
     pass
+
+
+async def _handed_over(
+    first: Gateway, client: httpx.AsyncClient, num: int
+) -> list[asyncio.Task[httpx.Response]]:
+    """Who waits at a gateway that hands its responses over: for a whole one; for the rest of one,
+    and for what comes much later, which is silence."""
+    whole = asyncio.create_task(client.post("/v1/responses", json={**BODY, "stream": False}))
+    background = {**BODY, "stream": False, "background": True}
+    begun = (await client.post("/v1/responses", json=background)).json()["id"]
+    await until(lambda: len(first.store._live) == 2 and num_seen(first) >= num)
+    resumes = [
+        asyncio.create_task(
+            client.get(f"/v1/responses/{begun}", params={"stream": "true", "starting_after": after})
+        )
+        for after in (4, 100)
+    ]
+    await until(lambda: sum(len(log.readers) for log in first.store._live.values()) == 3)
+    await first.run(first.store.hand_over())
+    return [whole, *resumes]
+
+
+async def test_who_waits_at_a_gateway_that_leaves_gets_the_rest(
+    engine: Engine, make: Callable[[], Gateway]
+) -> None:
+    first, second = make(), make()
+    engine.device.hold(but=20)
+    url = f"http://127.0.0.1:{first.port}"
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        waiting = await _handed_over(first, client, 3)
+        ending = asyncio.create_task(first.run(first.store.let_readers_end(PATIENCE_S)))
+        await until(lambda: len(second.store._live) == 2)
+        engine.device.allow(10)
+        await asyncio.sleep(2.5)  # longer than connections get to close
+        assert not any(task.done() for task in (*waiting, ending))
+        engine.device.set_free()
+        whole, *resumes = await asyncio.gather(*waiting)
+        assert whole.status_code == 200, whole.text
+        assert whole.json()["status"] == "incomplete"
+        for answer in resumes:
+            assert "event: response.incomplete" in answer.text, answer.text[-500:]
+        await ending
+        late = await client.get(f"/v1/responses/{whole.json()['id']}", params={"stream": "true"})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "response_moved")
+
+
+async def test_who_waits_for_too_long_is_told_to_resume(
+    engine: Engine, make: Callable[[], Gateway]
+) -> None:
+    first, second = make(), make()
+    engine.device.hold(but=20)
+    url = f"http://127.0.0.1:{first.port}"
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        waiting = await _handed_over(first, client, 3)
+        await until(lambda: len(second.store._live) == 2)
+        await first.run(first.store.let_readers_end(0.0))
+        whole, heard, silent = await asyncio.gather(*waiting)
+        for answer in (whole, silent):
+            assert answer.status_code == 503, answer.text
+            assert answer.json()["error"]["code"] == "response_moved"
+            assert "resume" in answer.json()["error"]["message"]
+            assert "retry-after" in answer.headers
+        assert heard.status_code == 200
+        assert '"code":"response_moved"' in heard.text.rstrip().splitlines()[-1]
+    engine.device.set_free()
+    await until(lambda: not second.store._live)
+
+
+async def test_a_gateway_without_an_engine_leaves_responses_to_others(
+    engine: Engine, make: Callable[[], Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make(), make()
+    engine.device.hold(but=20)
+    second.store._ownership.can_run = lambda: False
+    posting = asyncio.create_task(Reader(first.port).read())
+    await until(lambda: num_seen(first) >= 3)
+    await first.run(first.store.hand_over())
+    await asyncio.sleep(2 * LEASE_S)
+    assert not second.store._live
+    third = make()
+    await until(lambda: third.store._live)
+    assert not second.store._live
+    monkeypatch.setattr(redis_ownership, "_LEASES_WITHOUT_ENGINE", 0.0)  # nobody has taken them
+    await third.run(third.store.hand_over())
+    await until(lambda: second.store._live)
+    engine.device.set_free()
+    await posting
