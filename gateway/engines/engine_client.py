@@ -41,6 +41,7 @@ ENGINE_WAIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
 _RETRY_S = 0.05  # while no engine listens
+_FIND_AGAIN_S = 1.5  # how long after a loss new requests wait for the engine
 # Stats that are reset when an engine dies: all but the counters and the sizes of its pools.
 _GAUGES = tuple(
     field.name
@@ -79,6 +80,7 @@ class EngineClient:
         self._death: asyncio.Future[str] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_draining = False
+        self._lost_at_s = time.monotonic()  # or there was no link yet
         self._num_lives = 0
         self._engine_pid = 0  # of the last engine that answered
         self._num_silent_beats = 0
@@ -133,12 +135,18 @@ class EngineClient:
             await self._has_info.wait()
         return self.info
 
-    def require_info(self) -> EngineInfo:
-        """The engine's info, for a new request.
+    async def require_info(self) -> EngineInfo:
+        """The engine's info, for a new request, which waits a moment if the link was just lost: a
+        gateway that was stopped for a while finds its engine again within a second.
 
         Raises:
             EngineDeadError: there is no engine, or this gateway accepts no more requests.
         """
+        if self.info is None and not self._is_draining:
+            left_s = self._lost_at_s + _FIND_AGAIN_S - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, left_s)):
+                    await self.wait_ready()
         if self._is_draining:
             raise EngineDeadError(_SHUTDOWN)
         return self.info_for_running()
@@ -252,6 +260,7 @@ class EngineClient:
 
     def _end_life(self, reason: str) -> None:
         self.info = None
+        self._lost_at_s = time.monotonic()
         self._has_info.clear()
         self._last_step_s = None
         self.stats = msgspec.structs.replace(self.stats, **dict.fromkeys(_GAUGES, 0))

@@ -168,7 +168,7 @@ class Generator:
             RequestRefusedError: 503: too many long texts are waiting.
         """
         engine = self._engine
-        info = engine.require_info() if must_fit else engine.info_for_running()
+        info = await engine.require_info() if must_fit else engine.info_for_running()
         tokenizer = self.model.tokenizer
         check_prompt_bytes(
             text,
@@ -214,7 +214,7 @@ class Generator:
             RequestRefusedError: 429 or 503: the request was not admitted.
             EngineDeadError: the engine is not available.
         """
-        info = self._engine.require_info()
+        info = await self._engine.require_info()
         priority = effective_priority(caller, options.priority, info.scheduling_policy)
         params = _fitting_params(options, len(prompt_token_ids), info=info, param=param)
         for name, token_ids in (

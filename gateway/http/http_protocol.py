@@ -89,12 +89,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unparsed = b""  # while the pipeline is full
         self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the latest parsed
         self._stall = StallTimer(self.loop)
+        self._is_last = False  # the connection closes after its next answer
 
     # -- the connection ---------------------------------------------------------------------
 
     def refuse_connection(self) -> None:
         """The connection exceeds the limit: its first request is answered 503."""
         self._refuse_by_application(_too_many_connections())
+
+    def close_after_answer(self) -> None:
+        """The server is shutting down: this connection's next answer, or the current one, is its
+        last."""
+        self._is_last = True
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def close_if_idle(self) -> None:
+        """Close the connection unless it has a request."""
+        has_request = self._num_header_bytes and self._due is not _Due.NOTHING
+        if not (has_request or self._is_answering() or self.pipeline):
+            self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -240,6 +254,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse_by_application(failure)
             self.scope["state"] = self.app_state.copy()
         super().on_headers_complete()
+        if self._is_last and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_chunk_header(self) -> None:
         self._num_framing_bytes -= _CHUNK_FRAMING_BYTES

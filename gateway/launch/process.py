@@ -4,7 +4,8 @@ Run by the supervisor as `python -m penstock.gateway.launch.process`.
 
 On SIGTERM it accepts no connections, `/ready` answers 503, and streams have `shutdown_grace_s` to
 end by themselves. Other streams are handed over where the store can (Redis), or end with their
-terminal event. A second SIGTERM ends the process at once.
+terminal event. Who reads here what another gateway runs now has as long again. A second SIGTERM
+ends the process at once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from penstock.gateway.generation.served_model import load_model
 from penstock.gateway.http.http_protocol import (
     MAX_REFUSED_CONNECTIONS,
     HttpLimits,
+    LimitedHttpProtocol,
     RefuseConnections,
     limited_protocol,
 )
@@ -52,6 +54,7 @@ LISTEN_FD = "PENSTOCK_LISTEN_FD"
 _HELLO_S = 1.0  # a running engine answers much sooner
 _HAND_OVER_S = 2.0
 _PONG_S = 20.0  # a slow reader gets pings only after all earlier data
+_UNDER_WAY_S = 0.1  # for requests that a client has sent, and this process not read
 _FLUSH_S = 2  # for connections to close once their streams have ended
 _GC_OBJECTS = 50_000  # allocated and not freed between two collections
 _SPARE_FILES = 128  # for files other than connections: Redis, the engine, the log, …
@@ -74,7 +77,13 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     tag_log_lines()
     config = replace(config, max_connections=_make_room_for(config.max_connections))
     app = create_app(config, load_model(config, checks_template=True), log=log)
-    server = _Server(_uvicorn_config(config, app), app, log=log, grace_s=config.shutdown_grace_s)
+    server = _Server(
+        _uvicorn_config(config, app),
+        app,
+        log=log,
+        grace_s=config.shutdown_grace_s,
+        has_siblings=config.num_workers > 1,
+    )
     _calm_collector()
     listener = socket.socket(fileno=int(os.environ[LISTEN_FD]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -165,25 +174,53 @@ def _make_room_for(max_connections: int) -> int:
 
 
 class _Server(HttpServer):
-    """Ends streams with a terminal event before uvicorn shuts down, which would just cut them."""
+    """Ends streams with a terminal event before uvicorn shuts down, which would just cut them.
+
+    Args:
+        grace_s: for streams to end by themselves.
+        has_siblings: other gateways listen on the same socket.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, app: Starlette, *, log: LogWriter, grace_s: float
+        self,
+        config: uvicorn.Config,
+        app: Starlette,
+        *,
+        log: LogWriter,
+        grace_s: float,
+        has_siblings: bool = False,
     ) -> None:
         super().__init__(config)
         self.app = app
         self._log = log
         self._grace_s = grace_s
+        self._has_siblings = has_siblings
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.stop_accepting()  # uvicorn would do so only after the streams
+        if self._has_siblings:
+            await self._close_idle()
         await self.app.state.engine.drain(self._grace_s, hand_over=self._hand_over)
+        await self.app.state.log_store.let_readers_end(self._grace_s)
         # uvicorn closes WebSockets at once: let the last events out first. That takes turns of this
         # loop, and a single sleep might have only one if the process was stopped meanwhile.
         for _ in range(10):
             await asyncio.sleep(0.01)
         await super().shutdown(sockets)
         self._log.drain()  # the process dies of the signal that uvicorn then raises again
+
+    async def _close_idle(self) -> None:
+        """Close idle connections, and the others after their answer: their clients connect again,
+        to a sibling. Requests that are under way are still served."""
+        for connection in self._http_connections():
+            connection.close_after_answer()
+        await asyncio.sleep(_UNDER_WAY_S)
+        for connection in self._http_connections():
+            connection.close_if_idle()
+
+    def _http_connections(self) -> list[LimitedHttpProtocol]:
+        found = self.server_state.connections
+        return [each for each in found if isinstance(each, LimitedHttpProtocol)]
 
     async def _hand_over(self) -> None:
         """Leave unfinished responses to another gateway, if the log's store can do that."""

@@ -258,7 +258,8 @@ class Supervisor:
     def _stop_all(self) -> bool:
         """End the gateways, then the engine they stream from; whether all ended by themselves."""
         engine, gateways = self._children[:1], self._children[1:]
-        grace_s = self._settings["shutdown_grace_s"] + _STOP_MARGIN_S
+        # The second time is for readers of responses that another server's gateway runs now.
+        grace_s = 2 * self._settings["shutdown_grace_s"] + _STOP_MARGIN_S
         return self._stop(gateways, grace_s) & self._stop(engine, _STOP_MARGIN_S)
 
     def _stop(self, children: Iterable[Child], grace_s: float) -> bool:

@@ -259,7 +259,7 @@ async def test_what_was_let_in_before_a_drain_still_enters_the_engine(connect: C
         draining = asyncio.create_task(link.client.drain(PATIENCE_S))
         await until(lambda: not link.client.is_alive)
         with pytest.raises(EngineDeadError, match="shutting down"):
-            link.client.require_info()
+            await link.client.require_info()
         assert (await link.outputs("taken over"))[0].text == ANSWER
         await first
         await draining

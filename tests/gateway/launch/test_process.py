@@ -265,6 +265,9 @@ async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
         async def hand_over(self) -> None:
             events.append("handed over")
 
+        async def let_readers_end(self, limit_s: float) -> None:
+            events.append(f"let readers end within {limit_s} s")
+
     async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.05) as engine:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             task = asyncio.create_task(server._serve([listener]))
@@ -277,7 +280,8 @@ async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
                         server.should_exit = True
                         events += [line] if line else []
             await task
-    *_, handed_over, error, done = events
+    assert "let readers end within 0.1 s" in events
+    *_, handed_over, error, done = [each for each in events if "let readers" not in each]
     assert handed_over == "handed over"
     assert "the server is shutting down" in error
     assert done == "data: [DONE]"
