@@ -17,6 +17,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.transport.messages import EngineStats
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.engines import engine_client
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.telemetry.engine_metrics import EngineCollector
 
@@ -184,3 +185,15 @@ async def test_engine_death_and_return(serve: Serve) -> None:
             assert (await served.http.get("/health")).status_code == 200
             await served.client.completions.create(model="tiny", prompt="x", max_tokens=2)
             await until(lambda: len(successor.submitted) == 1)
+
+
+async def test_a_request_waits_a_moment_for_a_link_that_was_lost(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a gateway that was stopped: the engine has dropped it, and takes it again."""
+    monkeypatch.setattr(engine_client, "_FIND_AGAIN_S", 60.0)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    served.engine.lose_gateways()
+    await answers(served, "/ready", 503)
+    answer = await served.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text

@@ -285,3 +285,46 @@ async def test_what_does_not_end_in_time_is_handed_over_before_it_fails(
     assert handed_over == "handed over"
     assert "the server is shutting down" in error
     assert done == "data: [DONE]"
+
+
+async def test_a_worker_that_ends_leaves_idle_connections_to_its_siblings(
+    model_path: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their clients connect again, instead of getting 503 as long as it has streams."""
+    monkeypatch.setattr("penstock.gateway.launch.process._HELLO_S", PATIENCE_S)
+    address = f"{tmp_path}/engine.sock"
+    config = GatewayConfig(engine_address=address, model=ModelConfig(model=str(model_path)))
+    app = create_app(config)
+    server = _Server(
+        _uvicorn_config(config, app),
+        app,
+        log=LogWriter(str),
+        grace_s=PATIENCE_S,
+        has_siblings=True,
+    )
+    async with FakeEngine(address, tokenizer.encode(ANSWER), step_s=0.05) as engine:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            task = asyncio.create_task(server._serve([listener]))
+            port = listener.getsockname()[1]
+            async with client_of(port) as http:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 ")
+                async with http.stream("POST", "/v1/completions", json=_ENDLESS) as stream:
+                    lines = stream.aiter_lines()
+                    await anext(lines)
+                    server.should_exit = True
+                    async with asyncio.timeout(PATIENCE_S):
+                        rest = await reader.read()
+                    assert rest == b'{"status":"ready"}', "and it was closed"
+                    assert not task.done()
+                    writer.close()
+                    await writer.wait_closed()
+                    assert await anext(lines) is not None, "its stream goes on"
+                    server.force_exit = True
+                    app.state.engine._streams.fail_all("the test is over")
+                    async for _ in lines:
+                        pass
+            await task
+        assert engine.submitted
