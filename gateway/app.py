@@ -58,6 +58,7 @@ from penstock.gateway.telemetry.request_record import REQUEST_ID_HEADER
 from penstock.gateway.telemetry.worker_metrics import Workers
 
 if TYPE_CHECKING:
+    from penstock.gateway.storage.redis_health import RedisHealth
     from penstock.gateway.telemetry.tracing import Tracing
 
 # Response headers that a page of another origin may read.
@@ -94,7 +95,8 @@ def create_app(
     model = model or load_model(config)
     engine = EngineClient(config.engine_address, engine_wait_s=config.engine_wait_s)
     metrics = Metrics(engine, model.name, _workers(config))
-    gate = make_gate(config, engine)
+    health = _redis_health(config)
+    gate = make_gate(config, engine, health)
     generator = Generator(
         engine,
         model,
@@ -104,7 +106,7 @@ def create_app(
         max_prompt_bytes=config.max_prompt_bytes,
     )
 
-    stores = make_stores(config)
+    stores = make_stores(config, health)
     service = ResponseService(
         generator,
         engine=engine,
@@ -298,20 +300,31 @@ class Stores:
     round_trip_s: Callable[[], float] = lambda: 0.0
 
 
-def make_stores(config: GatewayConfig) -> Stores:
+def _redis_health(config: GatewayConfig) -> RedisHealth | None:
+    if config.redis_url is None:
+        return None
+    from penstock.gateway.storage.redis_health import RedisHealth
+
+    return RedisHealth()
+
+
+def make_stores(config: GatewayConfig, health: RedisHealth | None = None) -> Stores:
     """The stores by the settings.
+
+    Args:
+        health: of their Redis.
 
     Raises:
         ConfigError: `--redis-url` is invalid.
     """
     if config.redis_url is not None:
-        return _redis_stores(config, config.redis_url)
+        return _redis_stores(config, config.redis_url, health)
     logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s)
     conversations = MemoryConversationStore(config.session_store_bytes, ttl_s=config.session_ttl_s)
     return Stores(conversations=conversations, logs=logs, start=_nothing, close=logs.close)
 
 
-def _redis_stores(config: GatewayConfig, url: str) -> Stores:
+def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth | None) -> Stores:
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
     from penstock.gateway.storage.redis_errors import STATES
     from penstock.gateway.storage.redis_health import RedisHealth
@@ -319,7 +332,7 @@ def _redis_stores(config: GatewayConfig, url: str) -> Stores:
     from penstock.gateway.storage.redis_url import RedisAddress
     from penstock.gateway.storage.response_log.redis_store import RedisLogSettings, RedisLogStore
 
-    address, health = RedisAddress.parse(url), RedisHealth()
+    address, health = RedisAddress.parse(url), health or RedisHealth()
     # Separate links, so that a slow or blocking command on one never delays the other.
     link, log_link = RedisLink(address, health=health), RedisLink(address, health=health)
     settings = RedisLogSettings(
@@ -359,12 +372,17 @@ class Gate:
     aclose: Callable[[], Awaitable[None]]
 
 
-def make_gate(config: GatewayConfig, engine: EngineClient) -> Gate:
+def make_gate(
+    config: GatewayConfig, engine: EngineClient, health: RedisHealth | None = None
+) -> Gate:
     """
+    Args:
+        health: of the Redis with `--redis-url`.
+
     Raises:
         ConfigError: the key file or `--redis-url` is invalid.
     """
-    quotas, tickets, aclose = _shared(config)
+    quotas, tickets, aclose = _shared(config, health)
     bounds = QueueBounds(
         max_requests=config.max_queue_requests,
         max_tokens=config.max_queue_tokens,
@@ -383,7 +401,7 @@ def make_gate(config: GatewayConfig, engine: EngineClient) -> Gate:
 _Shared = tuple[Quotas, Tickets, Callable[[], Awaitable[None]]]
 
 
-def _shared(config: GatewayConfig) -> _Shared:
+def _shared(config: GatewayConfig, health: RedisHealth | None) -> _Shared:
     """Quotas and tickets; with Redis all gateways share them."""
     if config.redis_url is None:
         return LocalQuotas(time.monotonic), MemoryTickets(), _nothing
@@ -392,7 +410,8 @@ def _shared(config: GatewayConfig) -> _Shared:
     from penstock.gateway.storage.redis_link import RedisLink
     from penstock.gateway.storage.redis_url import RedisAddress
 
-    link = RedisLink(RedisAddress.parse(config.redis_url), timeout_s=_ADMISSION_TIMEOUT_S)
+    address = RedisAddress.parse(config.redis_url)
+    link = RedisLink(address, timeout_s=_ADMISSION_TIMEOUT_S, health=health)
     fallback = LocalQuotas(time.monotonic, share=1.0 / config.num_workers)
     quotas = RedisQuotas(link, fallback)
 

@@ -118,6 +118,7 @@ class RedisLogStore:
         )
         self._live: dict[str, ResponseLog] = {}  # responses that run here
         self._take_over: TakeOver | None = None
+        self._has_moved_readers = False  # readers of what was handed over
         self._is_over = False  # nothing is read here any longer
         self._loads = asyncio.Semaphore(_NUM_LOADS)
         self._refresh_s = 0.0  # when to renew the time to live of the running responses' keys
@@ -186,6 +187,7 @@ class RedisLogStore:
     async def hand_over(self) -> None:
         self._ownership.is_leaving = True
         await self._writer.flushed()
+        self._has_moved_readers = any(log.readers for log in self._live.values())
         self._writer.let_go()
         with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(_HAND_OVER_S):
@@ -194,8 +196,8 @@ class RedisLogStore:
     async def let_readers_end(self, limit_s: float) -> None:
         with contextlib.suppress(RedisAwayError, TimeoutError):
             async with asyncio.timeout(limit_s):
-                # Those who look for the next owner's log are not its readers yet.
-                await asyncio.sleep(min(_FIND_S, limit_s))
+                if self._has_moved_readers:  # they look for the next owner's log
+                    await asyncio.sleep(_FIND_S)
                 while (  # noqa: ASYNC110  (once in a process's life)
                     self._follower.has_readers and await self._ownership.has_others()
                 ):
