@@ -283,6 +283,8 @@ async def names(serve: Serve, tmp_path: Path) -> set[str]:
     """Every name that a gateway of several with Redis can export, without a histogram's endings."""
     async with _workers(tmp_path, 2) as workers:
         workers[0].probe("redis_up", "As in the application.", _yes)
+        workers[0].gauge("redis_round_trip_seconds", "As in the application.", lambda: 0.4)
+        workers[0].states("redis_state", "As in the application.", ("ok", "slow"), lambda: "slow")
         joined = (await workers[0].render()).decode()
     async with serve() as served:
         text = (await served.http.get("/metrics")).text
