@@ -35,8 +35,9 @@ async def test_markdown_and_copying(
     assert await prose.locator("> .table td").all_inner_texts() == ["<b>", "2"]
     quoted = prose.locator("> blockquote > p")
     assert await quoted.evaluate("node => getComputedStyle(node).direction") == "rtl"
-    assert await prose.locator("> p").last.inner_text() == "y [x](javascript:alert(1))"
-    assert await prose.locator("a").all_inner_texts() == ["y"]
+    last = "y (example.org) [x](javascript:alert(1))"
+    assert await prose.locator("> p").last.inner_text() == last
+    assert await prose.locator("a").all_inner_texts() == ["y (example.org)"]
     assert await prose.locator("a").get_attribute("rel") == "noopener noreferrer"
     await prose.get_by_role("button", name="Copy code").click()
     assert await page.evaluate("navigator.clipboard.readText()") == code
@@ -79,26 +80,174 @@ async def test_markdown_piece_by_piece_equals_markdown_at_once(
     await open_page(page, demo_server.base_url)
     different = await page.evaluate(
         r"""async () => {
-          const { MarkdownStream } = await import("./markdown.js");
-          const texts = [
-            "a **b *c* d** `e`\n\n\n# head\ntext\n- x\n  - y\n    z\n- w\n\n3. q\n4. r\n\nend",
-            "```js\nlet a;\n\n- no list\n```\nafter\n~~~\nopen\n\n# no head", "****",
-            "1. a\n\n2. b\n\n\n", "- a\n\n2", "* star *\n*a*b*c* _d_ e_f_g __ `` ` ``` x",
-            "text\n| a | b |\n|:-|-:|\n| 1 \\| 2 | **x** |\n\n---\n***\n> q\n> > r\n> - s\n\nend",
-            "a\n---x\n| a |\n|-|x\n|-|\n\\*no\\* ~~s~~ ***b*** [l](https://a.b/c_d) https://e.f/g).",
-            "\n\n<i>&amp;</i>\n\n- \n- b\n", "Zoë 👋🏽 *日本*\n",
-          ];
-          const render = (pieces) => {
-            const root = document.createElement("div");
-            const stream = new MarkdownStream(root);
-            pieces.forEach((piece) => stream.append(piece));
-            return root.innerHTML;
-          };
-          return texts.flatMap((text) => [1, 2, 3, 7].map((size) => {
-            const pieces = text.match(new RegExp(`[^]{1,${size}}`, "g"));
-            const [whole, split] = [render([text]), render(pieces)];
-            return whole === split ? null : [size, whole, split];
-          })).filter(Boolean);
+      const { MarkdownStream } = await import("./markdown.js");
+      const texts = [
+        "a **b *c* d** `e`\n\n\n# head\ntext\n- x\n  - y\n    z\n- w\n\n3. q\n4. r\n\nend",
+        "```js\nlet a;\n\n- no list\n```\nafter\n~~~\nopen\n\n# no head", "****",
+        "1. a\n\n2. b\n\n\n", "- a\n\n2", "* star *\n*a*b*c* _d_ e_f_g __ `` ` ``` x",
+        "text\n| a | b |\n|:-|-:|\n| 1 \\| 2 | **x** |\n\n---\n***\n> q\n> > r\n> - s\n\nend",
+        "a\n---x\n| a |\n|-|x\n|-|\n\\*no\\* ~~s~~ ***b*** [l](https://a.b/c_d) https://e.f/g).",
+        "\n\n<i>&amp;</i>\n\n- \n- b\n", "Zoë 👋🏽 *日本*\n",
+        "> a\n> | a | b |\n> |---|---|\n> | 1 |\n> c\n", "x | y\n-|-\n1 | 2\nz\n",
+        "# C#\n# \n#\n### t ##\n", "```\na\n``\n```` x\n````\nb", "a\r\nb\r\n\r\n# c\rd",
+        "- a\n- \u05e9\n\n`a`b`c` **\u05e9** [https://a.b](https://c.d)",
+      ];
+      const atoms = [
+        "*", "**", "***", "_", "`", "``", "```", "~~", "[", "]", "(", ")", "](", "|", "---", "\\",
+        "[a](https://b.c/d)", "https://x.y/z", "h", "http", ".", " ", "\n", "\n\n", "\n- ",
+        "\n  - ", "\n1. ", "\n> ", "\n> > ", "\n# ", "#", "| a | b |", "\n|---|--:|\n", "a", "bc ",
+        "\u05e9", "\u{1f44b}\u{1f3fd}", "\u202e", "\u0915\u094d\u200d", "\0", "\r\n", "\n```js\n",
+        "x".repeat(450), "y".repeat(1100), " ".repeat(2100),
+      ];
+      let seed = 1;
+      const random = (below) => {
+        seed = (seed * 1103515245 + 12345) % 2147483648;
+        return (seed >> 8) % below;
+      };
+      for (let count = 0; count < 600; count += 1) {
+        const usable = count % 3 ? atoms.length - 3 : atoms.length;
+        texts.push(Array.from({ length: 1 + random(24) }, () => atoms[random(usable)]).join(""));
+      }
+      const render = (pieces) => {
+        const root = document.createElement("div");
+        const stream = new MarkdownStream(root);
+        pieces.forEach((piece) => stream.append(piece));
+        return root.innerHTML;
+      };
+      return texts.flatMap((text) => (text.length < 300 ? [1, 2, 3, 7] : [7, 97]).map((size) => {
+        const pieces = text.match(new RegExp(`[^]{1,${size}}`, "g"));
+        const [whole, split] = [render([text]), render(pieces)];
+        return whole === split ? null : [size, text, whole, split];
+      })).filter(Boolean);
         }"""
     )
     assert different == []
+
+
+async def test_markdown_costs_as_much_as_it_is_long(page: Page, demo_server: Served) -> None:
+    """Four times the text, whole or in pieces, takes about four times the work: characters that
+    patterns look at, and changes of the page. (Six: the first 2,048 characters of a line may cost
+    less than the others; sixteen would be quadratic.)"""
+    await open_page(page, demo_server.base_url)
+    wrong = await page.evaluate(
+        r"""async () => {
+      const { MarkdownStream } = await import("./markdown.js");
+      const repeated = (start, unit) => (n) => start + unit.repeat(n / unit.length);
+      const texts = {
+        "a heading of #": repeated("# ", "#"), "#": repeated("", "#"), "# #": repeated("# ", "# "),
+        columns: (n) => `${"|a".repeat(n / 4)}|\n${"|-".repeat(n / 4)}|\n`,
+        rows: repeated("|a|b|\n|-|-|\n", "| 1 | **x** |\n"),
+        "short rows": repeated(`${"|a".repeat(90)}|\n${"|-".repeat(90)}|\n`, "|\n"),
+        "a long row": repeated("|a|b|\n|-|-|\n|", "x *y "),
+        "deep quotes": repeated("", ">"), quotes: repeated("", "> > > a\n"),
+        "deep lists": (n) => [...Array(Math.ceil(Math.sqrt(n))).keys()]
+          .map((depth) => `${" ".repeat(2 * depth)}- a\n`).join(""),
+        items: repeated("", "- a *b*\n"), "huge numbers": repeated("", "999999999. a\n"),
+        digits: repeated("", "9"), "*": repeated("", "*"), "*a": repeated("", "*a "),
+        "**a": repeated("", "**a "), "**a lines": repeated("", "**a\n"), "_a": repeated("", "_a "),
+        "~~a": repeated("", "~~a "), "`": repeated("", "`"), "`a``b": repeated("", "`a``b```c "),
+        "[": repeated("", "["), "[ lines": repeated("", "[\n"), "[a](": repeated("", "[a]("),
+        "[a]": repeated("", "[a]"), "a long URL": repeated("https://", "a."),
+        URLs: repeated("", "https://a.b "), references: repeated("", "[a]: https://a.b\n"),
+        entities: repeated("", "&amp;"), comments: repeated("", "<!-- "), NUL: repeated("", "\0"),
+        prose: repeated("", "Some **bold** words and a [link](https://a.b/c). "),
+        CR: repeated("", "\r"), CRLF: repeated("", "a\r\n"),
+        "open code": repeated("```\n", "a = 1;\n"),
+        "a line of code": repeated("```\n", "a = 1; "), "a fence's name": repeated("```", "a"),
+        hidden: repeated("```\n", "\u202e"), rules: repeated("", "- "), dashes: repeated("", "-"),
+        spaces: (n) => `${" ".repeat(n)}a`,
+        "blank lines": repeated("", "\n"), "\\": repeated("", "\\"),
+      };
+      let work = 0;
+      const exec = RegExp.prototype.exec;
+      RegExp.prototype.exec = function (text) {
+        const from = this.global || this.sticky ? this.lastIndex : 0;
+        const found = exec.call(this, text);
+        const end = found ? found.index + found[0].length : this.sticky ? from : text.length;
+        work += 1 + end - from;
+        return found;
+      };
+      const counted = [
+        [Element.prototype, ["append", "remove"]],
+        [CharacterData.prototype, ["appendData", "deleteData", "remove"]],
+      ];
+      for (const [prototype, names] of counted) {
+        for (const name of names) {
+          const original = prototype[name];
+          prototype[name] = function (...given) { work += 1; return original.apply(this, given); };
+        }
+      }
+      const measure = (text, size) => {
+        const root = document.createElement("div");
+        const stream = new MarkdownStream(root);
+        work = 0;
+        for (let at = 0; at < text.length; at += size) stream.append(text.slice(at, at + size));
+        return [work, root.getElementsByTagName("*").length];
+      };
+      return Object.entries(texts).flatMap(([name, make]) => [1e9, 16].map((size) => {
+        const [[few, some], [many, elements]] = [6_000, 24_000].map((n) => measure(make(n), size));
+        const isLinear = many < 6 * few && elements < Math.max(6 * some, 24_000);
+        return isLinear ? null : [name, size, few, many, elements];
+      })).filter(Boolean);
+        }"""
+    )
+    assert wrong == []
+
+
+async def test_a_link_says_where_it_leads(page: Page, demo_server: Served) -> None:
+    cases = {
+        "[a](https://evil.example/x)": "a (evil.example)",
+        "[bank.example](https://evil.example)": "bank.example (evil.example)",
+        "[https://bank.example](https://evil.example)": "https://bank.example (evil.example)",
+        "[evil.example/a](https://evil.example/a)": "evil.example/a",
+        "[evil.example.org](https://evil.example)": "evil.example.org (evil.example)",
+        "https://evil.example/x": "https://evil.example/x",
+        "https://bank.example@evil.example/": "https://bank.example@evil.example/ (evil.example)",
+        "https://b\u0430nk.example/": "https://b\u0430nk.example/ (xn--bnk-6cd.example)",
+        "[a](http://evil.example:8080/)": "a (evil.example:8080)",
+        "[write](mailto:a@evil.example)": "write (a@evil.example)",
+        "[a@evil.example](mailto:a@evil.example)": "a@evil.example",
+        "[bank\u202e](https://evil.example)": "bank<U+202E> (evil.example)",
+        "[ban\u200bk](https://evil.example)": "ban<U+200B>k (evil.example)",
+        "[**a** `b\u2066`](https://evil.example)": "a b<U+2066> (evil.example)",
+        "[x](javascript:alert(1))": None,
+        "[x](data:text/html,a)": None,
+        "[x](https://[)": None,
+        "[x](ftp://evil.example)": None,
+    }
+    await open_page(page, demo_server.base_url)
+    drawn = await page.evaluate(
+        """async (texts) => {
+          const { MarkdownStream } = await import("./markdown.js");
+          return texts.map((text) => {
+            const root = document.createElement("div");
+            new MarkdownStream(root).append(text);
+            const links = root.querySelectorAll("a");
+            if (links.length === 0) return null;
+            for (const node of root.querySelectorAll(".hidden-character")) {
+              node.textContent = `<${node.dataset.code}>`;
+            }
+            return [...links].map((link) => link.textContent).join(" | ");
+          });
+        }""",
+        list(cases),
+    )
+    assert dict(zip(cases, drawn, strict=True)) == cases
+
+
+async def test_hidden_characters_in_code_are_shown_and_copied(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    needed = "\u0645\u06cc\u200c\u062e \u0915\u094d\u200d\u0937 👨\u200d👩 ❤\ufe0f e\u0301"
+    code = f"if a\u202e b\u200b: {needed}"
+    text = f"`{code}`\n\n```\n{code}\n```\n"
+    conversation = await make_conversation(api, [("user", "code"), ("assistant", text)])
+    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    await open_page(page, f"{demo_server.base_url}/#{conversation}")
+    for place in (page.locator(".prose p > code"), page.locator(".prose pre > code")):
+        marks = place.locator(".hidden-character")
+        shown = "nodes => nodes.map(node => getComputedStyle(node, '::before').content)"
+        assert await marks.evaluate_all(shown) == ['"U+202E"', '"U+200B"']
+        assert await place.text_content() == code
+    await page.get_by_role("button", name="Copy code").click()
+    assert await page.evaluate("navigator.clipboard.readText()") == code
