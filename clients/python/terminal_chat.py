@@ -167,7 +167,7 @@ class TerminalChat:
     def _branch(self, number: str) -> None:
         if not number:
             for line in self._transcript.outline():
-                self._screen.console.print(line)
+                self._screen.show(line)
             return
         try:
             self._transcript.go_to(int(number))

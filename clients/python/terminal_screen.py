@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,11 +21,81 @@ from rich.segment import Segment
 
 # A model must not steer the terminal: control characters other than newline and tab are dropped.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Nor make a text look like another one. These are shown by their numbers: bidirectional controls,
+# characters of no width, tags; half characters, which no terminal can be sent, as U+FFFD.
+_HIDDEN = re.compile(
+    "[\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f\ud800-\udfff]"
+)
+_BLACK_FLAG = "\U0001f3f4"
+_TAG = re.compile("[\U000e0020-\U000e007f]")
+# Scripts that write without spaces mark the ends of words by U+200B.
+_SPACELESS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff]")
+# Their letters never join, so a joiner between them is there to hide.
+_JOINLESS = ("LATIN", "GREEK", "CYRILLIC", "FULLWIDTH LATIN")
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 
 
+class Cleaner:
+    """Makes text that comes in pieces safe to print, whatever a model, a server or a file's name
+    puts into it. Joiners and tags stay where writing needs them."""
+
+    def __init__(self) -> None:
+        self._before = ""  # the character before this piece
+        self._is_in_flag = False
+
+    def feed(self, text: str) -> str:
+        text = _CONTROL.sub("", text)
+        shown = _HIDDEN.sub(self._show, text)
+        if text:
+            self._is_in_flag = self._ends_in_flag(text, len(text))
+            self._before = text[-1]
+        return shown
+
+    def _show(self, match: re.Match[str]) -> str:
+        character, start = match[0], match.start()
+        before = match.string[start - 1] if start else self._before
+        if "\ud800" <= character <= "\udfff":
+            return "\ufffd"
+        if character == "\u200b" and _SPACELESS.match(before):
+            return character
+        if character in "\u180e\u200c\u200d" and _joins(before):
+            return character
+        if _TAG.match(character) and self._ends_in_flag(match.string, start):
+            return character
+        return f"<U+{ord(character):04X}>"
+
+    def _ends_in_flag(self, text: str, end: int) -> bool:
+        while end and _TAG.match(text[end - 1]):
+            end -= 1
+        return text[end - 1] == _BLACK_FLAG if end else self._is_in_flag
+
+
+def _joins(character: str) -> bool:
+    """Whether a joiner makes sense after this character: a mark, an emoji, or a letter of a script
+    that joins."""
+    category = unicodedata.category(character) if character else "Cn"
+    if category.startswith("L"):
+        return not unicodedata.name(character, "LATIN").startswith(_JOINLESS)
+    return category.startswith("M") or category == "So" or "\U0001f3fb" <= character <= "\U0001f3ff"
+
+
 def clean(text: str) -> str:
-    return _CONTROL.sub("", text)
+    return Cleaner().feed(text)
+
+
+def parse(text: str) -> Markdown:
+    """Markdown to print: links with their destinations, and clean where entities were."""
+    markdown = Markdown(text, hyperlinks=False)
+    for token in markdown.parsed:
+        for part in (token, *(token.children or ())):
+            part.content = clean(part.content)
+            part.attrs = {name: _clean_value(value) for name, value in part.attrs.items()}
+    return markdown
+
+
+def _clean_value(value: str | int | float) -> str | int | float:
+    return clean(value) if isinstance(value, str) else value
 
 
 @dataclass(slots=True)
@@ -66,6 +137,9 @@ class Screen:
         if self.is_styled:
             self.console.print(clean(message), style="dim")
 
+    def show(self, line: str) -> None:
+        self.console.print(clean(line))
+
     def complain(self, message: str) -> None:
         print(f"penstock chat: {clean(message)}", file=sys.stderr, flush=True)
 
@@ -75,10 +149,11 @@ class Answer:
 
     def __init__(self) -> None:
         self._has_text = False
+        self._cleaner = Cleaner()
 
     def write(self, text: str) -> None:
         self._has_text = True
-        print(clean(text), end="", flush=True)
+        print(self._cleaner.feed(text), end="", flush=True)
 
     def note(self, remark: str) -> None:
         """Show why no text arrives; removed by the next text, or an empty remark."""
@@ -100,16 +175,18 @@ class MarkdownAnswer(Answer):
         self._live: Live | None = None
 
     def write(self, text: str) -> None:
-        self._tail += clean(text)
+        piece = self._cleaner.feed(text)
+        self._tail += piece
         self._remark = ""
-        done, self._tail = split_blocks(self._tail)
-        if done:
-            self._stop()
-            self._print(done)
+        if "\n" in piece:
+            done, self._tail = split_blocks(self._tail)
+            if done:
+                self._stop()
+                self._print(done)
         self._draw()
 
     def note(self, remark: str) -> None:
-        self._remark = remark
+        self._remark = clean(remark)
         self._draw()
 
     def end(self) -> None:
@@ -121,7 +198,7 @@ class MarkdownAnswer(Answer):
         if self._has_block:
             self._console.print()
         self._has_block = True
-        self._console.print(Markdown(text))
+        self._console.print(parse(text))
 
     def _draw(self) -> None:
         if self._live is None:
@@ -150,7 +227,7 @@ class _LastLines:
         self._has_block_above = has_block_above
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(Markdown(self._text), options) if self._text.strip() else []
+        lines = console.render_lines(parse(self._text), options) if self._text.strip() else []
         if lines and self._has_block_above:
             lines.insert(0, [])
         for line in lines[-max(1, options.size.height - 2) :]:
