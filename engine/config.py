@@ -54,6 +54,7 @@ class CacheConfig:
     """Memory for KV blocks.
 
     Attributes:
+        block_size: tokens of a block; even, since the CPU kernels keep positions in pairs.
         kv_cache_dtype: `auto` is the model's dtype; `fp8` (e4m3) halves a token's KV, on a GPU
             only.
         kv_cache_memory_bytes: bytes for the device pool; None uses a share of the free memory.
@@ -76,15 +77,20 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         # On a CPU the kernels keep positions in pairs; an odd size would leave all of it to torch.
-        is_even = self.block_size % 2 == 0 and 2 <= self.block_size <= MAX_BLOCK_SIZE
-        _check(is_even, f"--block-size must be an even number from 2 to {MAX_BLOCK_SIZE}")
         _check(
-            0.0 < self.gpu_memory_utilization <= 1.0, "--gpu-memory-utilization must be in (0, 1]"
+            self.block_size % 2 == 0 and 2 <= self.block_size <= MAX_BLOCK_SIZE,
+            f"--block-size must be an even number from 2 to {MAX_BLOCK_SIZE}, "
+            f"not {self.block_size}",
+        )
+        share = self.gpu_memory_utilization
+        _check(
+            0.0 < share <= 1.0,
+            f"--gpu-memory-utilization must be more than 0 and at most 1, not {share}",
         )
         _check(self.num_blocks is None or self.num_blocks >= 1, "--num-blocks must be at least 1")
         _check(
-            self.swap_space is None or 0.0 <= self.swap_space < 1e6,
-            "--swap-space must be a number of GiB, 0 or more",
+            self.swap_space is None or 0.0 <= self.swap_space <= 1e6,
+            f"--swap-space must be a number of GiB from 0 to 1000000, not {self.swap_space}",
         )
         _check(
             self.num_host_blocks is None or self.num_host_blocks >= 0,

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.json_file import read_json
+
+MAX_INTEGER = (1 << 31) - 1  # positions are kept in 32 bits
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: its `repr`, shortened if it is long."""
+    return _REPR.repr(value)
 
 
 class ConfigFields:
@@ -26,11 +36,19 @@ class ConfigFields:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: int = MAX_INTEGER,
+    ) -> int:
         value = self._get(name, default)
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or value < minimum:
-            raise self.error(name, f"expected an integer of at least {minimum}, not {value!r}")
+        if not is_integer or not minimum <= value <= maximum:
+            expected = f"expected an integer from {minimum} to {maximum}"
+            raise self.error(name, f"{expected}, not {shown(value)}")
         return int(value)
 
     def nullable_integer(self, name: str, default: int) -> int | None:
@@ -39,40 +57,58 @@ class ConfigFields:
             return None
         return self.integer(name, default)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
+    def number(
+        self,
+        name: str,
+        default: float | None = None,
+        *,
+        minimum: float = 1e-6,
+        maximum: float = 1e6,
+    ) -> float:
         value = self._get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
-            raise self.error(name, f"expected a positive number, not {value!r}")
+        if not is_number or not minimum <= value <= maximum:
+            expected = f"expected a number from {minimum:g} to {maximum:g}"
+            raise self.error(name, f"{expected}, not {shown(value)}")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        return self.number(name) if name in self else None
+    def optional_number(self, name: str, *, maximum: float) -> float | None:
+        return self.number(name, maximum=maximum) if name in self else None
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise self.error(name, f"expected true or false, not {value!r}")
+            raise self.error(name, f"expected true or false, not {shown(value)}")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._get(name, default)
         if not isinstance(value, str):
-            raise self.error(name, f"expected a string, not {value!r}")
+            raise self.error(name, f"expected a string, not {shown(value)}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         value = self._get(name, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(name, f"expected a list of strings, not {value!r}")
+            raise self.error(name, f"expected a list of strings, not {shown(value)}")
         return tuple(value)
+
+    def token_ids(self, name: str, *, num_tokens: int, lowest: int = 0) -> tuple[int, ...]:
+        """An id or a list of ids, each from `lowest` to below `num_tokens`; empty if absent."""
+        value = self._values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            is_integer = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_integer or not lowest <= token_id < num_tokens:
+                expected = f"expected a token id, or a list of them, from {lowest} to"
+                raise self.error(name, f"{expected} {num_tokens - 1}, not {shown(value)}")
+        return tuple(ids)
 
     def section(self, name: str) -> ConfigFields:
         """An object within this one; empty if absent."""
         value = self._get(name, {})
         if not isinstance(value, dict):
-            raise self.error(name, f"expected an object, not {value!r}")
+            raise self.error(name, f"expected an object, not {shown(value)}")
         return ConfigFields(value, path=self.path, within=self._prefix + name)
 
     def error(self, name: str, message: str) -> ModelLoadError:

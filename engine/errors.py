@@ -12,13 +12,25 @@ Mistakes in requests and settings raise one of these; `assert` is for bugs in th
 
 from __future__ import annotations
 
+_MAX_MESSAGE_CHARS, _NUM_LAST_CHARS = 1000, 200
+
 
 class EngineError(Exception):
     """Base class of the engine's exceptions."""
 
 
 class ConfigError(EngineError):
-    """A configuration that cannot work. The message says which flag and what to do."""
+    """A configuration that cannot work. The message says which flag and what to do, in one line
+    of bounded length, whatever a file's text in it."""
+
+    def __init__(self, message: str) -> None:
+        shown = "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode()
+            for each in message
+        )
+        if len(shown) > _MAX_MESSAGE_CHARS:
+            shown = f"{shown[: _MAX_MESSAGE_CHARS - _NUM_LAST_CHARS]} … {shown[-_NUM_LAST_CHARS:]}"
+        super().__init__(shown)
 
 
 class ModelLoadError(ConfigError):

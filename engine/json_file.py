@@ -1,12 +1,61 @@
-"""The small JSON files of a model directory."""
+"""The files of a model directory: regular ones of a plausible size, and the JSON in small ones."""
 
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
+
+MAX_TEXT_BYTES = 512 << 20  # the largest tokenizers have a tenth of it
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def is_present(path: Path) -> bool:
+    """Whether there is anything by this name, if only a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
+def check_file(path: Path, *, max_bytes: int | None = None) -> None:
+    """Check a file before it is opened: a FIFO would block, and a device has no end.
+
+    Raises:
+        ModelLoadError: missing, not a regular file, or of more than `max_bytes`.
+    """
+    try:
+        about = path.stat()
+    except FileNotFoundError as error:
+        how = "is a link to a missing file" if path.is_symlink() else "is missing"
+        raise ModelLoadError(f"{path} {how}") from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if not stat.S_ISREG(about.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(about.st_mode), "something else")
+        raise ModelLoadError(f"{path} is {kind}, not a regular file")
+    if max_bytes is not None and about.st_size > max_bytes:
+        raise ModelLoadError(f"{path} has {about.st_size:,} bytes, more than {max_bytes:,}")
+
+
+def read_text(path: Path) -> str:
+    """A text file of a model, in UTF-8.
+
+    Raises:
+        ModelLoadError: missing, not a regular file, unreadable or too large.
+    """
+    check_file(path, max_bytes=MAX_TEXT_BYTES)
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError, MemoryError) as error:
+        raise _unreadable(path, error) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -15,10 +64,29 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelLoadError: missing, unreadable, not JSON, or not an object.
     """
+    check_file(path, max_bytes=MAX_TEXT_BYTES)
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot read {path}: {error}") from error
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise _unreadable(path, error) from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"cannot read {path}: expected a JSON object")
     return value
+
+
+def _unreadable(path: Path, error: Exception) -> ModelLoadError:
+    return ModelLoadError(f"cannot read {path}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not valid UTF-8: byte {error.start} cannot be decoded"
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it needs more memory than is free"
+    return "a number in it has too many digits"  # the only other ValueError of `json`

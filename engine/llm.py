@@ -83,6 +83,7 @@ class LLM:
         path = Path(self.info.model_path)
         self.tokenizer = Tokenizer.from_directory(path)
         self._chat_template = ChatTemplate.from_directory(path)
+        self._chat_template.check()
         self._defaults = read_generation_defaults(path, config.model.generation_config)
         self._end: str | None = None  # why further calls are refused
         self._is_closing = False

@@ -22,8 +22,9 @@ from huggingface_hub.errors import (
 )
 
 from penstock.engine.config import DEMO_MODEL, ModelConfig
+from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import read_json
+from penstock.engine.json_file import check_file, is_present, read_json
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
@@ -31,6 +32,7 @@ _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _NUM_SAMPLES = 64  # of a file, in its fingerprint
 _SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`
 _NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and a copy of the weights in another format
 
 
@@ -45,10 +47,16 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
     """
     if config.model == DEMO_MODEL:
         return DEMO_MODEL_PATH
-    path = Path(config.model).expanduser()
-    if path.is_dir():
+    path = Path(config.model)
+    try:
+        path = path.expanduser()
+        is_directory, is_there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # such as a folder without access, ~nobody
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelLoadError(f"cannot read the model path {config.model!r}: {reason}") from error
+    if is_directory:
         return _require(path, "config.json")
-    if path.exists() or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
+    if is_there or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
         raise ModelLoadError(f"model path {config.model!r} is not a directory")
     return _require(_download(config, weights=weights), "config.json")
 
@@ -90,8 +98,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _require(path: Path, name: str) -> Path:
-    if not (path / name).is_file():
+    if not is_present(path / name):
         raise ModelLoadError(f"{path} is not a model directory: {name} is missing")
+    check_file(path / name)
     return path
 
 
@@ -112,34 +121,40 @@ def read_generation_defaults(path: Path, mode: str = "auto") -> GenerationDefaul
 
     `mode` is `--generation-config`: with `none` (or without a `generation_config.json`) EOS
     comes from `config.json`, and there are no sampling defaults.
+
+    Raises:
+        ModelLoadError: names the file that cannot be read, or the field that is no value or id.
     """
-    config = read_json(path / "config.json")
-    generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if mode == "auto" and generation_path.exists() else {}
-    eos = generation.get("eos_token_id")
-    sampling = {
-        name: parameter.type(value)
+    config = read_model_fields(path)
+    file = path / "generation_config.json"
+    has_own = mode == "auto" and is_present(file)
+    generation = ConfigFields(read_json(file) if has_own else {}, path=file)
+    sampling: dict[str, Any] = {
+        name: _sampling_value(generation, name, parameter.type)
         for name, parameter in SAMPLING_PARAMETERS.items()
-        if parameter.declared.has_model_default
-        and isinstance(value := generation.get(name), int | parameter.type)
+        if parameter.declared.has_model_default and name in generation
     }
     try:
         SamplingParams(**sampling)
     except InvalidRequestError as error:  # now, instead of at every request
-        raise ModelLoadError(
-            f"{generation_path}: {error}; --generation-config none ignores it"
-        ) from error
+        raise ModelLoadError(f"{file}: {error}; --generation-config none ignores it") from error
+    num_tokens = config.integer("vocab_size", MAX_INTEGER)
+    for fields in (generation, config):
+        for name in ("bos_token_id", "pad_token_id"):  # not used, and may lie beside the vocabulary
+            fields.token_ids(name, lowest=-1, num_tokens=MAX_INTEGER)
     return GenerationDefaults(
-        eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos, path),
+        eos_token_ids=(generation if "eos_token_id" in generation else config).token_ids(
+            "eos_token_id", num_tokens=num_tokens
+        ),
         sampling=sampling,
     )
 
 
-def _token_ids(value: object, path: Path) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise ModelLoadError(f"{path}: eos_token_id is neither an id nor a list of ids")
-    return tuple(ids)
+def _sampling_value(fields: ConfigFields, name: str, kind: Any) -> Any:
+    value = fields.number(name, minimum=-MAX_INTEGER, maximum=MAX_INTEGER)
+    if kind is int and not value.is_integer():
+        raise fields.error(name, f"expected an integer, not {value:g}")
+    return kind(value)
 
 
 def weights_fingerprint(path: Path) -> bytes:
@@ -151,11 +166,12 @@ def weights_fingerprint(path: Path) -> bytes:
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):
+        check_file(file)
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as data:
             header_bytes = int.from_bytes(data.read(8), "little")
-            digest.update(data.read(min(header_bytes, size)))
+            digest.update(data.read(min(header_bytes, size, _MAX_HEADER_BYTES)))
             for number in range(_NUM_SAMPLES):
                 data.seek(number * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
                 digest.update(data.read(_SAMPLE_BYTES))

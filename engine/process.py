@@ -20,12 +20,13 @@ from typing import Any
 
 import setproctitle
 
-from penstock.engine.errors import EngineError
+from penstock.engine.errors import ConfigError, EngineError, ModelLoadError
 
 CONFIG_FD = "PENSTOCK_CONFIG_FD"
 STATUS_FD = "PENSTOCK_STATUS_FD"
 SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
 PULSE_FD = "PENSTOCK_PULSE_FD"
+EXIT_WRONG_OPTION = 2  # exit code of the command; a restart would not help
 EXIT_STUCK = 70  # exit code of an engine whose step hung
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -39,8 +40,9 @@ class Status:
     def ready(self, **details: object) -> None:
         self._say({"event": "ready", **details})
 
-    def failed(self, message: str) -> None:
-        self._say({"event": "failed", "message": message})
+    def failed(self, message: str, *, code: int = 1) -> None:
+        """`code` is how the supervisor ends."""
+        self._say({"event": "failed", "message": message, "code": code})
 
     def _say(self, event: Mapping[str, object]) -> None:
         try:
@@ -64,7 +66,8 @@ def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> 
     try:
         main(config, status)
     except EngineError as error:
-        status.failed(str(error))
+        is_option = isinstance(error, ConfigError) and not isinstance(error, ModelLoadError)
+        status.failed(str(error), code=EXIT_WRONG_OPTION if is_option else 1)
         return 1
     except BaseException as error:
         status.failed(f"{type(error).__name__}: {error}".splitlines()[0])

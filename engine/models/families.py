@@ -11,6 +11,7 @@ from penstock.engine.models.decoder_config import (
     DecoderChoices,
     DecoderConfig,
     read_decoder_config,
+    read_num_layers,
 )
 
 
@@ -30,7 +31,7 @@ def read_llama_config(fields: ConfigFields) -> DecoderConfig:
 def read_mistral_config(fields: ConfigFields) -> DecoderConfig:
     """`MistralForCausalLM`: Llama with 8 key heads by default and one window for all layers."""
     window = fields.nullable_integer("sliding_window", 4096)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     return read_decoder_config(
         fields, DecoderChoices(num_kv_heads=8, windows=(window,) * num_layers)
     )
@@ -58,7 +59,7 @@ def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
 
 def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on, or those listed in `layer_types`, have a window."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     window = None
     if fields.boolean("use_sliding_window", False):
         window = fields.nullable_integer("sliding_window", 4096)

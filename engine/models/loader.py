@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
+from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Embedding, Linear, constant
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -40,15 +41,18 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
     quantize, like = QUANTIZERS[config.quantization], torch.empty(0, dtype=dtype, device=device)
+    checkpoint = None if config.load_format == "dummy" else Checkpoint(path)
+    if checkpoint is not None:
+        _check_layers(checkpoint, architecture, decoder_config)
     with torch.device("meta"):
         model = Decoder(decoder_config).to(dtype)
-    if config.load_format == "dummy":
-        model = model.to_empty(device=device)
+    if checkpoint is None:
+        model = _allocate(model, path, device)
         _fill_random(model, config.seed)
         for linear in model.linears:
             linear.hold(quantize([linear.take()], like))
     else:
-        _fill_from(Checkpoint(path), model, architecture, quantize, like)
+        _fill_from(checkpoint, model, architecture, quantize, like)
     # Rotary frequencies follow from the config and stay float32.
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
     model.rotary = rotary.to(device)
@@ -63,6 +67,35 @@ def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> t
             f"choose --dtype from {', '.join(_DTYPES)}"
         )
     return _DTYPES[name]
+
+
+def _check_layers(
+    checkpoint: Checkpoint, architecture: Architecture, config: DecoderConfig
+) -> None:
+    """Refuse more layers than the checkpoint has, before they are built. Reading each tensor checks
+    the other sizes."""
+    prefix = architecture.module_names(f"layers.{config.num_layers - 1}.input_layernorm")[0]
+    if f"{prefix}.weight" not in checkpoint:
+        raise checkpoint.config.error(
+            "num_hidden_layers", f"the checkpoint has no tensor {prefix}.weight of the last layer"
+        )
+
+
+def _allocate(model: Decoder, path: Path, device: torch.device) -> Decoder:
+    """A model without a checkpoint in memory, where nothing but the memory bounds its sizes.
+
+    Raises:
+        ModelLoadError: it has no room; Linux would grant the memory, and kill the process later.
+    """
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    free = free_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if num_bytes > free:
+        raise ModelLoadError(
+            f"{path / 'config.json'}: weights of these sizes take {num_bytes:,} bytes, but "
+            f"{device} has {free:,} bytes free (hidden_size, intermediate_size, num_hidden_layers, "
+            "vocab_size)"
+        )
+    return model.to_empty(device=device)
 
 
 def _fill_random(model: Decoder, seed: int) -> None:

@@ -7,14 +7,12 @@ which is measured.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
+from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.language_model import TorchModel
 from penstock.engine.runner.cuda_graphs import (
@@ -157,25 +155,3 @@ def _check_fits(num_bytes: int, device: torch.device) -> None:
             f"the KV cache would take {num_bytes:,} bytes, but this machine has {free:,} bytes "
             "free: lower --kv-cache-memory-bytes or --num-blocks"
         )
-
-
-def free_cpu_bytes() -> int:
-    """Free memory of the machine, or of this process's control group if that is less."""
-    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    free.extend(
-        int(line.split()[1]) * 1024
-        for line in _lines(Path("/proc/meminfo"))
-        if line.startswith("MemAvailable:")
-    )
-    group = Path("/sys/fs/cgroup")
-    limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
-    if limit and used and limit[0] != "max":
-        free.append(max(0, int(limit[0]) - int(used[0])))
-    return min(free)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -15,6 +15,7 @@ import tokenizers.decoders
 import tokenizers.models
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.json_file import MAX_TEXT_BYTES, check_file
 from penstock.engine.text.native_panics import PANICS_HIDDEN, is_panic
 
 _MAX_CHAR_BYTES = 4
@@ -63,8 +64,7 @@ class Tokenizer:
             ModelLoadError: the file is missing or invalid.
         """
         file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ModelLoadError(f"{path} has no tokenizer.json")
+        check_file(file, max_bytes=MAX_TEXT_BYTES)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(file)))
         except Exception as error:  # the library raises bare Exception

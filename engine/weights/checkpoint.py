@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import read_json
+from penstock.engine.json_file import check_file, is_present, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,10 +35,10 @@ class Checkpoint:
         self.path = path
         self.config = read_model_fields(path)
         index = path / INDEX_FILE
-        if (path / SINGLE_FILE).is_file():
+        if is_present(path / SINGLE_FILE):
             self._files = {SINGLE_FILE: _open(path / SINGLE_FILE)}
             self._where = dict.fromkeys(self._files[SINGLE_FILE].keys(), SINGLE_FILE)
-        elif index.is_file():
+        elif is_present(index):
             self._where = _read_index(index)
             self._files = {name: _open(path / name) for name in sorted(set(self._where.values()))}
             self._check_index(index)
@@ -57,15 +57,20 @@ class Checkpoint:
         place = f"{self.path / self._where[name]}: tensor {name}"
         view = file.get_slice(name)
         if tuple(view.get_shape()) != shape:
-            raise ModelLoadError(f"{place} has shape {view.get_shape()}, expected {list(shape)}")
+            raise ModelLoadError(
+                f"{place} has shape {view.get_shape()}, expected {list(shape)} by config.json"
+            )
         if view.get_dtype() not in dtypes:
             raise ModelLoadError(f"{place} is {view.get_dtype()}; supported: {', '.join(dtypes)}")
         try:
             tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             raise ModelLoadError(f"{place} cannot be read: {error}") from error
         self.unread.discard(name)
         return tensor
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
 
     def _check_index(self, index: Path) -> None:
         names = {file: set(opened.keys()) for file, opened in self._files.items()}
@@ -75,11 +80,10 @@ class Checkpoint:
 
 
 def _open(path: Path) -> Any:  # safetensors' handle, which has no usable types
-    if not path.is_file():
-        raise ModelLoadError(f"{path} is missing")
+    check_file(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise ModelLoadError(f"{path} is corrupt or incomplete: {error}") from error
 
 

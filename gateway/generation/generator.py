@@ -8,6 +8,7 @@ Long texts are tokenised off the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 import weakref
@@ -21,6 +22,7 @@ import msgspec
 
 from penstock.engine.request import Request, Retention, SamplingParams, check_choice
 from penstock.engine.text import OutputText
+from penstock.engine.text.chat_template import SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
@@ -43,6 +45,7 @@ from penstock.gateway.telemetry.metrics import Metrics, StreamMeter
 LONG_TEXT_CHARS = 64 << 10  # from here on tokenising would stall the event loop
 _LONG_TEXT_TOKENS = 16 << 10
 _MANY_MESSAGES = 256  # a template may take quadratic time in the number of messages
+_MAX_SHORT_S = 0.05  # of a template on the event loop; ordinary ones take a tenth of it at most
 NUM_CONTEXT_TOKENS = 64  # last tokens of a prompt on which the continuing text can depend
 _MAX_THREADS = 2  # each may need 100 times a text's bytes, and the engine needs the cores
 _MAX_OPEN = 64  # running and waiting; each keeps its text in memory
@@ -132,10 +135,12 @@ class Generator:
         template = self.model.chat_template
         if prompt.template is None:
             num_chars = sum(len(message["content"]) for message in prompt.messages)
-            return await self.long_work.run(
-                partial(template.render, **arguments),
-                is_long=num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES,
-            )
+            is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
+            render = partial(template.render, **arguments)
+            if not is_long:
+                with contextlib.suppress(SlowTemplateError):  # then it counts as long
+                    return render(max_cpu_s=_MAX_SHORT_S)
+            return await self.long_work.run(render, is_long=True)
         if self._templates is None:
             raise RequestRefusedError(
                 "chat_template is not enabled on this server; start it with "

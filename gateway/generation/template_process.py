@@ -19,11 +19,10 @@ from typing import Any
 import orjson
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.text.chat_template import TemplateFiles
+from penstock.engine.text.chat_template import MAX_CPU_S, TemplateFiles, located
 from penstock.engine.text.template_sandbox import (
     CPU_SIGNAL,
     LENGTH_BYTES,
-    MAX_CPU_S,
     TemplateJob,
     framed,
 )
@@ -130,6 +129,7 @@ class TemplateCheck:
         job = TemplateJob(
             source=files.source, special_tokens=dict(files.special_tokens), arguments=None
         )
+        self._where = located(files.file)
         self._frame = framed(orjson.dumps(job))
         self._process = subprocess.Popen(  # noqa: S603  (our own module)
             _command(), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
@@ -144,10 +144,12 @@ class TemplateCheck:
                 process.kill()
                 answer, _ = process.communicate()
         if not answer:
-            raise ModelLoadError(f"the model's chat template {_end_of(process.returncode)}")
+            raise ModelLoadError(
+                f"{self._where}the model's chat template {_end_of(process.returncode)}"
+            )
         answer = answer[LENGTH_BYTES:]
         if answer.startswith(b"-"):
-            raise ModelLoadError(orjson.loads(answer[1:])["message"])
+            raise ModelLoadError(self._where + orjson.loads(answer[1:])["message"])
 
 
 def _command() -> list[str]:

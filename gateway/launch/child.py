@@ -74,6 +74,7 @@ class Child:
         listener: a socket that it inherits.
         ready: its ready status since the last start.
         failure: why it could not start, in its own words.
+        exit_code: with which the command then ends.
         max_silent_looks: looks in a row without a sign of life before a ready child is killed; 0:
             signs of life are not watched.
         num_silent_looks: in a row so far.
@@ -91,6 +92,7 @@ class Child:
     status_fd: int | None = None
     ready: dict[str, Any] | None = None
     failure: str | None = None
+    exit_code: int = 1
     max_silent_looks: int = 0
     num_silent_looks: int = 0
     pulse_fd: int | None = None
@@ -156,6 +158,7 @@ class Child:
             if event.get("event") == "ready":
                 self.ready, self._ready_at_s = event, time.monotonic()
             self.failure = event.get("message")
+            self.exit_code = event.get("code", 1)
         return True
 
     def look(self) -> bool:

@@ -4,7 +4,7 @@ It uses the standard library only, to stay small in memory. It hands one listeni
 gateway and keeps it open, so connections wait in the socket's queue while a gateway restarts.
 Children ask the kernel to kill them when the supervisor dies (`engine.process`).
 
-    start      any child's death ends the command: exit code 1
+    start      any child's death ends the command: exit code 1, or 2 if it refused an option
     running    a death is logged and the child restarts (`launch.child`); an engine without signs
                of life is killed and restarts too
     stopping   on SIGINT or SIGTERM: gateways, then the engine; exit code 0 if all of them ended by
@@ -49,7 +49,11 @@ _MAX_DIRECTORY_CHARS = 60  # a Unix socket's path has 107 bytes at most
 
 
 class ServeError(Exception):
-    """A child cannot run; the text is the child's."""
+    """A child cannot run; the text is the child's, the exit code that of the command."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Supervisor:
@@ -68,10 +72,11 @@ class Supervisor:
         self._next_look_s = 0.0
 
     def run(self) -> int:
-        """Serve; the command's exit code: 0 after an orderly stop, 1 after a failure."""
+        """Serve; the command's exit code: 0 after an orderly stop, 1 after a failure, 2 if a
+        child refused an option."""
         configure_logging("info", self._settings["log_format"], text_format="penstock: %(message)s")
         started_s = time.monotonic()
-        is_well = False
+        is_well, failed = False, 1
         with _listen(self._settings) as listener, _run_directory() as directory, self._signals():
             try:
                 self._children = self._plan(f"{directory}/engine.sock", listener)
@@ -84,13 +89,14 @@ class Supervisor:
                 is_well = True
             except ServeError as error:
                 print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+                failed = error.exit_code
             finally:
                 if self._num_stop_signals:
                     grace_s = self._settings["shutdown_grace_s"]
                     _LOG.info("stopping; streams have %g s, a second signal ends them now", grace_s)
                 listener.close()  # new connections are refused instead of left waiting
                 is_well = self._stop_all() and is_well
-        return 0 if is_well else 1
+        return 0 if is_well else failed
 
     # -- start ------------------------------------------------------------------------------
 
@@ -141,7 +147,7 @@ class Supervisor:
         while not self._num_stop_signals:
             for child in self._wait():
                 if child.ready is None and child.failure is not None:
-                    raise ServeError(child.failure)
+                    raise ServeError(child.failure, exit_code=child.exit_code)
             for child in self._children:
                 # A child whose pipe is still open reports its reason there first.
                 if child.is_dead and child.status_fd is None:

@@ -15,10 +15,11 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError
+from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.models.language_model import LayerKV
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape, choose_num_blocks, choose_num_host_blocks
-from penstock.engine.runner.memory import available_bytes, free_cpu_bytes
+from penstock.engine.runner.memory import available_bytes
 from penstock.engine.runner.model_runner import ModelRunner
 
 # 2 layers × 2 × 16 tokens × 2 heads × 8 numbers × 4 bytes

@@ -33,7 +33,7 @@ def test_token_bytes_of_half_a_character(bytes_tokenizer: Tokenizer) -> None:
 
 
 def test_a_directory_without_tokenizer_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is missing"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelLoadError, match="cannot read"):
