@@ -8,14 +8,12 @@ The command line overrides the environment, and the environment overrides the fi
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import setproctitle
 
@@ -29,13 +27,11 @@ from penstock.engine.config import (
 )
 from penstock.engine.errors import ConfigError
 from penstock.gateway import installed_version
+from penstock.gateway.launch.arguments import OneLineParser, nearest
 from penstock.gateway.launch.flags import FLAGS, GROUPS, Flag
 from penstock.load.bench.commands import add_benches
 
 _SERVE_HELP = "see penstock serve --help"
-# What argparse says, as against what it should say.
-_WRONG_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)'")
-_WRONG_VALUE = re.compile(r"^argument (\S+): must be")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,34 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, with the nearest option and where help is."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        parsed, unknown = super().parse_known_args(args, namespace)
-        options = [text.partition("=")[0] for text in unknown if text.startswith("-")]
-        if options:
-            self.error(f"unknown option {options[0]}{_nearest(options[0], self._names())}")
-        if unknown:
-            self.error(f"unexpected argument {unknown[0]!r}")
-        return parsed, unknown
-
-    def error(self, message: str) -> NoReturn:
-        wrong = _WRONG_COMMAND.match(message)
-        if wrong is not None:
-            near = _nearest(wrong[1], ("serve", "chat", "bench"))
-            message = f"unknown command {wrong[1]!r}{near}"
-        if message.endswith("required: COMMAND"):
-            message = "give a command: serve, chat or bench"
-        text = _WRONG_VALUE.sub(r"\1 must be", message).removeprefix("argument ")
-        self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
-
-    def _names(self) -> list[str]:
-        return [name for name in self._option_string_actions if name.startswith("--")]
-
-
 class _Version(argparse.Action):
     """Prints the version and ends the command."""
 
@@ -84,13 +52,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="penstock", description="An LLM serving system.")
+    parser = OneLineParser(prog="penstock", description="An LLM serving system.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser(
@@ -167,7 +130,7 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
     unknown = sorted(set(file) - known)
     if unknown:
         names = (flag.name for flag in FLAGS)
-        hint = _nearest(unknown[0].replace("_", "-"), names)
+        hint = nearest(unknown[0].replace("_", "-"), names)
         raise ConfigError(f"unknown in the config file: {', '.join(unknown)}{hint}")
     settings: dict[str, Any] = {
         "model": given.get("model")
@@ -208,8 +171,13 @@ def _read_file(path: Path | str | None) -> dict[str, Any]:
         return {}
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the config file {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the config file {path} is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        kind = "nested too deeply" if isinstance(error, RecursionError) else "not UTF-8"
+        raise ConfigError(f"the config file {path} is {kind}") from error
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 

@@ -11,6 +11,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.gateway.launch.arguments import OneLineParser
+
 # The name users type, which is that of the module, and what it shows.
 BENCHES: dict[str, str] = {
     "serve": "a running server: latencies, throughput and stream integrity, over SSE or WebSocket",
@@ -52,7 +54,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-class _BenchParser(argparse.ArgumentParser):
+class _BenchParser(OneLineParser):
     """Adds its arguments from its module when it parses."""
 
     def __init__(self, *, module: str, **settings: Any) -> None:

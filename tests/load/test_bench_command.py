@@ -93,7 +93,7 @@ def test_without_matplotlib_the_table_is_still_printed(tmp_path: Path) -> None:
         (("--max-tokens", "1"), "--max-tokens must be at least"),
         (("--num-blocks", "4"), "cannot hold one request"),
         (("--requests", "0"), "--requests must be at least 1"),
-        (("--block-size", "16,0"), "argument --block-size: invalid"),
+        (("--block-size", "16,0"), "--block-size has the invalid value '16,0'"),
     ],
 )
 def test_settings_without_sense_are_refused(

@@ -256,6 +256,15 @@ def error_line(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ((), "penstock: error: give a command: serve, chat or bench"),
         (("chat", "--base-ulr=x"), "unknown option --base-ulr (did you mean --base-url?)"),
         (("--versoin",), "penstock: error: "),
+        (
+            ("bench", "serve", "--conurrency", "3"),
+            "penstock bench serve: error: unknown option --conurrency (did you mean",
+        ),
+        (("bench", "serve", "--num-prompts", "x"), "--num-prompts must be a whole number, not 'x'"),
+        (("bench", "serve", "--num-prompts=-1s"), "--num-prompts must be a whole number, not"),
+        (("bench", "serve", "--transport", "x"), "--transport must be one of sse, websocket, not"),
+        (("bench", "servr"), "unknown command 'servr' (did you mean serve?)"),
+        (("serve", "--enforce-eager=1"), "takes no value, but got '1'; see penstock serve"),
         (("serv",), "unknown command 'serv' (did you mean serve?); see penstock --help"),
     ],
 )
@@ -339,6 +348,9 @@ def test_wrong_variables(environment: dict[str, str], fault: str) -> None:
     [
         {"PENSTOCK_SWAP_SPACE": "-1"},
         {"PENSTOCK_SWAP_SPACE": "nan"},
+        {"PENSTOCK_SWAP_SPACE": "1e18"},
+        {"PENSTOCK_GPU_MEMORY_UTILIZATION": "1.5"},
+        {"PENSTOCK_GPU_MEMORY_UTILIZATION": "nan"},
         {"PENSTOCK_NUM_HOST_BLOCKS": "-1"},
         {"PENSTOCK_PRIORITY_AGING_S": "0"},
     ],
@@ -362,7 +374,8 @@ def test_values_that_the_engine_refuses(environment: dict[str, str]) -> None:
         ("api-key = [1]", "must be a list of texts"),
         ("colour = 1", "unknown in the config file: colour$"),
         ("max-num-seq = 1", r"max_num_seq \(did you mean max-num-seqs\?\)"),
-        ("port = ", "cannot read"),
+        ("port = ", "is not TOML: Invalid value"),
+        (f"port = {'[' * 5000}", "nested too deeply"),
     ],
 )
 def test_wrong_files(text: str, fault: str, tmp_path: Path) -> None:
