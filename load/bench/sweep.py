@@ -316,6 +316,12 @@ def draw_sweep(curves: Sequence[Curve], title: str, load_name: str, path: Path) 
     figure.savefig(path, dpi=150)
 
 
+def _stream_speed(point: Point) -> float:
+    """Tokens per second of one stream; not drawn where all tokens came at once."""
+    tpot_ms = point.summary.tpot_ms.p50
+    return 1e3 / tpot_ms if tpot_ms else math.nan
+
+
 def _panels(load_name: str) -> tuple[_Panel, ...]:
     rate = attrgetter("output_tokens_per_s")
     return (
@@ -329,7 +335,7 @@ def _panels(load_name: str) -> tuple[_Panel, ...]:
         _Panel(
             "Throughput against speed for one user: up and to the right is better",
             ("tokens/s of one stream (1 ÷ median TPOT)", "output tokens/s of all"),
-            x=lambda point: 1e3 / point.summary.tpot_ms.p50,
+            x=_stream_speed,
             y=rate,
             names_loads=True,
         ),
@@ -363,7 +369,8 @@ def _draw_curve(axes: Axes, curve: Curve, panel: _Panel, colour: str, marker: st
         axes.plot(xs, tails, color=colour, linestyle="--", linewidth=1)
     named_from = _NAMED_FROM * curve.best.summary.output_tokens_per_s  # others overlap
     for x, y, point in zip(xs, ys, points, strict=True):
-        if panel.names_loads and point.summary.output_tokens_per_s >= named_from:
+        is_drawn = not math.isnan(x)
+        if is_drawn and panel.names_loads and point.summary.output_tokens_per_s >= named_from:
             axes.annotate(
                 f"{point.load:g}", (x, y), (4, 4), textcoords="offset points", size=7, color=colour
             )

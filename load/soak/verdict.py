@@ -199,6 +199,7 @@ class Bounds:
 
     memory_kib_per_min: float = 512.0  # steady growth of one process, see `Slope`
     memory_floor_mib: float = 4.0
+    min_slope_s: float = 40.0  # a slope over less is that of a start
     warmup_share: float = 0.3  # of a soak, from the start of each process: caches and stores fill
     spare_descriptors: int = 2  # growth that is no leak
     bars: Bars = field(default_factory=Bars)  # for the cost of an adversity
@@ -357,7 +358,8 @@ def _problem_findings(journal: Journal) -> Iterator[Finding]:
 def _memory_findings(samples: Sequence[Sample], bounds: Bounds) -> Iterator[Finding]:
     bound, floor = bounds.memory_kib_per_min, bounds.memory_floor_mib
     for slope in slopes(samples, bounds.warmup_share):
-        if slope.kib_per_min > bound and slope.growth_mib > floor:
+        is_judged = slope.duration_s >= bounds.min_slope_s
+        if is_judged and slope.kib_per_min > bound and slope.growth_mib > floor:
             detail = (
                 f"grows by {slope.kib_per_min:,.0f} KiB/min, by {slope.growth_mib:.1f} MiB in "
                 f"{slope.duration_s:.0f} s; the bound is {bound:,.0f}"

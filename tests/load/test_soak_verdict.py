@@ -164,6 +164,12 @@ def test_a_short_soak_is_not_led_astray_by_one_step() -> None:
     assert whats(evidence(step)) == []
 
 
+def test_a_soak_of_less_than_a_minute_is_not_judged_by_its_slope() -> None:
+    start = [sample(at_s / 2, rss_bytes=(100 + at_s * 0.2) * MIB) for at_s in range(110)]
+    assert whats(evidence(start)) == []
+    assert whats(evidence(start), Bounds(min_slope_s=0.0)) == ["memory of gateway"]
+
+
 def test_memory_that_is_taken_once_is_no_leak() -> None:
     """As an allocator takes it, some MiB at a time; a leak does so again and again."""
     taken = [(100, 470), (100, 300, 400, 500, 590)]

@@ -12,7 +12,9 @@ from typing import Any
 
 from PIL import Image, ImageColor
 
+from penstock.load.bench.sweep import Curve, Point, draw_sweep
 from penstock.load.report.plots import BLUE, ORANGE
+from penstock.load.report.summary import Quantiles, Summary
 
 from ..support.synthetic.server import serve
 from ..support.synthetic.settings import SyntheticSettings
@@ -158,3 +160,36 @@ def test_rates_and_repeats(penstock: Penstock, tmp_path: Path) -> None:
             assert run["num_requests"] == num_requests
             assert 0 < run["duration_s"] - num_requests / point["load"] < 60
             assert run["goodput"]["share"] == 1.0
+
+
+def test_answers_whose_tokens_all_come_at_once_are_drawn(tmp_path: Path) -> None:
+    none = Quantiles.of([0.0])
+    summary = Summary(
+        num_requests=1,
+        num_completed=1,
+        num_failed=0,
+        num_unsent=0,
+        num_without_text=0,
+        duration_s=1.0,
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_output_tokens=8,
+        requests_per_s=1.0,
+        output_tokens_per_s=8.0,
+        total_tokens_per_s=9.0,
+        tokens_per_event=8.0,
+        peak_concurrency=1,
+        ttft_ms=Quantiles.of([5.0]),
+        itl_ms=none,
+        tpot_ms=none,
+        e2e_ms=Quantiles.of([5.0]),
+        send_lag_ms=none,
+        goodput=None,
+        faults={},
+        fault_details={},
+        client_cpu_share=0.0,
+    )
+    curve = Curve("server", [Point(1.0, [summary]), Point(2.0, [summary])])
+    draw_sweep([curve], "at once", "dialogues", tmp_path / "sweep.png")
+    with Image.open(tmp_path / "sweep.png") as image:
+        assert image.width > 100
