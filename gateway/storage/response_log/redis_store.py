@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 
@@ -117,6 +118,9 @@ class RedisLogStore:
             redis, self._ownership.control_key, self._on_control, health
         )
         self._live: dict[str, ResponseLog] = {}  # responses that run here
+        # Those that have readers: many readers of a long one must not each hold a copy.
+        self._ended: WeakValueDictionary[str, ResponseLog] = WeakValueDictionary()
+        self._load_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._take_over: TakeOver | None = None
         self._has_moved_readers = False  # readers of what was handed over
         self._is_over = False  # nothing is read here any longer
@@ -158,9 +162,7 @@ class RedisLogStore:
     async def find(self, tenant: str, response_id: str) -> ResponseLog:
         if self._is_over:
             raise left_behind(response_id)
-        log = self._live.get(response_id) or self._follower.find(response_id)
-        if log is None:
-            log = await self._load(response_id)
+        log = self._known(response_id) or await self._load(response_id)
         if log.header.tenant != tenant:
             raise response_expired(response_id)
         return log
@@ -183,6 +185,7 @@ class RedisLogStore:
         if await self._look(tenant, response_id):
             with self._answering():
                 await ask(self._redis, "DEL", _key(response_id))
+            self._ended.pop(response_id, None)
 
     async def hand_over(self) -> None:
         self._ownership.is_leaving = True
@@ -220,17 +223,28 @@ class RedisLogStore:
         key = log_key(response_id)
         if key is None:
             raise response_expired(response_id)
-        async with self._loads:
+        async with self._load_locks.setdefault(response_id, asyncio.Lock()), self._loads:
+            if (log := self._known(response_id)) is not None:
+                return log  # another task has loaded it
             with self._answering():
                 stored = await self._read(response_id, key)
-            # Another task may have loaded it meanwhile, or this gateway taken it over.
-            log = self._live.get(response_id) or self._follower.find(response_id)
+            # This gateway may have taken it over meanwhile, or another task loaded it.
+            log = self._known(response_id)
             if log is not None:
                 return log
-            if not stored.log.is_ended:
+            if stored.log.is_ended:
+                self._ended[response_id] = stored.log
+            else:
                 with self._answering():
                     await self._follower.follow(stored)
             return stored.log
+
+    def _known(self, response_id: str) -> ResponseLog | None:
+        return (
+            self._live.get(response_id)
+            or self._follower.find(response_id)
+            or self._ended.get(response_id)
+        )
 
     async def _read(self, response_id: str, key: str) -> StoredLog:
         try:

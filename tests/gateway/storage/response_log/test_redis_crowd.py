@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.response_log.redis_stream import log_key
 
@@ -89,3 +90,28 @@ async def test_who_leaves_before_it_is_open_leaves_nothing_running(
             add_end(task.result())
     with redis_server.client() as client:
         await until(lambda: client.scard(owned) == 0 and not here.store._opener._sender)
+
+
+async def test_a_crowd_of_readers_shares_what_was_read(
+    redis_server: RedisServer, gateways: Gateways
+) -> None:
+    """Of a long response each copy is megabytes, and takes the event loop's time to decode."""
+    here = await gateways.make(redis_server.url)
+    there = await gateways.make(redis_server.url)
+    log = await here.store.create(header())
+    for number in range(2000):
+        log.append_delta("x" * 100, (number,))
+    add_end(log)
+    await read_to_end(log)
+    response_id = log.header.response_id
+    with redis_server.client() as client:
+        client.config_resetstat()
+        found = await asyncio.gather(*(there.store.find(TENANT, response_id) for _ in range(40)))
+        num_pages = client.info("commandstats")["cmdstat_xrange"]["calls"]
+    assert len({id(each) for each in found}) == 1
+    assert found[0].entries == log.entries
+    assert num_pages <= 5
+    assert await there.store.find(TENANT, response_id) is found[0]
+    await there.store.delete(TENANT, response_id)
+    with pytest.raises(RequestRefusedError):
+        await there.store.find(TENANT, response_id)
