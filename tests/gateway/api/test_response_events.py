@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from penstock.engine.request import FinishReason, Request, SamplingParams
 from penstock.gateway.api.responses.events import Event, num_closing_events, response_object
 from penstock.gateway.api.responses.subscriber import Subscriber
+from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.response_log.log import InMemory, ResponseLog, ResponseMovedError
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, ResponseHeader
@@ -131,6 +132,9 @@ async def test_every_cursor_sees_the_rest(
         EVENTS.validate_python(event)
     for after in range(-1, len(whole)):
         assert await events_of(log, after) == whole[after + 1 :]
+    for after in range(len(whole), len(whole) + 3):
+        with pytest.raises(RequestRefusedError, match=f"starting_after is {after}"):
+            await events_of(log, after)
 
 
 @settings(max_examples=60, deadline=None)
