@@ -23,6 +23,7 @@ _MAX_ACCEPTS = 64  # in one turn of the event loop
 _RETRY_S = 0.5  # after an accept that failed for lack of descriptors or memory
 _REPORT_TICKS = 20  # of uvicorn's, 10 a second
 _SWEEP_TICKS = 100
+_MAX_UNSENT_BYTES = 128 << 10  # of a connection, in the kernel, beyond what its reader has room for
 _TLS_CLOSE_S = 5.0  # for the peer's close_notify
 
 
@@ -43,6 +44,9 @@ class HttpServer(uvicorn.Server):
         self._listeners = list(sockets or ())
         for listener in self._listeners:
             listener.setblocking(False)
+            # Its connections inherit this. The kernel would otherwise take megabytes for a reader
+            # that does not read, who would not be found to be slow before.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
             listener.listen(self.config.backlog)
         self._start_accepting()
 

@@ -134,7 +134,7 @@ async def test_one_that_has_ended_is_freed(served: Served) -> None:
 
 
 async def test_who_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no more than the transport's buffer (and the kernel's) written."""
+    """With little more written than the transport's buffer: the kernel has room for megabytes."""
     limits = dataclasses.replace(conftest._LIMITS, max_stall_s=0.3)
     monkeypatch.setattr(conftest, "_LIMITS", limits)
     num_pieces, is_closed = 0, asyncio.Event()
@@ -163,7 +163,7 @@ async def test_who_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
             async with asyncio.timeout(PATIENCE_S):
                 await is_closed.wait()
     assert StallTimer.num_stalled == num_stalled + 1
-    assert num_pieces * _PIECE_BYTES < 16 << 20
+    assert num_pieces * _PIECE_BYTES < 1 << 20
 
 
 def repr_of(error: Exception) -> bytes:
