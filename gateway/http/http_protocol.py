@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -127,7 +127,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        self._stall.start(self.limits.max_stall_s, self._on_stall)
+        self._stall.start(self.transport, self.limits.max_stall_s, self._on_stall)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -495,7 +495,7 @@ class StallTimer:
     and resume.
 
     Unread events stay in the response's log, so a connection holds at most the transport's buffer
-    (64 KiB). If the buffer does not drain for `max_stall_s`, the connection ends.
+    (64 KiB). If nothing leaves the buffer for `max_stall_s`, the connection ends.
 
     Attributes:
         num_stalled: connections of this process that were disconnected.
@@ -508,24 +508,43 @@ class StallTimer:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, max_stall_s: float, on_stall: Callable[[], None]) -> None:
-        """The buffer is full; call `on_stall` if it does not drain in `max_stall_s`.
+    def start(
+        self,
+        transport: asyncio.WriteTransport,
+        max_stall_s: float,
+        on_stall: Callable[[], None],
+    ) -> None:
+        """The buffer is full; call `on_stall` if nothing leaves it in `max_stall_s`.
 
-        The callback is kept only while the timer runs, so that a connection and its timer form no
-        reference cycle.
+        The arguments are kept only while the timer runs, so that a connection and its timer form
+        no reference cycle.
         """
         if self._timer is None:
-            self._timer = self._loop.call_later(max_stall_s, self._expire, on_stall)
+            wait = _Wait(transport, transport.get_write_buffer_size(), max_stall_s, on_stall)
+            self._timer = self._loop.call_later(max_stall_s, self._expire, wait)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _expire(self, on_stall: Callable[[], None]) -> None:
-        self._timer = after_reading(self._loop, _count_and_call, on_stall)
+    def _expire(self, wait: _Wait) -> None:
+        self._timer = after_reading(self._loop, self._judge, wait)
+
+    def _judge(self, wait: _Wait) -> None:
+        num_bytes = wait.transport.get_write_buffer_size()
+        if num_bytes < wait.num_bytes:
+            wait = wait._replace(num_bytes=num_bytes)
+            self._timer = self._loop.call_later(wait.max_stall_s, self._expire, wait)
+            return
+        StallTimer.num_stalled += 1
+        wait.on_stall()
 
 
-def _count_and_call(on_stall: Callable[[], None]) -> None:
-    StallTimer.num_stalled += 1
-    on_stall()
+class _Wait(NamedTuple):
+    """For something to leave a buffer of `num_bytes`."""
+
+    transport: asyncio.WriteTransport
+    num_bytes: int
+    max_stall_s: float
+    on_stall: Callable[[], None]

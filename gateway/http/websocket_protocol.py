@@ -51,7 +51,7 @@ class PatientWebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        self._stall.start(self.max_stall_s, self._on_stall)
+        self._stall.start(self.transport, self.max_stall_s, self._on_stall)
         super().pause_writing()
 
     def resume_writing(self) -> None:

@@ -186,6 +186,21 @@ def test_who_reads_meanwhile_does_not_stall(server: Server) -> None:
         assert num_bytes >= _LARGE
 
 
+def test_who_reads_slowly_does_not_stall(server: Server) -> None:
+    """All takes longer than a stall may, each piece less."""
+    with server.connect(buffer_bytes=1 << 14) as connection:
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        num_bytes = 0
+        for _ in range(6):
+            time.sleep(_TIMEOUT_S / 3)
+            for _ in range(8):
+                num_bytes += len(connection.recv(1 << 16))
+        assert num_bytes < _LARGE
+        while num_bytes < _LARGE and (piece := connection.recv(1 << 16)):
+            num_bytes += len(piece)
+        assert num_bytes >= _LARGE
+
+
 def test_a_pong_that_comes_meanwhile_counts(server: Server) -> None:
     with server.connect() as connection:
         connection.sendall(_UPGRADE)
