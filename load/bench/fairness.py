@@ -39,6 +39,7 @@ _KEYS = """\
 [[keys]]
 key = "small"
 tenant = "small"
+admin = true
 [[keys]]
 key = "flood"
 tenant = "flood"
@@ -133,7 +134,7 @@ async def _await_flood(base_url: str) -> None:
 
 def _num_flood_tokens(base_url: str) -> float:
     """The flood's output tokens so far, as the server counts them."""
-    families = text_string_to_metric_families(ServerPages(base_url).metrics() or "")
+    families = text_string_to_metric_families(ServerPages(base_url, "small").metrics() or "")
     samples = (sample for family in families for sample in family.samples)
     return sum(
         sample.value

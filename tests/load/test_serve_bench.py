@@ -199,7 +199,7 @@ def test_a_server_that_is_not_there_is_named(penstock: Penstock, tmp_path: Path)
         (("--extra-body", "{"), "--extra-body is not JSON"),
         (("--extra-body", "3"), "--extra-body must be a JSON object"),
         (("--goodput", "speed:1"), "objectives are"),
-        (("--input-len", "9-3"), "invalid lengths value"),
+        (("--input-len", "9-3"), "--input-len has the invalid value"),
         (("--stall-s", "0"), "--stall-s"),
         (("--dataset", "jsonl", "--dataset-path", os.devnull), "is empty"),
         (("--extra-body", '{"max_tokens": "many"}'), "a warm-up request was refused"),

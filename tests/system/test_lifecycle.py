@@ -125,11 +125,13 @@ def test_an_engine_that_dies_before_the_gateway_is_ready_ends_the_command(tmp_pa
 
 def _num_pipes(process: psutil.Process) -> int:
     """Pipes it holds beside its standard streams."""
-    num_pipes = 0
+    pipes: dict[str, int] = {}  # → its lowest descriptor
     for link in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            num_pipes += int(link.name) > 2 and str(link.readlink()).startswith("pipe:")
-    return num_pipes
+            file, number = str(link.readlink()), int(link.name)
+            if file.startswith("pipe:"):
+                pipes[file] = min(pipes.get(file, number), number)
+    return sum(number > 2 for number in pipes.values())
 
 
 def fail(*arguments: str) -> str:

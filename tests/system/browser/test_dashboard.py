@@ -26,6 +26,7 @@ KEYS = """
 [[keys]]
 key = "sk-web"
 tenant = "web"
+admin = true
 
 [[keys]]
 key = "sk-batch"
@@ -89,7 +90,8 @@ async def keep_loaded(client: httpx.AsyncClient, was_seen: asyncio.Event) -> Non
 
 
 async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
-    return series_of(text_string_to_metric_families((await client.get("/metrics")).text))
+    metrics = await client.get("/metrics", headers={"Authorization": "Bearer sk-web"})
+    return series_of(text_string_to_metric_families(metrics.text))
 
 
 async def sign_in(page: Page, base_url: str) -> None:

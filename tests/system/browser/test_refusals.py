@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
@@ -200,9 +201,12 @@ async def test_to_delete_a_conversation_is_to_stop_its_answer(
     await row.get_by_role("button", name="Delete").click()
     await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     await expect(page.locator(".turn")).to_have_count(0)
-    events = await api.get(f"responses/{tree['running']}?stream=true")  # to the answer's end
-    assert "response.incomplete" in events.text
-    assert json.loads(events.text.rpartition("data:")[2])["response"]["status"] == "cancelled"
+    log = await api.get(f"responses/{tree['running']}?stream=true")
+    assert (log.status_code, log.json()["error"]["code"]) == (404, "response_expired")
+    metrics = f"{demo_server.base_url}/metrics"
+    async with asyncio.timeout(60):
+        while not re.search(r"num_requests_running\S* 0\.0", (await api.get(metrics)).text):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 async def test_settings_out_of_range(page: Page, demo_server: Served) -> None:
