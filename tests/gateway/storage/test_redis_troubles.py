@@ -56,6 +56,9 @@ def _busy(server: RedisServer) -> Iterator[None]:
 
         thread = threading.Thread(target=run)
         thread.start()
+        with contextlib.suppress(redis.exceptions.ResponseError):  # it is busy now
+            while True:
+                client.ping()
         try:
             yield
         finally:
