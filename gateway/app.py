@@ -115,7 +115,9 @@ def create_app(
         settings=_service_settings(config),
         metrics=metrics,
     )
-    _watch(metrics, gate=gate, service=service, stores=stores, log=log)
+    _watch(metrics, gate=gate, service=service, log=log)
+    if health is not None and stores.is_up is not None:
+        _watch_redis(metrics, health, stores.is_up)
     tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
@@ -138,7 +140,7 @@ def create_app(
                 await asyncio.to_thread(tracing.close)
 
     apis = _apis(config, generator, service=service, engine=engine, stores=stores)
-    status = Status(engine, metrics, stores.trouble)
+    status = Status(engine, metrics, redis=None if health is None else health.trouble)
     apis += [TicketDesk(gate.tickets), status, Description(model.names)]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
@@ -220,7 +222,6 @@ def _watch(
     *,
     gate: Gate,
     service: ResponseService,
-    stores: Stores,
     log: LogWriter | None,
 ) -> None:
     """Registers numbers that are read from their owners when metrics are collected."""
@@ -240,14 +241,18 @@ def _watch(
         "Log lines dropped because the log was not read or could not be written.",
         lambda: 0 if log is None else log.num_dropped,
     )
-    if stores.is_up is not None:
-        metrics.probe("redis_up", "1 while Redis answers and does what it is told.", stores.is_up)
-        metrics.gauge(
-            "redis_round_trip_seconds",
-            "Least of the latest round trips to Redis.",
-            stores.round_trip_s,
-        )
-        metrics.states("redis_state", "1 for what Redis is.", stores.states, stores.state)
+
+
+def _watch_redis(
+    metrics: Metrics, health: RedisHealth, is_up: Callable[[], Coroutine[None, None, bool]]
+) -> None:
+    metrics.probe("redis_up", "1 while Redis answers and does what it is told.", is_up)
+    metrics.gauge(
+        "redis_round_trip_seconds",
+        "Least of the latest round trips to Redis.",
+        lambda: health.round_trip_s,
+    )
+    metrics.states("redis_state", "1 for what Redis is.", health.states, lambda: health.state)
 
 
 def _middleware(
@@ -284,9 +289,6 @@ class Stores:
         start: runs when the gateway starts; may take a while.
         close: closes connections.
         is_up: whether Redis answers and does what it is told; None: there is no Redis.
-        trouble: what is wrong with Redis: its state, and a message; None: nothing.
-        state: of Redis, one of `states`.
-        round_trip_s: to Redis.
     """
 
     conversations: ConversationStore
@@ -294,10 +296,6 @@ class Stores:
     start: Callable[[], Coroutine[None, None, None]]
     close: Callable[[], Coroutine[None, None, None]]
     is_up: Callable[[], Coroutine[None, None, bool]] | None = None
-    trouble: Callable[[], tuple[str, str] | None] = lambda: None
-    states: Sequence[str] = ()
-    state: Callable[[], str] = lambda: ""
-    round_trip_s: Callable[[], float] = lambda: 0.0
 
 
 def _redis_health(config: GatewayConfig) -> RedisHealth | None:
@@ -308,7 +306,7 @@ def _redis_health(config: GatewayConfig) -> RedisHealth | None:
     return RedisHealth()
 
 
-def make_stores(config: GatewayConfig, health: RedisHealth | None = None) -> Stores:
+def make_stores(config: GatewayConfig, health: RedisHealth | None) -> Stores:
     """The stores by the settings.
 
     Args:
@@ -317,22 +315,20 @@ def make_stores(config: GatewayConfig, health: RedisHealth | None = None) -> Sto
     Raises:
         ConfigError: `--redis-url` is invalid.
     """
-    if config.redis_url is not None:
+    if config.redis_url is not None and health is not None:
         return _redis_stores(config, config.redis_url, health)
     logs = MemoryLogStore(config.response_log_bytes, ttl_s=config.response_log_ttl_s)
     conversations = MemoryConversationStore(config.session_store_bytes, ttl_s=config.session_ttl_s)
     return Stores(conversations=conversations, logs=logs, start=_nothing, close=logs.close)
 
 
-def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth | None) -> Stores:
+def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth) -> Stores:
     from penstock.gateway.storage.conversations.redis_store import RedisConversationStore
-    from penstock.gateway.storage.redis_errors import STATES
-    from penstock.gateway.storage.redis_health import RedisHealth
     from penstock.gateway.storage.redis_link import RedisLink
     from penstock.gateway.storage.redis_url import RedisAddress
     from penstock.gateway.storage.response_log.redis_store import RedisLogSettings, RedisLogStore
 
-    address, health = RedisAddress.parse(url), health or RedisHealth()
+    address = RedisAddress.parse(url)
     # Separate links, so that a slow or blocking command on one never delays the other.
     link, log_link = RedisLink(address, health=health), RedisLink(address, health=health)
     settings = RedisLogSettings(
@@ -351,10 +347,6 @@ def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth | None) -
         start=link.warn_unless_durable,
         close=close,
         is_up=link.is_up,
-        trouble=health.trouble,
-        states=tuple(STATES),
-        state=lambda: health.state,
-        round_trip_s=lambda: health.round_trip_s,
     )
 
 
@@ -372,9 +364,7 @@ class Gate:
     aclose: Callable[[], Awaitable[None]]
 
 
-def make_gate(
-    config: GatewayConfig, engine: EngineClient, health: RedisHealth | None = None
-) -> Gate:
+def make_gate(config: GatewayConfig, engine: EngineClient, health: RedisHealth | None) -> Gate:
     """
     Args:
         health: of the Redis with `--redis-url`.

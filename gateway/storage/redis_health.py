@@ -24,6 +24,8 @@ _DOES_NOT_REFUSE = frozenset({"ok", SLOW, "timeout", "unreachable", "cluster_dow
 class RedisHealth:
     """Of one Redis, as one gateway sees it."""
 
+    states = tuple(STATES)
+
     def __init__(self) -> None:
         self._samples_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self._state, self._until_s = "ok", 0.0
@@ -31,7 +33,7 @@ class RedisHealth:
 
     @property
     def state(self) -> str:
-        """A key of `STATES`."""
+        """One of `states`."""
         if time.monotonic() < self._until_s:
             return self._state
         return SLOW if self.is_slow else "ok"

@@ -20,14 +20,16 @@ class Status:
     """The endpoints.
 
     Args:
-        redis: tells what is wrong with Redis: a word, and a message; None while nothing is.
+        redis: tells what is wrong with Redis: a word, and a message; None while nothing is. Without
+            Redis, None.
     """
 
     def __init__(
         self,
         engine: EngineClient,
         metrics: Metrics,
-        redis: Callable[[], tuple[str, str] | None] = lambda: None,
+        *,
+        redis: Callable[[], tuple[str, str] | None] | None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -40,7 +42,7 @@ class Status:
         """
         if self._engine.is_lost:
             return refusal(503, code="engine_unavailable", message="the engine died").response()
-        if (trouble := self._redis()) is not None:
+        if self._redis is not None and (trouble := self._redis()) is not None:
             state, message = trouble
             redis = {"state": state, "message": message}
             return json_response({"status": "degraded", "redis": redis})

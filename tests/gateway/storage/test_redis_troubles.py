@@ -22,8 +22,8 @@ from penstock.gateway.storage.redis_errors import STATES
 
 from ...clients.cutting_proxy import CuttingProxy
 from ...redis_server import RedisServer
+from ...support.toxic_proxy import ToxicProxy
 from ..conftest import ANSWER, PATIENCE_S, Serve, Served
-from .delaying_proxy import DelayingProxy
 
 pytestmark = pytest.mark.redis
 _MAX_LINE_CHARS = 2048
@@ -225,9 +225,11 @@ async def test_a_distant_redis_keeps_what_can_be_resumed(
     """200 ms away, so a round trip takes 400."""
     caplog.set_level(logging.INFO, "penstock")
     with RedisServer(tmp_path / "redis", options={"appendfsync": "no"}) as server:
+        proxy = ToxicProxy("127.0.0.1", server.port)
+        proxy.upstream.latency_s = proxy.downstream.latency_s = 0.2
         async with (
-            DelayingProxy(server.port, delay_s=0.2) as proxy,
-            serve(step_s=0.05, redis_url=proxy.url) as served,
+            proxy,
+            serve(step_s=0.05, redis_url=f"redis://127.0.0.1:{proxy.port}/0") as served,
         ):
             events = await _read(served, is_stream=True)
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
