@@ -197,7 +197,7 @@ def _redirect(writer: LogWriter) -> None:
 
 
 def _queued(writer: LogWriter, stream: TextIO) -> TextIO:
-    # A descriptor of its own, since `text.native_panics` redirects that of stderr for moments.
+    # A descriptor of its own, since `native_panics` redirects that of stderr for moments.
     return io.TextIOWrapper(
         cast("BinaryIO", _QueuedFile(writer, os.dup(stream.fileno()))),
         encoding=stream.encoding,

@@ -18,6 +18,7 @@ from penstock.engine.text import template_sandbox as budget
 from penstock.engine.text.chat_template import MAX_CPU_S, TemplateFiles
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation import template_process
+from penstock.gateway.generation.sandbox import Sandbox
 from penstock.gateway.generation.template_process import TemplateCheck, TemplateProcess
 
 from ..conftest import PATIENCE_S, Serve
@@ -129,7 +130,7 @@ async def test_a_process_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPa
         await process.render("a", {}, arguments())
         assert process._process is not None
         psutil.Process(process._process.pid).suspend()
-        monkeypatch.setattr(template_process, "_MAX_WALL_S", 0.1)
+        monkeypatch.setattr(Sandbox, "max_wall_s", 0.1)
         with pytest.raises(InvalidRequestError, match=r"was not rendered within 0\.1 s"):
             await process.render("a", {}, arguments())
         monkeypatch.undo()
