@@ -25,8 +25,10 @@ from penstock.engine.request import (
     RequestOutput,
     Retention,
     SamplingParams,
+    StructuredOutputs,
     TokenLogprobs,
 )
+from penstock.engine.structured_outputs.forms import structured_outputs
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -52,8 +54,10 @@ __all__ = [
     "RequestOutput",
     "Retention",
     "SamplingParams",
+    "StructuredOutputs",
     "TokenLogprobs",
     "Tokenizer",
+    "structured_outputs",
 ]
 
 _LAZY = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.engine.request import SamplingParams, TokenLogprobs
+from penstock.engine.request import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class SequenceEntry:
         num_prompt_tokens: how many of them are prompt.
         num_computed_tokens: how many already have KV in the blocks of this step's table.
         index: the branch of its request; part of the sampling draw.
+        parent_seq_id: the sequence that it was forked from, if it is new.
         num_logprobs: None, or how many of the likeliest tokens to report with each sampled one
             (beam search needs more than a user may ask for).
         num_prompt_logprobs: the same for each prompt token that is computed.
@@ -32,6 +33,7 @@ class SequenceEntry:
     num_computed_tokens: int
     index: int
     params: SamplingParams
+    parent_seq_id: int | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
 
@@ -105,11 +107,13 @@ class BatchResult:
     Attributes:
         token_ids: sequence id → 0…k new tokens (none while a prompt is still being computed).
         logprobs: sequence id → one entry per token, for the sequences that asked for them.
-        failed_seq_ids: sequences whose logits are not a distribution (NaN, or everything masked);
-            they have no entry in `token_ids`.
+        ended_seq_ids: sequences without a next token, which have no entry in `token_ids` → why:
+            `ERROR` if their logits are not a distribution (NaN, or everything masked), `STOP` or
+            `GRAMMAR` if their grammar allows nothing more, whole or not.
         prompt_logprobs: sequence id → (position, entries): log-probabilities of the prompt tokens
             from `position` on that this step computed, for the sequences that asked for them.
         compute_s: seconds the step took without its swaps.
+        masks_s: seconds that the masks of grammars took, `num_masks` of them.
         swap_out_s, swap_in_s: seconds that swaps took; where they overlap the compute, of the swaps
             that ended since the last result.
     """
@@ -117,10 +121,12 @@ class BatchResult:
     step: int
     token_ids: Mapping[int, tuple[int, ...]]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    failed_seq_ids: tuple[int, ...] = ()
+    ended_seq_ids: Mapping[int, FinishReason] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]] = field(
         default_factory=dict
     )
     compute_s: float = 0.0
+    masks_s: float = 0.0
+    num_masks: int = 0
     swap_out_s: float = 0.0
     swap_in_s: float = 0.0

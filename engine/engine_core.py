@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.engine.batch import Batch, BatchResult
-from penstock.engine.request import Request, RequestOutput
+from penstock.engine.request import Request, RequestOutput, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
 
 
@@ -24,6 +24,22 @@ class Handle(Protocol):
 
     def result(self) -> BatchResult:
         """Wait for the step and return what it sampled; raises what the step raised."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiled grammars; thread-safe."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, grammar: StructuredOutputs) -> bool: ...
+
+    def compile(self, grammar: StructuredOutputs) -> None:
+        """Compile a grammar, which may take a second, for the sequences that will have it.
+
+        Raises:
+            InvalidRequestError: it is invalid or too large.
+        """
         ...
 
 
@@ -42,6 +58,11 @@ class Executor(Protocol):
         """The device's state in words, for the log when a step hangs."""
         ...
 
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars that its sequences may have."""
+        ...
+
     def close(self) -> None:
         """Release the device. Nothing may be submitted afterwards."""
         ...
@@ -54,12 +75,14 @@ class EngineCore:
         self, scheduler: Scheduler, executor: Executor, *, max_steps_in_flight: int = 1
     ) -> None:
         self.scheduler = scheduler
+        self.grammars = executor.grammars
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
 
     def add(self, request: Request) -> None:
-        """Add a request; raises `InvalidRequestError` if it can never be served."""
+        """Add a request; raises `InvalidRequestError` if it can never be served. The steps wait
+        for its grammar if it is not among `grammars` yet."""
         self.scheduler.add(request)
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:

@@ -309,6 +309,8 @@ class LLM:
         check_vocabulary(params.logit_bias, size, param="logit_bias")
         check_vocabulary(params.stop_token_ids, size, param="stop_token_ids")
         check_choice(params, vocab_size=size, eos_token_ids=self.info.eos_token_ids)
+        if params.structured_outputs is not None:
+            self._core.grammars.compile(params.structured_outputs)
         if not isinstance(params.max_tokens, DefaultLimit):
             return params
         limit = int(params.max_tokens)

@@ -88,6 +88,19 @@ _MIN_TOKENS = "must be between 0 and max_tokens"
 _LOGPROBS = Declared(ge=0, le=MAX_LOGPROBS)
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True):
+    """What an output must match. `engine.structured_outputs` makes it from what a user wrote, and
+    checks it.
+
+    Attributes:
+        kind: the language of `text`: a JSON Schema, a regular expression, or a grammar in
+            llguidance's dialect of Lark.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
 class DefaultLimit(int):
     """A limit that the caller did not set. `LLM.chat` replaces it by what fits the context."""
 
@@ -174,6 +187,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         BeamSearch | None,
         Declared(),
         "Search instead of sampling; every parameter that shapes a draw must be neutral.",
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Declared(),
+        "What the output must match; tokens that would break it are masked before the draw.",
     ] = None
     # `engine.text` uses these, where ids become text; they never reach the engine core.
     stop: Annotated[
@@ -341,10 +359,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended; values are OpenAI's `finish_reason`, except `ABORT` and `ERROR`."""
+    """Why a sequence ended; values are OpenAI's `finish_reason`, except `GRAMMAR` (no token could
+    go on with an output that its grammar does not let end), `ABORT` and `ERROR`."""
 
     STOP = "stop"
     LENGTH = "length"
+    GRAMMAR = "grammar"
     ABORT = "abort"
     ERROR = "error"
 
@@ -483,6 +503,7 @@ class Sequence:
         "num_in_flight_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "parent_seq_id",
         "request",
         "seq_id",
         "status",
@@ -493,6 +514,7 @@ class Sequence:
         self.request = request
         self.seq_id = seq_id
         self.index = index  # which of the request's branches; part of the sampling draw
+        self.parent_seq_id: int | None = None  # of a beam, the one that it continues
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0

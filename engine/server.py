@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.logs import LogWriter, configure_logging
 from penstock.engine.process import PULSE_FD, Status, run_child
-from penstock.engine.request import FinishReason, RequestOutput
+from penstock.engine.request import FinishReason, Request, RequestOutput, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import (
@@ -58,8 +59,12 @@ class EngineServer:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
         self._transport = Transport(address, info)
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
+        self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
         self._owners: dict[str, _Owner] = {}  # by request id
         self._request_ids: dict[str, str] = {}  # by name
+        # By request id, while its grammar is compiled: branches that were aborted meanwhile.
+        self._left_branches: dict[str, list[int]] = {}
         self._is_stopping = False
         self._stats_due_s = 0.0
 
@@ -85,12 +90,17 @@ class EngineServer:
                     if self._transport.last_step_s is None:
                         self._transport.last_step_s = time.monotonic()
                     self._handle(inbound)
+                while self._compiled:
+                    self._transport.last_step_s = self._transport.last_step_s or time.monotonic()
+                    self._add(*self._compiled.popleft())
+                    self._stats_due_s = 0.0
                 self._send(self._core.step())
                 self._transport.last_step_s = time.monotonic()
         except BaseException as error:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             raise
         finally:
+            self._compiling.shutdown(wait=False, cancel_futures=True)
             self._transport.close(failure)
             self._core.close()
 
@@ -142,21 +152,55 @@ class EngineServer:
                 return
             self._abort(old_id)
             self._supersede(old, old_id)
+        self._owners[request_id] = new
+        self._request_ids[new.name] = request_id
+        grammar = submit.request.sampling_params.structured_outputs
+        if grammar is None or grammar in self._core.grammars:
+            self._add(submit.request)
+        else:
+            self._left_branches[request_id] = []
+            self._compiling.submit(self._compile, submit.request, grammar)
+
+    def _compile(self, request: Request, grammar: StructuredOutputs) -> None:
+        """In a thread, as the streams go on meanwhile."""
+        error = None
         try:
-            self._core.add(submit.request)
-        except InvalidRequestError as error:
+            self._core.grammars.compile(grammar)
+        except InvalidRequestError as refusal:
+            error = refusal
+        except BaseException as failure:  # the thread's, which nobody waits for
+            message = f"structured_outputs: cannot be compiled: {failure!r:.200}"
+            error = InvalidRequestError(message, param="structured_outputs")
+        self._compiled.append((request, error))
+        self._transport.interrupt()
+
+    def _add(self, request: Request, error: InvalidRequestError | None = None) -> None:
+        """Add a request, or refuse it, unless it was aborted meanwhile.
+
+        Args:
+            error: why its grammar cannot be used.
+        """
+        request_id = request.request_id
+        owner = self._owners.get(request_id)
+        if owner is None:
+            return
+        try:
+            if error is not None:
+                raise error
+            self._core.add(request)
+            for index in self._left_branches.pop(request_id, ()):
+                self._abort(request_id, index=index)
+        except InvalidRequestError as refused:
+            self._forget(request_id)
             refusal = RequestOutput(
                 request_id=request_id,
                 finish_reason=FinishReason.ERROR,
                 is_last=True,
-                error=str(error),
+                error=str(refused),
                 is_refused=True,
-                param=error.param,
+                param=refused.param,
             )
-            self._transport.send(gateway_id, (refusal,))
-        else:
-            self._owners[request_id] = new
-            self._request_ids[new.name] = request_id
+            self._transport.send(owner.gateway_id, (refusal,))
 
     def _supersede(self, owner: _Owner, request_id: str) -> None:
         """Tell a gateway that another one runs its request."""
@@ -170,12 +214,16 @@ class EngineServer:
         self._transport.send(owner.gateway_id, (end,))
 
     def _abort(self, request_id: str, *, index: int | None = None) -> None:
+        if index is not None and request_id in self._left_branches:
+            self._left_branches[request_id].append(index)
+            return
         self._core.abort(request_id, index=index)
         if not self._core.scheduler.has_request(request_id):
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         del self._request_ids[self._owners.pop(request_id).name]
+        self._left_branches.pop(request_id, None)
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """Hand an iteration's outputs to the transport, one frame per gateway."""
@@ -192,7 +240,9 @@ class EngineServer:
 
     def _publish_stats(self) -> None:
         self._transport.stats = stats_snapshot(
-            self._core.scheduler, bytes_per_block=self._bytes_per_block
+            self._core.scheduler,
+            bytes_per_block=self._bytes_per_block,
+            num_grammars=len(self._core.grammars),
         )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
 
@@ -243,7 +293,7 @@ def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
         Watchdog(server, timeout_s=step_timeout_s, end=end, show_life=show_life).start()
 
 
-def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int) -> EngineStats:
+def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int, num_grammars: int) -> EngineStats:
     """The engine's current numbers. Not called for every step, since a quick step takes only a few
     times as long as this."""
     blocks = scheduler.blocks
@@ -283,6 +333,9 @@ def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int) -> EngineStats
         prefix_cache_queries_total=moved.prefix_queries,
         prefix_cache_hits_total=moved.prefix_hits,
         prefix_cache_host_hits_total=moved.prefix_host_hits,
+        num_grammars=num_grammars,
+        num_grammar_masks_total=counted.num_masks,
+        grammar_masks_seconds_total=counted.masks_s,
     )
 
 

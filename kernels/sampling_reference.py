@@ -1,8 +1,8 @@
 """Drawing a token from each row of logits, in plain torch: the specification.
 
-In order: float32 · temperature · top_k · top_p · min_p · draw. Truncation keeps all tokens from
-some logit upwards, including ties with the last one kept, since dropping some of them would depend
-on the sort.
+In order: float32 · mask · temperature · top_k · top_p · min_p · draw. Truncation keeps all tokens
+from some logit upwards, including ties with the last one kept, since dropping some of them would
+depend on the sort.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from penstock.kernels.token_masks import TokenMasks, mask_logits
 
 _MIN_TEMPERATURE = 1e-30  # smaller ones would underflow in float32
 _NUM_LIKELIEST = 1024  # nearly always contain the nucleus; a full sort is far slower
@@ -23,6 +25,7 @@ def sample_tokens_reference(
     top_p: Tensor,
     min_p: Tensor,
     uniforms: Tensor,
+    masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row, and whether the row was a valid distribution.
 
@@ -40,12 +43,15 @@ def sample_tokens_reference(
         min_p: drop tokens less likely than min_p × the likeliest, in [0, 1] (Nguyen et al.,
             "Turning Up the Heat: Min-p Sampling", 2024).
         uniforms: in [0, 1), with 53 bits.
+        masks: which tokens may be drawn; the others count as -inf. None: all.
 
     Returns:
         int64 and bool [num_rows]. A row with NaN or +inf, or with only -inf, is invalid: its token
-        is arbitrary.
+        is arbitrary. What a mask excludes does not count.
     """
     logits = logits.float()
+    if masks is not None:
+        logits = mask_logits(logits, masks)
     largest, token_ids = logits.max(dim=-1)  # NaN if there is one
     is_valid = largest.isfinite()
     rows = ((temperature > 0) & is_valid).nonzero()[:, 0]

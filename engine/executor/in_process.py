@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class InProcessExecutor:
     def describe(self) -> str:
         return self._runner.progress.describe()
 
+    @property
+    def grammars(self) -> GrammarCompiler:
+        return self._runner.grammars
+
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""
 
@@ -59,6 +64,10 @@ class OverlappedExecutor:
 
     def describe(self) -> str:
         return self._runner.progress.describe()
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        return self._runner.grammars
 
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""

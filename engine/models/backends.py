@@ -12,6 +12,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import LanguageModel
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
+from penstock.kernels.token_masks import TokenMasks
 
 
 def cpu_kernels(
@@ -64,11 +65,12 @@ def run_step(
     sampled_tokens: Tensor | None,
     parameters: Tensor | None,
     draws: Tensor | None,
+    masks: TokenMasks | None = None,
 ) -> StepOutput:
     """One step, including drawn tokens if the model draws them; arguments as in
     `CpuDecoder.step`."""
     if isinstance(model, CpuDecoder):
-        return model.step(input_ids, context, sampled_tokens, parameters, draws)
+        return model.step(input_ids, context, sampled_tokens, parameters, draws, masks)
     hidden = model(input_ids, context)
     rows = hidden if sampled_tokens is None else hidden[sampled_tokens]
     return StepOutput(hidden=hidden, logits=model.logits(rows))

@@ -27,6 +27,7 @@ from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.packed_linear import CpuLinear, PackedLinear, pack_linear
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Program
+from penstock.kernels.token_masks import TokenMasks
 
 # Rates of one thread, for deciding whether to wake the others. With 128 rows, T of load/peers
 # (0.1 million weights in layers) is slower on two threads, S (27 million) is faster.
@@ -108,6 +109,7 @@ class CpuDecoder:
         sampled_tokens: Tensor | None,
         parameters: Tensor | None,
         draws: Tensor | None,
+        masks: TokenMasks | None = None,
     ) -> StepOutput:
         """A forward pass, logits and the next tokens; valid until the next call.
 
@@ -119,12 +121,12 @@ class CpuDecoder:
             context: its block tables must stay in place as long as this decoder lives, since a
                 descheduled thread may read them late.
             sampled_tokens: int64 [num_sampled], indices of the tokens to sample after; None: all.
-            parameters, draws: as in `sample_tokens` and `draw_uniforms`. Without parameters
-                nothing is drawn; without draws every temperature is 0.
+            parameters, draws, masks: as in `sample_tokens` and `draw_uniforms`. Without
+                parameters nothing is drawn; without draws every temperature is 0.
         """
         if context is not self._context or self._output is None or self.needs_prompt_lens:
             self._fill(input_ids, context, context.layout.block_tables)
-            self._output = self._head.bind(len(input_ids), sampled_tokens, parameters, draws)
+            self._output = self._head.bind(len(input_ids), sampled_tokens, parameters, draws, masks)
             self._is_shared = self._is_worth_sharing(len(input_ids))
             self._context = context
         self._program.run(is_shared=self._is_shared)
@@ -393,11 +395,12 @@ class CpuHead:
         sampled_tokens: Tensor | None,
         parameters: Tensor | None,
         draws: Tensor | None,
+        masks: TokenMasks | None,
     ) -> StepOutput:
         """Point the operations at their inputs; the tensors that they will write.
 
         Args:
-            sampled_tokens, parameters, draws: as in `CpuDecoder.step`.
+            sampled_tokens, parameters, draws, masks: as in `CpuDecoder.step`.
         """
         step = self._step
         num_rows = num_tokens if sampled_tokens is None else len(sampled_tokens)
@@ -408,11 +411,12 @@ class CpuHead:
             step.sampled_tokens = sampled_tokens.data_ptr()
         rows = (self.hidden if sampled_tokens is None else self._gathered).rows
         self._product.x, self._product.y = rows.data_ptr(), logits.data_ptr()
-        self._given = (sampled_tokens, parameters, draws)  # keeps the memory alive
+        # Keeps the memory alive.
+        self._given = (sampled_tokens, parameters, draws, *(masks or ()))
         return StepOutput(
             hidden=self.hidden.rows[:num_tokens],
             logits=logits,
-            drawn=self._bind_draw(logits, parameters, draws),
+            drawn=self._bind_draw(logits, parameters, draws, masks),
         )
 
     def logits(self, hidden: Tensor, *, is_shared: bool) -> Tensor:
@@ -425,7 +429,11 @@ class CpuHead:
         return logits
 
     def _bind_draw(
-        self, logits: Tensor, parameters: Tensor | None, draws: Tensor | None
+        self,
+        logits: Tensor,
+        parameters: Tensor | None,
+        draws: Tensor | None,
+        masks: TokenMasks | None,
     ) -> DrawnTokens | None:
         draw, sample = self._draw, self._sample
         draw.num_rows = sample.num_rows = addressof(_NO_ROWS)
@@ -441,6 +449,8 @@ class CpuHead:
         sample.logits, sample.uniforms = logits.data_ptr(), uniforms.data_ptr()
         columns = (each.data_ptr() for each in parameters)
         sample.temperature, sample.top_k, sample.top_p, sample.min_p = columns
+        sample.masks = None if masks is None else masks.bits.data_ptr()
+        sample.mask_indices = None if masks is None else masks.indices.data_ptr()
         return drawn
 
     def _room(self, num_rows: int) -> Tensor:

@@ -16,7 +16,7 @@ calls can be run again unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,10 @@ from torch import Tensor
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
+from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.logprobs import PromptSpan
 from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.paged_layout import PagedLayout
 
 
@@ -79,11 +81,12 @@ ON_DEVICE = -1  # placeholder for a token that only the device knows yet
 class DeviceSequence:
     """The device's copy of one sequence, except for what every step needs: that is in columns."""
 
-    __slots__ = ("num_blocks", "num_prompt", "num_prompt_logprobs", "row", "token_ids")
+    __slots__ = ("grammar", "num_blocks", "num_prompt", "num_prompt_logprobs", "row", "token_ids")
 
     def __init__(self, entry: SequenceEntry, row: int) -> None:
         self.row = row
         self.token_ids = list(entry.token_ids)
+        self.grammar: SequenceGrammar | None = None
         self.num_prompt = entry.num_prompt_tokens
         self.num_blocks = 0
         self.num_prompt_logprobs = entry.num_prompt_logprobs
@@ -109,6 +112,7 @@ class InputBatch:
     Args:
         max_num_seqs: maximum number of sequences.
         max_blocks: maximum number of blocks of a sequence.
+        grammars: compiles what sequences must match.
         staging: copies a step's arrays to a device that keeps its tokens; None on a CPU.
     """
 
@@ -119,6 +123,7 @@ class InputBatch:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        grammars: GrammarCompiler,
         staging: InputStaging | None = None,
     ) -> None:
         self._sequences: dict[int, DeviceSequence] = {}
@@ -133,7 +138,12 @@ class InputBatch:
         self._step_tables = np.zeros_like(self._block_tables)
         # While a run lasts, it counts the values above for its rows instead.
         self._run: DecodeRun | None = None
-        self._sampling = SamplingTable(max_num_seqs, device)
+        self._grammars = grammars
+        self._sampling = SamplingTable(
+            max_num_seqs,
+            device,
+            vocab_size=grammars.vocab_size,
+        )
         self._block_size = block_size
         self._staging = staging
 
@@ -142,14 +152,17 @@ class InputBatch:
         run = self._run
         if run is not None and (batch.left_seq_ids or not run.goes_on(batch.scheduled)):
             self._end_run(run)
+        left: dict[int, SequenceGrammar] = {}
         for seq_id in batch.left_seq_ids:
             # A sequence that left before it was scheduled was never added.
             sequence = self._sequences.pop(seq_id, None)
             if sequence is not None:
                 self._free_rows.append(sequence.row)
+                if sequence.grammar is not None:
+                    left[seq_id] = sequence.grammar  # beams that enter now may be its forks
         for number, item in enumerate(batch.scheduled):
             if item.entry is not None:
-                self._enter(item.seq_id, item.entry)
+                self._enter(item.seq_id, item.entry, left)
             if item.new_block_ids:
                 first = self._extend_table(item)
                 if self._run is not None:
@@ -270,13 +283,17 @@ class InputBatch:
             return dict(zip(arrays, self._staging.upload(arrays.values()), strict=True))
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def _enter(self, seq_id: int, entry: SequenceEntry) -> None:
+    def _enter(
+        self, seq_id: int, entry: SequenceEntry, left: Mapping[int, SequenceGrammar]
+    ) -> None:
         known = self._sequences.pop(seq_id, None)
         row = self._free_rows.pop() if known is None else known.row
         sequence = self._sequences[seq_id] = DeviceSequence(entry, row)
         self._num_tokens[row] = len(entry.token_ids)
         self._num_computed[row] = entry.num_computed_tokens
         self._last_token[row] = entry.token_ids[-1]
+        if entry.params.structured_outputs is not None:
+            sequence.grammar = self._grammar_of(sequence, entry, left)
         self._sampling.enter(
             row,
             SamplingRow(
@@ -285,7 +302,36 @@ class InputBatch:
                 num_prompt_tokens=entry.num_prompt_tokens,
                 index=entry.index,
                 num_logprobs=entry.num_logprobs,
+                grammar=sequence.grammar,
             ),
+        )
+
+    def _grammar_of(
+        self, sequence: DeviceSequence, entry: SequenceEntry, left: Mapping[int, SequenceGrammar]
+    ) -> SequenceGrammar:
+        """A new sequence's grammar: a copy of its parent's, or one from the beginning.
+
+        Args:
+            left: by id of sequences that have just left.
+        """
+        parent = None if entry.parent_seq_id is None else left.get(entry.parent_seq_id)
+        if parent is not None:
+            return parent.fork(sequence.token_ids)
+        params = entry.params
+        assert params.structured_outputs is not None
+        vocab_size, eos = self._grammars.vocab_size, self._grammars.eos_token_ids
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos)
+        return SequenceGrammar(
+            self._grammars,
+            params.structured_outputs,
+            sequence.token_ids,
+            entry.num_prompt_tokens,
+            min_tokens=params.min_tokens,
+            end_token_ids=[each for each in ends if each < vocab_size],
+            never_token_ids=[each for each in eos if each < vocab_size]
+            if params.ignore_eos
+            else (),
+            is_beam=params.beam_search is not None,
         )
 
     def _extend_table(self, item: ScheduledSequence) -> int:

@@ -6,7 +6,7 @@ without a line in `launch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,7 @@ from penstock.engine.models.backends import check_deterministic, cpu_kernels, fa
 from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
-from penstock.engine.request import TokenLogprobs
+from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
     resolve_kv_dtype,
@@ -31,9 +31,11 @@ from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
+from penstock.engine.sampling.grammars import StepMasks
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
 
 
@@ -107,11 +109,15 @@ class ModelRunner:
             max_blocks=max_blocks,
         )
         self.progress = Progress(self._model, self._device, library)
+        self.grammars = GrammarCompiler(
+            model_path, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
+        )
         self._batch, self._tokens = make_token_path(
             config.scheduler,
             max_blocks=max_blocks,
             block_size=shape.block_size,
             device=self._device,
+            grammars=self.grammars,
         )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
@@ -145,6 +151,9 @@ class ModelRunner:
             batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
         )
         sampling = inputs.sampling
+        masks = sampling.masks
+        if masks is not None and not self._tokens.overlaps_steps:
+            masks.fill()
         output = run_step(
             self._model,
             self._tokens.input_ids(inputs),
@@ -152,13 +161,20 @@ class ModelRunner:
             inputs.sampled_tokens,
             sampling.parameters if sampling.has_plain_rows else None,
             sampling.draws,
+            None if masks is None else masks.masks,
         )
         tokens = self._tokens.append(inputs, self._choose(output, sampling))
         prompt_entries = None
         if inputs.prompt_spans:
             prompt_entries = prompt_logprobs(inputs.prompt_spans, output.hidden, self._model.logits)
         return StepInFlight(
-            batch.step, stopwatch, self._host_tier, inputs.sampled_seq_ids, tokens, prompt_entries
+            batch.step,
+            stopwatch,
+            self._host_tier,
+            inputs.sampled_seq_ids,
+            tokens,
+            prompt_entries,
+            masks,
         )
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
@@ -167,9 +183,11 @@ class ModelRunner:
         if drawn is not None and sampling.is_plain:
             token_ids, is_valid = drawn.read()
             return Sampled(token_ids=token_ids, is_valid=is_valid, logprobs={})
-        if sampling.changed:
-            # Penalties need the tokens so far; the forward pass runs meanwhile.
+        if sampling.changed or sampling.masks is not None:
+            # Penalties and grammars need the tokens so far; the forward pass runs meanwhile.
             self._tokens.wait_for_tokens()
+        if sampling.masks is not None and self._tokens.overlaps_steps:
+            sampling.masks.fill()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
 
@@ -190,9 +208,12 @@ class StepInFlight:
         stopwatch: started with the step.
         seq_ids: the sequences that get a token, in the order of `tokens`.
         tokens: None if nothing was computed.
+        masks: of the sequences that have a grammar, if there are any.
     """
 
-    __slots__ = ("_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps", "_tokens")
+    __slots__ = (
+        "_masks", "_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps", "_tokens"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -202,8 +223,10 @@ class StepInFlight:
         seq_ids: tuple[int, ...] = (),
         tokens: Tokens | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        masks: StepMasks | None = None,
     ) -> None:
         stopwatch.mark_end()
+        self._masks = masks
         self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
         self._seq_ids, self._tokens, self._prompt_logprobs = seq_ids, tokens, prompt_logprobs
 
@@ -224,14 +247,23 @@ class StepInFlight:
             logprobs={
                 seq_ids[row]: (entry,) for row, entry in sampled.logprobs.items() if is_valid[row]
             },
-            failed_seq_ids=()
-            if all(is_valid)
-            else tuple(seq_ids[row] for row, is_good in enumerate(is_valid) if not is_good),
+            ended_seq_ids={} if all(is_valid) else self._ended(is_valid),
             prompt_logprobs=self._prompt_logprobs or {},
             compute_s=self._stopwatch.seconds(),
+            masks_s=0.0 if self._masks is None else self._masks.seconds,
+            num_masks=0 if self._masks is None else len(self._masks),
             swap_out_s=swap_out_s,
             swap_in_s=swap_in_s,
         )
+
+    def _ended(self, is_valid: Sequence[bool]) -> dict[int, FinishReason]:
+        """Why each row without a valid token has none."""
+        ends = {} if self._masks is None else self._masks.ends
+        return {
+            self._seq_ids[row]: ends.get(row, FinishReason.ERROR)
+            for row, is_good in enumerate(is_valid)
+            if not is_good
+        }
 
 
 class Progress:

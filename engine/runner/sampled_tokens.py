@@ -20,6 +20,7 @@ from penstock.engine.config import SchedulerConfig
 from penstock.engine.runner.input_batch import InputBatch, StepInputs, staging_num_bytes
 from penstock.engine.runner.staging import InputStaging
 from penstock.engine.sampling.sampler import ChosenTokens, Sampled
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 
 class Tokens(Protocol):
@@ -159,7 +160,12 @@ class TokensOnDevice:
 
 
 def make_token_path(
-    config: SchedulerConfig, *, max_blocks: int, block_size: int, device: torch.device
+    config: SchedulerConfig,
+    *,
+    max_blocks: int,
+    block_size: int,
+    device: torch.device,
+    grammars: GrammarCompiler,
 ) -> tuple[InputBatch, TokenPath]:
     """The sequences of a device, and how their tokens travel."""
     is_overlapped = runs_beside_the_host(device)
@@ -173,6 +179,7 @@ def make_token_path(
         block_size=block_size,
         device=device,
         staging=staging,
+        grammars=grammars,
     )
     if is_overlapped:
         return batch, TokensOnDevice(batch, num_seqs, device)

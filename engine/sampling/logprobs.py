@@ -7,6 +7,7 @@ limited number of rows at a time: a long prompt's would not fit into memory.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.request import TokenLogprobs
 from penstock.kernels.token_logprobs import token_logprobs
+from penstock.kernels.token_masks import TokenMasks, mask_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,11 @@ class Described:
                 token_id=token_id,
                 logprob=logprob,
                 rank=rank,
-                top=tuple(zip(top_ids, top_logprobs, strict=True)),
+                top=tuple(
+                    pair
+                    for pair in zip(top_ids, top_logprobs, strict=True)
+                    if pair[1] > -math.inf  # a grammar excludes them
+                ),
             )
             for token_id, logprob, rank, top_ids, top_logprobs in zip(
                 self.token_ids.tolist(),
@@ -67,16 +73,26 @@ class Described:
 
 
 def describe(
-    logits: Tensor, token_ids: Tensor, num_top: int, *, rows: list[int] | None = None
+    logits: Tensor,
+    token_ids: Tensor,
+    num_top: int,
+    *,
+    rows: list[int] | None = None,
+    masks: TokenMasks | None = None,
 ) -> Described:
     """Each row's token with its log-probability and rank, and the num_top likeliest tokens.
 
     Args:
         logits: [num_rows, vocab_size]
         token_ids: int64 [num_rows]
+        masks: which tokens may be among the likeliest; there may then be fewer. Their
+            probabilities are as without masks.
     """
     num_top = min(num_top, logits.shape[1])
     logprobs, ranks, top_logprobs, top_ids = token_logprobs(logits, token_ids, num_top)
+    if masks is not None:
+        logprobs_of_all = logits.float().log_softmax(dim=-1)
+        top_logprobs, top_ids = mask_logits(logprobs_of_all, masks).topk(num_top)
     return Described(
         rows=list(range(len(token_ids))) if rows is None else rows,
         token_ids=token_ids,
@@ -88,7 +104,11 @@ def describe(
 
 
 def describe_some(
-    logits: Tensor, token_ids: Tensor, num_tops: Mapping[int, int]
+    logits: Tensor,
+    token_ids: Tensor,
+    num_tops: Mapping[int, int],
+    *,
+    masks: TokenMasks | None = None,
 ) -> tuple[Described, ...]:
     """The rows in `num_tops`, grouped by num_top, so that no row's result depends on another's
     num_top.
@@ -97,6 +117,7 @@ def describe_some(
         logits: [num_rows, vocab_size]
         token_ids: int64 [num_rows]
         num_tops: row → num_top.
+        masks: as in `describe`.
     """
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for row, num_top in num_tops.items():
@@ -104,7 +125,10 @@ def describe_some(
     described = []
     for num_top, rows in groups.items():
         index = torch.tensor(rows, device=logits.device)
-        described.append(describe(logits[index], token_ids[index], num_top, rows=rows))
+        own_masks = None if masks is None else TokenMasks(masks.bits, masks.indices[index])
+        described.append(
+            describe(logits[index], token_ids[index], num_top, rows=rows, masks=own_masks)
+        )
     return tuple(described)
 
 

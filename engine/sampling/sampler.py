@@ -1,6 +1,6 @@
 """The sampler: logits in, one token per row out.
 
-In order: float32 · logit_bias · repetition penalty · frequency and presence penalties ·
+In order: float32 · grammar · logit_bias · repetition penalty · frequency and presence penalties ·
 min_tokens · top_n_sigma · temperature · top_k · top_p · min_p · draw. Log-probabilities are of the
 unmodified logits. Features that no row uses cost nothing, and no row's result depends on another's.
 
@@ -24,6 +24,7 @@ from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.draw_uniforms import draw_uniforms
 from penstock.kernels.sampling import sample_tokens
+from penstock.kernels.token_masks import TokenMasks, mask_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,12 @@ class Sampler:
         token_ids, is_valid = drawn
         if not batch.num_tops:
             return ChosenTokens(token_ids=token_ids, is_valid=is_valid, described=())
-        described = describe_some(logits, token_ids, batch.num_tops)
+        beams = batch.masks.beam_rows if batch.masks is not None else ()
+        num_tops = {row: num for row, num in batch.num_tops.items() if row not in beams}
+        described = describe_some(logits, token_ids, num_tops)
+        if batch.masks is not None and beams:
+            num_tops = {row: batch.num_tops[row] for row in beams}
+            described += describe_some(logits, token_ids, num_tops, masks=batch.masks.masks)
         return ChosenTokens(token_ids=token_ids, is_valid=is_valid, described=described)
 
     def _choose(
@@ -113,32 +119,49 @@ class Sampler:
         uniforms = batch.parameters[0]  # not read if all rows are greedy
         if batch.draws is not None:
             uniforms = draw_uniforms(batch.draws, library=self._library)
+        masks = None if batch.masks is None else batch.masks.masks
         if not batch.changed:
-            return self._sample(logits, batch.parameters, uniforms)
+            return self._sample(logits, batch.parameters, uniforms, masks)
         if len(batch.changed) == len(logits):
-            changed = self._change(logits, batch.changed.values())
+            changed = self._change(logits, batch.changed.values(), masks)
             return self._sample(changed, batch.parameters, uniforms)
-        token_ids, is_valid = drawn or self._sample(logits, batch.parameters, uniforms)
+        token_ids, is_valid = drawn or self._sample(logits, batch.parameters, uniforms, masks)
         rows = torch.tensor(list(batch.changed), device=logits.device)
-        changed = self._change(logits[rows], batch.changed.values())
+        own_masks = None if masks is None else TokenMasks(masks.bits, masks.indices[rows])
+        changed = self._change(logits[rows], batch.changed.values(), own_masks)
         chosen = self._sample(changed, batch.parameters[:, rows].contiguous(), uniforms[rows])
         return token_ids.index_copy(0, rows, chosen[0]), is_valid.index_copy(0, rows, chosen[1])
 
-    def _change(self, logits: Tensor, sequences: Collection[SamplingRow]) -> Tensor:
+    def _change(
+        self, logits: Tensor, sequences: Collection[SamplingRow], masks: TokenMasks | None
+    ) -> Tensor:
         """The logits with these sequences' changes, float32, valid until the next call."""
         num_rows, vocab_size = logits.shape
         if num_rows > len(self._changed):
             self._changed = torch.empty(num_rows, vocab_size, device=logits.device)
         changed = self._changed[:num_rows].copy_(logits)
+        if masks is not None:
+            changed = mask_logits(changed, masks)
         change_logits(changed, list(sequences), self._eos_token_ids)
         return changed
 
     def _sample(
-        self, logits: Tensor, parameters: Tensor, uniforms: Tensor
+        self,
+        logits: Tensor,
+        parameters: Tensor,
+        uniforms: Tensor,
+        masks: TokenMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
         temperature, top_k, top_p, min_p = parameters.unbind()
         return sample_tokens(
-            logits, temperature, top_k, top_p, min_p, uniforms, library=self._library
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            uniforms,
+            masks=masks,
+            library=self._library,
         )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.request import SamplingParams
+from penstock.engine.sampling.grammars import GrammarMasks, SequenceGrammar, StepMasks
 
 # Rows of the table: four floats, then three integers of 64 bits.
 _PARAMETERS, _DRAWS = slice(0, 4), slice(4, 7)
@@ -34,6 +35,7 @@ class SamplingBatch:
         num_tops: row → how many of the likeliest tokens to report, for rows that want
             log-probabilities.
         num_tokens: [num_rows], of each sequence; on a CPU the same memory as in `draws`.
+        masks: what the rows' grammars allow; None if no row has one.
     """
 
     parameters: Tensor
@@ -41,6 +43,7 @@ class SamplingBatch:
     changed: Mapping[int, SamplingRow]
     num_tops: Mapping[int, int]
     num_tokens: npt.NDArray[np.int64]
+    masks: StepMasks | None = None
 
     @property
     def has_plain_rows(self) -> bool:
@@ -60,12 +63,20 @@ class SamplingTable:
         max_num_seqs: number of columns.
     """
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        device: torch.device,
+        *,
+        vocab_size: int,
+    ) -> None:
         self._columns = np.zeros((7, max_num_seqs), dtype=np.int64)
         self._floats = self._columns.view(np.float64)
         self._sequences: list[SamplingRow | None] = [None] * max_num_seqs
         self._is_special = np.zeros(max_num_seqs, dtype=np.bool_)  # needs more than a draw
         self._device = device
+        self._vocab_size = vocab_size
+        self._grammar_masks: GrammarMasks | None = None
 
     def enter(self, column: int, sequence: SamplingRow) -> None:
         """Fill a column, replacing its previous sequence."""
@@ -74,7 +85,8 @@ class SamplingTable:
         self._floats[_PARAMETERS, column] = params.temperature, top_k, params.top_p, params.min_p
         self._columns.view(np.uint64)[_SEED, column] = params.seed
         self._columns[_INDEX, column] = sequence.index
-        self._is_special[column] = sequence.changes_logits or sequence.num_logprobs is not None
+        has_logprobs, has_grammar = sequence.num_logprobs is not None, sequence.grammar is not None
+        self._is_special[column] = sequence.changes_logits or has_logprobs or has_grammar
         self._sequences[column] = sequence
 
     def select(
@@ -90,7 +102,7 @@ class SamplingTable:
         columns[_POSITION] = num_tokens
         is_random = bool(columns[_TEMPERATURE].any())  # as bits: only 0.0 has none set
         on_device = torch.from_numpy(columns).to(self._device, non_blocking=True)
-        changed, num_tops = {}, {}
+        changed, num_tops, grammars = {}, {}, {}
         for row in np.flatnonzero(self._is_special[column_ids]).tolist():
             sequence = self._sequences[column_ids[row]]
             assert sequence is not None
@@ -98,13 +110,21 @@ class SamplingTable:
                 changed[row] = sequence
             if sequence.num_logprobs is not None:
                 num_tops[row] = sequence.num_logprobs
+            if sequence.grammar is not None:
+                grammars[row] = sequence.grammar
         return SamplingBatch(
             parameters=on_device[_PARAMETERS].view(torch.float64),
             draws=on_device[_DRAWS] if is_random else None,
             changed=changed,
             num_tops=num_tops,
             num_tokens=columns[_POSITION],
+            masks=self._masks(grammars, len(column_ids)) if grammars else None,
         )
+
+    def _masks(self, grammars: Mapping[int, SequenceGrammar], num_rows: int) -> StepMasks:
+        if self._grammar_masks is None:
+            self._grammar_masks = GrammarMasks(len(self._sequences), self._vocab_size, self._device)
+        return StepMasks(self._grammar_masks, grammars, num_rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +135,7 @@ class SamplingRow:
         token_ids: prompt and output so far; grows from step to step.
         index: the branch of its request; part of the draw.
         num_logprobs: None, or how many of the likeliest tokens to report with the sampled one.
+        grammar: which tokens may come next; None: all.
         seen: counts of each token in prompt and output.
         output: counts of each token in the output.
     """
@@ -124,6 +145,7 @@ class SamplingRow:
     num_prompt_tokens: int
     index: int
     num_logprobs: int | None = None
+    grammar: SequenceGrammar | None = None
     seen: TokenCounts = field(init=False)
     output: TokenCounts = field(init=False)
 

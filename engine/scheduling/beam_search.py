@@ -23,7 +23,8 @@ class Hypothesis:
     Attributes:
         token_ids: the generated tokens, including the one that ended the hypothesis.
         score: summed log-probability ÷ length ** length_penalty.
-        stop_token_id: the EOS or stop id that ended the hypothesis; None at the length limit.
+        stop_token_id: the EOS or stop id that ended the hypothesis; None if its grammar or the
+            length limit did.
         logprobs: one entry per token, or empty if `SamplingParams.logprobs` is None.
     """
 
@@ -55,8 +56,12 @@ class _Candidate(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Finished:
     score: float
-    beam: _Beam
-    stop_token_id: int | None
+    beam: _Beam | None  # None: the prompt is the whole of it
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+
+
+_NO_TOKENS = TokenLogprobs(token_id=-1, logprob=0.0, rank=0)
 
 
 class BeamSearchState:
@@ -100,32 +105,40 @@ class BeamSearchState:
 
     @property
     def hypotheses(self) -> tuple[Hypothesis, ...]:
-        """The n best, best first; final once `advance` returned no beams."""
+        """The n best, best first; final once `advance` returned no beams. There may be fewer."""
         return tuple(_hypothesis(self._params, item) for item in self._finished[: self._params.n])
 
-    def advance(self, rows: Sequence[TokenLogprobs]) -> list[tuple[int, int]]:
+    def advance(self, rows: Sequence[TokenLogprobs | FinishReason]) -> list[tuple[int, int]]:
         """Process one step.
 
         Args:
             rows: for each beam, in the order of the last result, its `num_candidates` likeliest
-                tokens as `top`; in the first call a single row, the prompt's.
+                tokens as `top`; in the first call a single row, the prompt's. Instead, for a beam
+                that no token can follow: `STOP` if it is a whole output, or `GRAMMAR`.
 
         Returns:
             the next beams, best first, as (index of the parent beam, token id), at most `width` of
             them; empty when the search has ended.
         """
         assert len(rows) == len(self._beams)
+        whole = [
+            self._whole(beam)
+            for beam, row in zip(self._beams, rows, strict=True)
+            if row is FinishReason.STOP
+        ]
+        lists = [row if isinstance(row, TokenLogprobs) else _NO_TOKENS for row in rows]
         self._num_tokens += 1
         candidates = sorted(
-            item for parent, row in enumerate(rows) for item in self._candidates(parent, row)
+            item for parent, row in enumerate(lists) for item in self._candidates(parent, row)
         )
         width = self._search.width
-        self._finish(rows, [item for item in candidates[:width] if self._ends(item)])
+        ended = [item for item in candidates[:width] if self._ends(item)]
+        self._finish(whole + [self._ended(lists, item) for item in ended])
         alive = [item for item in candidates if not self._ends(item)][:width]
         if not alive or not self._can_improve(-alive[0].cost):
             self._beams = []
             return []
-        self._beams = [self._grow(rows, item) for item in alive]
+        self._beams = [self._grow(lists, item) for item in alive]
         return [(item.parent, item.token_id) for item in alive]
 
     def _candidates(self, parent: int, row: TokenLogprobs) -> list[_Candidate]:
@@ -153,16 +166,23 @@ class BeamSearchState:
         )
         return _Beam(self._beams[item.parent], entry, -item.cost)
 
-    def _finish(self, rows: Sequence[TokenLogprobs], ended: Sequence[_Candidate]) -> None:
+    def _ended(self, rows: Sequence[TokenLogprobs], item: _Candidate) -> _Finished:
+        is_stop = item.token_id in self._end_token_ids
+        return _Finished(
+            score=self._score(-item.cost, self._num_tokens),
+            beam=self._grow(rows, item),
+            finish_reason=FinishReason.STOP if is_stop else FinishReason.LENGTH,
+            stop_token_id=item.token_id if is_stop else None,
+        )
+
+    def _whole(self, beam: _Beam | None) -> _Finished:
+        logprob = 0.0 if beam is None else beam.logprob
+        score = self._score(logprob, max(self._num_tokens, 1))
+        return _Finished(score=score, beam=beam, finish_reason=FinishReason.STOP)
+
+    def _finish(self, finished: Sequence[_Finished]) -> None:
         """Keep the `width` best of all finished ones; of equals, those that ended first."""
-        self._finished += [
-            _Finished(
-                score=self._score(-item.cost, self._num_tokens),
-                beam=self._grow(rows, item),
-                stop_token_id=item.token_id if item.token_id in self._end_token_ids else None,
-            )
-            for item in ended
-        ]
+        self._finished += finished
         self._finished.sort(key=lambda item: -item.score)
         del self._finished[self._search.width :]
 
@@ -184,16 +204,15 @@ class BeamSearchState:
 
 def _hypothesis(params: SamplingParams, item: _Finished) -> Hypothesis:
     entries: list[TokenLogprobs] = []
-    beam: _Beam | None = item.beam
+    beam = item.beam
     while beam is not None:
         entries.append(beam.entry)
         beam = beam.parent
     entries.reverse()
-    has_ended = item.stop_token_id is not None
     return Hypothesis(
         token_ids=tuple(entry.token_id for entry in entries),
         score=item.score,
-        finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
+        finish_reason=item.finish_reason,
         stop_token_id=item.stop_token_id,
         logprobs=() if params.logprobs is None else tuple(entries),
     )

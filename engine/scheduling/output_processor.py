@@ -12,6 +12,7 @@ from the surviving ones, then all old ones are removed.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, BatchResult
@@ -74,7 +75,8 @@ class LiveRequest:
         num_unforked: samples that have yet to fork from the first.
         aborted: indices of samples aborted before they forked.
         beams: in the order of the search's last result.
-        rows: what each beam has reported in this step, by seq_id.
+        rows: what each beam has reported in this step, by seq_id: its likeliest next tokens, or
+            why there is none.
         is_parked: of a beam search, whether its client was told that it was preempted.
     """
 
@@ -85,7 +87,7 @@ class LiveRequest:
     num_cached_tokens: int = 0
     search: BeamSearchState | None = None
     beams: list[Sequence] = field(default_factory=list)
-    rows: dict[int, TokenLogprobs] = field(default_factory=dict)
+    rows: dict[int, TokenLogprobs | FinishReason] = field(default_factory=dict)
     is_parked: bool = False
 
     @property
@@ -153,9 +155,9 @@ class Branches:
         live.num_unforked = 0
 
     def advance_beams(
-        self, live: LiveRequest, sequence: Sequence, row: TokenLogprobs
+        self, live: LiveRequest, sequence: Sequence, row: TokenLogprobs | FinishReason
     ) -> tuple[RequestOutput, ...]:
-        """Record a beam's likeliest next tokens, and advance the search when all beams have
+        """Record a beam's row, and advance the search when all beams have
         reported; the outputs, when the search ends."""
         assert live.search is not None
         live.rows[sequence.seq_id] = row
@@ -179,10 +181,11 @@ class Branches:
         live.sequences = {beam.seq_id: beam for beam in live.beams}
         for beam in live.beams:
             self._running_set.place_fork(beam)
-        return () if chosen else _found(live) or (failure(live, index=0, is_last=True),)
+        return () if chosen else _found(live)
 
     def _fork_beam(self, parent: Sequence, token_id: int, *, index: int) -> Sequence:
         child = Sequence(parent.request, seq_id=next(self._next_seq_id), index=index)
+        child.parent_seq_id = parent.seq_id
         child.token_ids = [*parent.token_ids, token_id]
         child.num_prompt_logprobs = parent.num_prompt_logprobs
         self._running_set.fork(parent, child, num_tokens=len(parent.token_ids))
@@ -190,22 +193,35 @@ class Branches:
 
 
 def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
-    """The outputs of a finished beam search, best first."""
+    """The outputs of a finished beam search, best first. A grammar may allow fewer than asked for:
+    the others end with nothing."""
     assert live.search is not None
+    request_id, num = live.request.request_id, live.request.sampling_params.n
     hypotheses = live.search.hypotheses
-    return tuple(
+    if not hypotheses and live.request.sampling_params.structured_outputs is None:
+        return (failure(live, index=0, is_last=True),)
+    found = tuple(
         RequestOutput(
-            request_id=live.request.request_id,
+            request_id=request_id,
             index=index,
             token_ids=hypothesis.token_ids,
             logprobs=hypothesis.logprobs,
             finish_reason=hypothesis.finish_reason,
-            is_last=index == len(hypotheses) - 1,
+            is_last=index == num - 1,
             stop_token_id=hypothesis.stop_token_id,
             num_cached_tokens=live.num_cached_tokens if index == 0 else 0,
             score=hypothesis.score,
         )
         for index, hypothesis in enumerate(hypotheses)
+    )
+    return found + tuple(
+        RequestOutput(
+            request_id=request_id,
+            index=index,
+            finish_reason=FinishReason.GRAMMAR,
+            is_last=index == num - 1,
+        )
+        for index in range(len(hypotheses), num)
     )
 
 
@@ -245,12 +261,13 @@ class OutputProcessor:
         """The outputs of one step."""
         self._counters.swap_out_s += result.swap_out_s
         self._counters.swap_in_s += result.swap_in_s
+        self._counters.masks_s += result.masks_s
+        self._counters.num_masks += result.num_masks
         live = self._running_set.live
-        # A failing beam ends its siblings too, so each is looked up just before.
-        outputs = [self._fail(live[seq_id]) for seq_id in result.failed_seq_ids if seq_id in live]
+        outputs: list[RequestOutput] = []
         for item in batch.scheduled:
             sequence = live.get(item.seq_id)
-            if sequence is None:  # aborted since the batch was submitted
+            if sequence is None:  # aborted meanwhile, or a sibling of a beam that failed
                 continue
             prompt_logprobs = (
                 self._new_prompt_logprobs(sequence, result) if result.prompt_logprobs else ()
@@ -259,6 +276,9 @@ class OutputProcessor:
             if token_ids:
                 logprobs = result.logprobs.get(item.seq_id, ()) if result.logprobs else ()
                 outputs += self._process_tokens(sequence, token_ids, logprobs, prompt_logprobs)
+            elif item.seq_id in result.ended_seq_ids:
+                reason = result.ended_seq_ids[item.seq_id]
+                outputs += self._end(sequence, reason, prompt_logprobs)
             elif prompt_logprobs:  # the prompt is not fully computed yet
                 request_id = sequence.request.request_id
                 outputs.append(
@@ -330,7 +350,7 @@ class OutputProcessor:
         self,
         live: LiveRequest,
         sequence: Sequence,
-        row: TokenLogprobs,
+        row: TokenLogprobs | FinishReason,
         prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> tuple[RequestOutput, ...]:
         request_id = live.request.request_id
@@ -351,9 +371,38 @@ class OutputProcessor:
         sequence.num_prompt_logprobs += len(new)
         return new
 
-    def _fail(self, sequence: Sequence) -> RequestOutput:
-        """End a sequence with invalid logits; of a beam search, all its beams."""
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> Iterator[RequestOutput]:
+        """End a sequence for which there is no next token."""
         live = self._requests[sequence.request.request_id]
+        if reason is FinishReason.ERROR:
+            yield self._fail(live, sequence)
+            return
+        if live.search is not None:
+            yield from self._process_beam(live, sequence, reason, prompt_logprobs)
+            return
+        # The other samples, if they are still to be forked, would end in the same way.
+        unforked = range(1, live.num_unforked + 1)
+        live.num_unforked = 0
+        prefix_id = self._running_set.blocks.prefix_id(sequence)
+        self.finish(live, sequence)
+        indices = [each for each in (sequence.index, *unforked) if each not in live.aborted]
+        for index in indices:
+            yield RequestOutput(
+                request_id=live.request.request_id,
+                index=index,
+                prompt_logprobs=prompt_logprobs if index == sequence.index else (),
+                finish_reason=reason,
+                is_last=not live.sequences and index == indices[-1],
+                prefix_id=prefix_id,
+            )
+
+    def _fail(self, live: LiveRequest, sequence: Sequence) -> RequestOutput:
+        """End a sequence with invalid logits; of a beam search, all its beams."""
         index = 0 if live.search is not None else sequence.index
         doomed = [sequence] if live.search is None else list(live.sequences.values())
         if live.num_unforked:

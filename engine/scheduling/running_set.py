@@ -31,6 +31,8 @@ class SchedulerCounters:
     num_fallbacks: int = 0  # of those, because the host tier was full
     swap_out_s: float = 0.0
     swap_in_s: float = 0.0
+    masks_s: float = 0.0
+    num_masks: int = 0
 
     @property
     def num_preemptions(self) -> int:

@@ -317,6 +317,7 @@ class Scheduler:
             num_computed_tokens=sequence.num_computed_tokens,
             index=sequence.index,
             params=params,
+            parent_seq_id=sequence.parent_seq_id,
             num_logprobs=params.num_logprobs if search is None else search.num_candidates,
             num_prompt_logprobs=params.prompt_logprobs if sequence.wants_prompt_logprobs else None,
         )

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.engine.request import Request, RequestOutput
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
@@ -125,6 +125,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_blocks_evicted_total: cached blocks evicted for new content.
         prefix_cache_queries_total: tokens looked up, as vLLM counts.
         prefix_cache_hits_total: tokens found; host_hits of them in host memory.
+        num_grammars: compiled ones that are kept.
+        num_grammar_masks_total: masks of tokens made for grammars, and the seconds they took.
     """
 
     num_requests_running: int = 0
@@ -159,6 +161,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prefix_cache_queries_total: int = 0
     prefix_cache_hits_total: int = 0
     prefix_cache_host_hits_total: int = 0
+    num_grammars: int = 0
+    num_grammar_masks_total: int = 0
+    grammar_masks_seconds_total: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step"):

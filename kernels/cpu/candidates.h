@@ -42,6 +42,16 @@ INLINE vec mask_lanes(uint32_t bits, vec x) {
 #endif
 }
 
+/* The lanes of x whose bit is set, those of y elsewhere. */
+INLINE vec select_lanes(uint32_t bits, vec x, vec y) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_mask_mov_ps((__m512)y, (__mmask16)bits, (__m512)x);
+#else
+    ivec is_set = -((int32_t)bits >> LANE_NUMBERS & 1);
+    return (vec)(((ivec)x & is_set) | ((ivec)y & ~is_set));
+#endif
+}
+
 /* The lanes before the n-th. */
 INLINE uint32_t bits_below(long n) { return n < LANES ? (1u << n) - 1 : ALL_LANES; }
 

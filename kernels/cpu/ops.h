@@ -109,6 +109,8 @@ struct sample_tokens_args {
     uint8_t *is_valid;  /* [num_rows], 0 or 1 */
     const void *logits; /* [num_rows, vocab_size] */
     const double *temperature, *top_k, *top_p, *min_p, *uniforms; /* [num_rows] */
+    const uint32_t *masks; /* [masks, words of 32 tokens], a bit for each that may be drawn; or null */
+    const int64_t *mask_indices; /* [num_rows], -1: all may be drawn */
     const int64_t *num_rows;
     int64_t vocab_size;
 };

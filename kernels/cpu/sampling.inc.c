@@ -143,9 +143,42 @@ static long NAME(draw_truncated)(
     return find_candidate(c, a->uniforms[r] * weigh_candidates(c, row->largest, row->scale));
 }
 
+/* A row with -inf for tokens whose bit is not set, in a thread's memory that is kept for the next row;
+ * null if it cannot be allocated. Other rows pay nothing for masks, and the code above is one. */
+static const DTYPE *NAME(masked)(const DTYPE *x, long size, const uint32_t *mask) {
+    static _Thread_local DTYPE *memory;
+    static _Thread_local long capacity;
+    if (size > capacity) {
+        capacity = size + LANES;
+        free(memory);
+        memory = malloc(capacity * sizeof *memory);
+        if (!memory) capacity = 0;
+    }
+    if (!memory) return NULL;
+    vec nothing = splat(-INFINITY);
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        uint32_t bits = mask[i / 32] >> i % 32 & ALL_LANES;
+        if (!bits) STORE(memory + i, nothing);
+        else STORE(memory + i, select_lanes(bits, LOAD(x + i), nothing));
+    }
+    for (; i < size; i++)
+        if (mask[i / 32] >> i % 32 & 1) memory[i] = x[i];
+        else PUT(memory + i, -INFINITY);
+    return memory;
+}
+
 static void NAME(sample_row)(const void *args, long r) {
     const struct sample_tokens_args *a = args;
     struct NAME(row) row = {.x = (const DTYPE *)a->logits + r * a->vocab_size, .size = a->vocab_size};
+    if (a->masks && a->mask_indices[r] >= 0) {
+        long words = (a->vocab_size + 31) / 32;
+        row.x = NAME(masked)(row.x, row.size, a->masks + a->mask_indices[r] * words);
+        if (!row.x) {
+            a->token_ids[r] = a->is_valid[r] = 0;
+            return;
+        }
+    }
     if (a->temperature[r] == 0.0) {
         a->token_ids[r] = NAME(find_largest)(&row, NULL);
         a->is_valid[r] = isfinite(row.largest);

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.token_masks import TokenMasks
 
 _MIN_SHARED_LOGITS = 1 << 19  # fewer are processed in the time that waking threads takes
 
@@ -25,16 +26,19 @@ def sample_tokens_cpu(
     top_p: Tensor,
     min_p: Tensor,
     uniforms: Tensor,
+    masks: TokenMasks | None,
 ) -> tuple[Tensor, Tensor]:
     """As `sample_tokens`; every tensor must be contiguous."""
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     is_valid = torch.empty(num_rows, dtype=torch.bool)
+    bits, indices = masks or (None, None)
     is_shared, rows = logits.numel() >= _MIN_SHARED_LOGITS, ctypes.c_int64(num_rows)
     library.run(
         "sample_tokens", dtype=logits.dtype, is_shared=is_shared, token_ids=token_ids,
         is_valid=is_valid, logits=logits, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, uniforms=uniforms, num_rows=rows, vocab_size=vocab_size,
+        min_p=min_p, uniforms=uniforms, masks=bits, mask_indices=indices, num_rows=rows,
+        vocab_size=vocab_size,
     )  # fmt: skip
     return token_ids, is_valid
 

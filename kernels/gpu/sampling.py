@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.tuning import Config, tuned
+from penstock.kernels.token_masks import TokenMasks
 
 _MIN_TEMPERATURE = tl.constexpr(1e-30)  # smaller ones would vanish in float32
 _MINUS_INFINITY = tl.constexpr(-0x7F800000)  # its place in the order of floats
@@ -33,15 +34,26 @@ def sample_tokens_kernel(
     top_p_ptr,
     min_p_ptr,
     uniforms_ptr,
+    masked_ptr,  # [num_rows, size], where rows with a mask are copied; or null
+    masks_ptr,  # int32 [num_masks, num_words]
+    mask_indices_ptr,  # int64 [num_rows]
+    num_words,
     size,
     SHIFT: tl.constexpr,  # unused bits of the logits
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,  # of the lists; if they overflow, the row itself is searched
     WAYS: tl.constexpr,  # pivots of a round of bisection
     NUM_SPANS: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * size
+    if HAS_MASKS:
+        mask = tl.load(mask_indices_ptr + row)
+        if mask >= 0:
+            masked_ptr += row * size
+            _mask_row(masked_ptr, logits_ptr, masks_ptr + mask * num_words, size, BLOCK)
+            logits_ptr = masked_ptr
     lists_ptr += row * DEPTH * BLOCK
     maxima, largest, token, is_valid = _find_largest(logits_ptr, size, BLOCK)
     tl.store(is_valid_ptr + row, is_valid.to(tl.uint8))
@@ -75,6 +87,19 @@ def sample_tokens_kernel(
     drawn = _draw(logits_ptr, size, largest, scale, threshold, uniform, SHIFT, BLOCK, NUM_SPANS)
     if drawn < size:  # else rounding took it beyond the last one
         tl.store(token_ids_ptr + row, drawn.to(tl.int64))
+
+
+@triton.jit
+def _mask_row(masked_ptr, logits_ptr, mask_ptr, size, BLOCK: tl.constexpr):
+    """Copy a row, with -inf for tokens whose bit is not set."""
+    lanes = tl.arange(0, BLOCK)
+    for start in tl.range(0, size, BLOCK, num_stages=4):
+        tokens = start + lanes
+        bits = tl.load(mask_ptr + tokens // 32, tokens < size, 0)
+        is_allowed = ((bits >> (tokens % 32)) & 1) == 1
+        x = tl.load(logits_ptr + tokens, is_allowed & (tokens < size), float("-inf"))
+        tl.store(masked_ptr + tokens, x, tokens < size)
+    tl.debug_barrier()  # other threads read it
 
 
 @triton.jit
@@ -268,6 +293,7 @@ def sample_tokens_triton(
     top_p: Tensor,
     min_p: Tensor,
     uniforms: Tensor,
+    masks: TokenMasks | None = None,
     *,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -278,9 +304,13 @@ def sample_tokens_triton(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_valid = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
     lists = logits.new_empty(num_rows, config["DEPTH"], config["BLOCK"])
+    masked, num_words = None, 0
+    bits, indices = masks or (None, None)
+    if bits is not None:
+        masked, num_words = torch.empty_like(logits), bits.shape[1]
     if num_rows:
         sample_tokens_kernel[(num_rows,)](
-            token_ids, is_valid, logits, lists, *parameters, size,
-            SHIFT=_UNUSED_BITS[logits.dtype], **config,
+            token_ids, is_valid, logits, lists, *parameters, masked, bits, indices, num_words, size,
+            SHIFT=_UNUSED_BITS[logits.dtype], HAS_MASKS=masks is not None, **config,
         )  # fmt: skip
     return token_ids, is_valid.bool()

@@ -22,17 +22,18 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.request import Request, SamplingParams
+from penstock.engine.request import BeamSearch, Request, SamplingParams, StructuredOutputs
 from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
 from penstock.engine.runner.cuda_graphs import GraphedModel
 from penstock.engine.runner.model_runner import StepInFlight
 from penstock.engine.startup import build_core
 
 from .greedy_parity import ARCHITECTURES, NUM_NEW, check_greedy_parity, requests
+from .lettered import lettered
 from .runner.recorded_graphs import RecordedGraphMaker
 
 GRAPHS: tuple[CudagraphMode, ...] = ("none", "piecewise", "full")
-TIGHT = 16  # blocks: the longest prompt with its answer takes 11
+TIGHT = 22  # blocks: the longest prompt with its answer takes 11, and a second beam as many
 ROOMY = SchedulerConfig(max_num_batched_tokens=33, max_num_seqs=24)
 KINDS = {
     "plain": {"temperature": 0.9, "top_p": 0.95},
@@ -45,6 +46,17 @@ KINDS = {
     },
     "described": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
     "samples": {"temperature": 1.0, "n": 3},
+    "grammar": {
+        "temperature": 1.0,
+        "n": 2,
+        "structured_outputs": StructuredOutputs("regex", "[a-z]+(-[0-9]{1,9}){2,3}x*"),
+    },
+    "grammar of beams": {
+        "temperature": 0.0,
+        "beam_search": BeamSearch(width=2),
+        "ignore_eos": False,
+        "structured_outputs": StructuredOutputs("regex", "[a-z]+(-[0-9]{1,9}){2,3}x*"),
+    },
 }
 
 
@@ -140,8 +152,9 @@ def test_every_request_gets_what_it_gets_step_by_step(
     tiny_checkpoint: Callable[..., Path],
     as_on_a_gpu: Callable[[CudagraphMode], None],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    path = tiny_checkpoint("LlamaForCausalLM")
+    path = lettered(tiny_checkpoint("LlamaForCausalLM"), tmp_path / "model")
     asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
     with monkeypatch.context() as torch_alone:
         torch_alone.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)

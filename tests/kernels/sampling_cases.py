@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.sampling_reference import sample_tokens_reference
+from penstock.kernels.token_masks import TokenMasks, mask_logits, mask_words
 
 _CLOSE = 1e-5  # of a row's weight: implementations round their weights to float32
 _KINDS = ("normal", "few values", "masked", "flat", "one peak", "huge")
@@ -26,19 +27,27 @@ class SamplingCase:
     top_p: Tensor
     min_p: Tensor
     uniforms: Tensor
+    masks: TokenMasks | None = None
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.uniforms
 
     def row(self, row: int) -> SamplingCase:
-        return SamplingCase(*(each[row : row + 1] for each in (self.logits, *self.parameters)))
+        """A single row, its mask applied."""
+        logits = self.logits if self.masks is None else mask_logits(self.logits, self.masks)
+        return SamplingCase(*(each[row : row + 1] for each in (logits, *self.parameters)))
 
     def to(self, device: str) -> SamplingCase:
-        return SamplingCase(*(each.to(device) for each in (self.logits, *self.parameters)))
+        masks = self.masks and TokenMasks(*(each.to(device) for each in self.masks))
+        return SamplingCase(
+            *(each.to(device) for each in (self.logits, *self.parameters)), masks=masks
+        )
 
 
-def make_case(logits: Tensor, **parameters: float | list[float]) -> SamplingCase:
+def make_case(
+    logits: Tensor, masks: TokenMasks | None = None, **parameters: float | list[float]
+) -> SamplingCase:
     """Parameters that are not given change nothing."""
     neutral = {"temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "min_p": 0.0, "uniforms": 0.5}
     assert parameters.keys() <= neutral.keys()
@@ -46,7 +55,19 @@ def make_case(logits: Tensor, **parameters: float | list[float]) -> SamplingCase
         name: torch.as_tensor(value, dtype=torch.float64).expand(len(logits)).contiguous()
         for name, value in (neutral | parameters).items()
     }
-    return SamplingCase(logits, **columns)
+    return SamplingCase(logits, **columns, masks=masks)
+
+
+def random_masks(num_rows: int, vocab_size: int, seed: int) -> TokenMasks:
+    """Of some rows: few tokens, some, all or none; in another order than the rows."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.tensor([0.02, 0.5, 1.0, 0.0])[torch.randint(4, (num_rows,), generator=generator)]
+    words = mask_words(vocab_size)
+    is_allowed = torch.rand(num_rows, words, 32, generator=generator) < shares[:, None, None]
+    bits = (is_allowed.long() << torch.arange(32)).sum(dim=-1).to(torch.int32)
+    indices = torch.randperm(num_rows, generator=generator)
+    indices[torch.rand(num_rows, generator=generator) < 0.3] = -1
+    return TokenMasks(bits, indices)
 
 
 def random_logits(kind: str, num_rows: int, vocab_size: int, seed: int) -> Tensor:
@@ -77,11 +98,16 @@ def sampling_cases(draw: st.DrawFn, sizes: list[int], dtype: torch.dtype) -> Sam
         draw(st.sampled_from(_KINDS)), num_rows, vocab_size, draw(st.integers(0, 999))
     )
 
+    masks = None
+    if draw(st.booleans()):
+        masks = random_masks(num_rows, vocab_size, draw(st.integers(0, 999)))
+
     def column(strategy: st.SearchStrategy[float]) -> list[float]:
         return draw(st.lists(strategy, min_size=num_rows, max_size=num_rows))
 
     return make_case(
         logits.to(dtype),
+        masks,
         temperature=column(st.sampled_from([0.0, 1e-40, 0.1, 0.8, 1.0, 2.0, 100.0])),
         top_k=column(st.sampled_from([0, 0, 1, 2, 7, 50, vocab_size - 1, vocab_size, 10**6])),
         top_p=column(st.sampled_from([1.0, 1.0, 1e-9, 0.3, 0.9, 0.999, 1 - 1e-12])),
@@ -94,7 +120,7 @@ def sampling_cases(draw: st.DrawFn, sizes: list[int], dtype: torch.dtype) -> Sam
 
 def check_tokens(case: SamplingCase, token_ids: Tensor, is_valid: Tensor) -> None:
     """They are what the reference says, but for close calls."""
-    expected, is_expected_valid = sample_tokens_reference(case.logits, *case.parameters)
+    expected, is_expected_valid = sample_tokens_reference(case.logits, *case.parameters, case.masks)
     assert is_valid.tolist() == is_expected_valid.tolist()
     assert token_ids.min() >= 0
     assert token_ids.max() < case.logits.shape[1]

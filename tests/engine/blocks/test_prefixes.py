@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.request import Retention
+from penstock.engine.request import FinishReason, Retention
 from tests.engine.scheduling.fake_device import expected_output
 from tests.engine.scheduling.stack import Stack, prompts
 
@@ -149,7 +149,7 @@ def test_evicted_prefixes_come_back_from_the_host() -> None:
 def test_a_failed_sequence_leaves_nothing_to_find() -> None:
     stack = cached_stack()
     stack.add("bad", SYSTEM[:40], max_tokens=5)
-    stack.device.failing = {0}
+    stack.device.failing = {0: FinishReason.ERROR}
     stack.step()
     stack.add("good", SYSTEM[:40], max_tokens=1)
     stack.run()

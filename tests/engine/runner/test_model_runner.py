@@ -13,6 +13,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.executor.in_process import InProcessExecutor
+from penstock.engine.request import FinishReason
 from penstock.engine.runner.model_runner import ModelRunner
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -200,7 +201,7 @@ def test_broken_logits_leave_the_neighbours_alone(tiny_checkpoint, driver, tmp_p
         drive.add(1, [9, 8, 7])
         drive.add(2, [150, 8, 7])
         result = drive.step({1: -1, 2: -1})
-        assert result.failed_seq_ids == ((2,) if drive is broken else ())
+        assert result.ended_seq_ids == ({2: FinishReason.ERROR} if drive is broken else {})
         assert set(result.token_ids) == ({1} if drive is broken else {1, 2})
         drive.leave(2)
         drive.add(3, [4, 5, 6])  # gets the broken sequence's blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.sampled_tokens import TokensInFlight, make_token_path
 from penstock.engine.runner.staging import InputStaging
 from penstock.engine.sampling.sampler import ChosenTokens
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
 from .simulated_streams import SimulatedStreams
 
@@ -43,7 +45,11 @@ class World:
         monkeypatch.setattr(sampled_tokens, "runs_beside_the_host", lambda device: True)
         config = SchedulerConfig(max_num_seqs=NUM_SEQS, max_num_batched_tokens=MAX_TOKENS)
         self.batch, self.tokens = make_token_path(
-            config, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE, device=CPU
+            config,
+            max_blocks=MAX_BLOCKS,
+            block_size=BLOCK_SIZE,
+            device=CPU,
+            grammars=GrammarCompiler(Path(), vocab_size=1009, eos_token_ids=()),
         )
         self.expected: dict[int, list[int]] = {}  # every token, those in flight too
         self.computed: dict[int, int] = {}

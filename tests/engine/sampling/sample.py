@@ -35,11 +35,13 @@ class Sample:
     ) -> list[Result]:
         logits = logits.to(self._device)
         before = logits.clone()
-        table = SamplingTable(len(rows) + 2, self._device)
+        table = SamplingTable(len(rows) + 2, self._device, vocab_size=logits.shape[1])
         places = np.arange(len(rows))[::-1] + 1
         for place, item in zip(places, rows, strict=True):
             table.enter(place, item)
         batch = table.select(places, np.array([len(item.token_ids) for item in rows]))
+        if batch.masks is not None:
+            batch.masks.fill()
         sampler = Sampler(eos_token_ids, library=self._libraries.get(logits.dtype))
         sampled = sampler.choose(logits, batch).read()
         assert torch.equal(logits.nan_to_num(), before.nan_to_num())

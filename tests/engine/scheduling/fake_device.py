@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, BatchResult, BlockMoves, SequenceEntry
-from penstock.engine.request import TokenLogprobs
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import FinishReason, StructuredOutputs, TokenLogprobs
 
 VOCAB_SIZE = 50
 Slot = tuple[int, int] | None  # token id and stamp
@@ -60,6 +62,21 @@ class _Handle:
         return self.value
 
 
+class FakeGrammars(set[StructuredOutputs]):
+    """Grammars that are compiled once a test says so; those named wrong never are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_compile = threading.Event()
+        self.may_compile.set()
+
+    def compile(self, grammar: StructuredOutputs) -> None:
+        assert self.may_compile.wait(60)
+        if grammar.text == "wrong":
+            raise InvalidRequestError("it is wrong", param="structured_outputs")
+        self.add(grammar)
+
+
 class FakeDevice:
     """Executes batches at once; results may be fetched later (steps in flight)."""
 
@@ -69,11 +86,12 @@ class FakeDevice:
         self.host: list[list[Slot]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.rows: dict[int, Row] = {}
         self.batches: list[Batch] = []
-        self.failing: set[int] = set()  # sequences that get no token
+        self.failing: dict[int, FinishReason] = {}  # sequences that get no token
         self.num_computed = 0  # tokens, over all steps
         self.tokens_per_s = math.inf  # as it says of itself; no clock runs
         self.left_stamps: dict[int, list[int]] = {}  # of those who left, by seq_id
         self.returns: list[tuple[list[int], list[int]]] = []  # stamps at leaving, and back again
+        self.grammars = FakeGrammars()
         self._stamp = 0
 
     def submit(self, batch: Batch) -> _Handle:
@@ -147,9 +165,11 @@ class FakeDevice:
             token_ids=sampled,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            failed_seq_ids=tuple(
-                item.seq_id for item in batch.scheduled if item.seq_id in self.failing
-            ),
+            ended_seq_ids={
+                item.seq_id: self.failing[item.seq_id]
+                for item in batch.scheduled
+                if item.seq_id in self.failing
+            },
             compute_s=batch.num_tokens / self.tokens_per_s,
         )
 

@@ -127,7 +127,7 @@ def test_a_sequence_the_device_fails_ends_alone() -> None:
     stack.add("a", [1] * 5, max_tokens=9)
     stack.add("b", [2] * 5, max_tokens=9)
     stack.step()
-    stack.device.failing = {0}
+    stack.device.failing = {0: FinishReason.ERROR}
     (failed, _) = stack.step()
     assert failed.is_last
     assert (failed.request_id, failed.finish_reason) == ("a", FinishReason.ERROR)
@@ -142,7 +142,7 @@ def test_a_failure_is_no_trouble_to_steps_already_planned(steps_in_flight: int) 
     stack = Stack(enable_prefix_caching=True, config=config)
     stack.add("a", list(range(20)), max_tokens=5)
     stack.add("b", list(range(20)), max_tokens=5)
-    stack.device.failing = {0}
+    stack.device.failing = {0: FinishReason.ERROR}
     stack.run()
     assert stack.reason("a") is FinishReason.ERROR
     assert stack.tokens("b") == expected_output(list(range(20)), 5)

@@ -14,7 +14,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.request import Request, RequestOutput, SamplingParams
+from penstock.engine.request import Request, RequestOutput, SamplingParams, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.server import EngineServer
 from penstock.engine.transport.frames import FrameReader, decode, encode, framed
@@ -121,8 +121,11 @@ class Gateway:
         *,
         name: str = "",
         epoch: Epoch = (1, 0),
+        regex: str | None = None,
+        n: int = 1,
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens)
+        grammar = None if regex is None else StructuredOutputs("regex", regex)
+        params = SamplingParams(max_tokens=max_tokens, structured_outputs=grammar, n=n)
         self.send(
             Submit(
                 request=Request(

@@ -33,7 +33,7 @@ SHARED = settings(
 
 
 def sample(library: CpuLibrary, case: SamplingCase) -> tuple[Tensor, Tensor]:
-    return sample_tokens(case.logits, *case.parameters, library=library)
+    return sample_tokens(case.logits, *case.parameters, masks=case.masks, library=library)
 
 
 def check(library: CpuLibrary, case: SamplingCase) -> Tensor:

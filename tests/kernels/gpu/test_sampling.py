@@ -36,7 +36,9 @@ SHARED = settings(
 
 def check(case: SamplingCase, device: str, config: dict[str, int] | None = SMALL) -> Tensor:
     there = case.to(device)
-    token_ids, is_valid = sample_tokens_triton(there.logits, *there.parameters, config=config)
+    token_ids, is_valid = sample_tokens_triton(
+        there.logits, *there.parameters, there.masks, config=config
+    )
     check_tokens(case, token_ids.cpu(), is_valid.cpu())
     return token_ids.cpu()
 

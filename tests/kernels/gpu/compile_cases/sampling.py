@@ -9,10 +9,16 @@ UNUSED_BITS = {"fp32": 0, "bf16": 16, "fp16": 13}
 
 
 def case(
-    *, dtype: str, block: int = 2048, num_warps: int = 16, is_aligned: bool = True
+    *,
+    dtype: str,
+    block: int = 2048,
+    num_warps: int = 16,
+    is_aligned: bool = True,
+    has_masks: bool = False,
 ) -> CompileCase:
     return CompileCase(
-        label=f"{dtype}, {block} at once{'' if is_aligned else ', odd size'}",
+        label=f"{dtype}, {block} at once{'' if is_aligned else ', odd size'}"
+        f"{', masks' if has_masks else ''}",
         module="sampling",
         kernel="sample_tokens_kernel",
         signature={
@@ -21,6 +27,10 @@ def case(
             "logits_ptr": f"*{dtype}",
             "lists_ptr": f"*{dtype}",
             **dict.fromkeys(PARAMETERS, "*fp64"),
+            "masked_ptr": f"*{dtype}",
+            "masks_ptr": "*i32",
+            "mask_indices_ptr": "*i64",
+            "num_words": "i32",
             "size": "i32",
         },
         constexprs={
@@ -29,6 +39,7 @@ def case(
             "DEPTH": 16,
             "WAYS": 4,
             "NUM_SPANS": 16,
+            "HAS_MASKS": has_masks,
         },
         divisible_by_16=("size",) if is_aligned else (),
         num_warps=num_warps,
@@ -37,6 +48,7 @@ def case(
 
 CASES = [
     *(case(dtype=dtype) for dtype in UNUSED_BITS),
+    *(case(dtype=dtype, has_masks=True) for dtype in UNUSED_BITS),
     case(dtype="bf16", is_aligned=False),
     case(dtype="bf16", block=128, num_warps=4),
     *(

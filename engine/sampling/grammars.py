@@ -1,0 +1,188 @@
+"""Masks of the tokens that the grammars of a step's sequences allow.
+
+A sequence's matcher is behind its newest token until the next step: then it takes the tokens that
+came since (2 µs each), and writes a mask. A sequence that enters or re-enters the device takes its
+output so far in the same way, so a swap, a recomputation, another engine or another gateway change
+nothing; a fork copies its parent's matcher.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.engine.request import FinishReason, StructuredOutputs
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.kernels.token_masks import TokenMasks, mask_words
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class SequenceGrammar:
+    """The grammar of one sequence on the device.
+
+    Args:
+        token_ids: prompt and output so far; grows from step to step.
+        num_prompt: how many of them are the prompt's.
+        min_tokens: with fewer in the output, none of `end_token_ids` is allowed.
+        never_token_ids: not allowed at all.
+        is_beam: its likeliest allowed tokens are wanted, not a draw.
+    """
+
+    __slots__ = (
+        "_compiler",
+        "_early_token_ids",
+        "_grammar",
+        "_matcher",
+        "_never_token_ids",
+        "_num_prompt",
+        "_num_short",
+        "_num_taken",
+        "_original",
+        "_token_ids",
+        "is_beam",
+    )
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        grammar: StructuredOutputs,
+        token_ids: Sequence[int],
+        num_prompt: int,
+        *,
+        min_tokens: int,
+        end_token_ids: Sequence[int],
+        never_token_ids: Sequence[int],
+        is_beam: bool,
+    ) -> None:
+        self._compiler, self._grammar = compiler, grammar
+        self._original = compiler.compiled(grammar)
+        self._matcher: LLMatcher = self._original.deep_copy()
+        self._token_ids = token_ids
+        self._num_prompt = self._num_taken = num_prompt
+        self._num_short = num_prompt + min_tokens
+        self._early_token_ids = (*end_token_ids, *never_token_ids)
+        self._never_token_ids = never_token_ids
+        self.is_beam = is_beam
+
+    def fork(self, token_ids: Sequence[int]) -> SequenceGrammar:
+        """For a sequence that begins with all tokens which this one's matcher has taken."""
+        fork = object.__new__(SequenceGrammar)
+        for name in self.__slots__:
+            setattr(fork, name, getattr(self, name))
+        fork._matcher, fork._token_ids = self._matcher.deep_copy(), token_ids
+        return fork
+
+    def write_mask(self, address: int, mask: npt.NDArray[np.uint32]) -> FinishReason | None:
+        """Take the tokens that came since the last call, and write which may be next, a bit each.
+        If there is none, why: `STOP` if the output is whole, else `GRAMMAR`.
+
+        Args:
+            address: of `mask`.
+        """
+        self._advance(address, mask.nbytes)
+        if self._matcher.is_error():
+            self._start_again(address, mask.nbytes)
+        is_short = len(self._token_ids) < self._num_short
+        banned = self._early_token_ids if is_short else self._never_token_ids
+        is_stopped = self._matcher.is_stopped()
+        if not (is_stopped or banned):
+            return None
+        is_whole = self._matcher.is_accepting() and not self._matcher.is_error()
+        if is_stopped and not is_whole:
+            mask[:] = 0  # llguidance would allow the end
+        for token_id in banned:
+            mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        if mask.any():
+            return None
+        return FinishReason.STOP if is_whole else FinishReason.GRAMMAR
+
+    def _advance(self, address: int, num_bytes: int) -> None:
+        token_ids = self._token_ids
+        if len(token_ids) > self._num_taken:
+            self._matcher.consume_tokens(list(token_ids[self._num_taken :]))
+            self._num_taken = len(token_ids)
+        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+
+    def _start_again(self, address: int, num_bytes: int) -> None:
+        """Matchers of a grammar share a lexer. What it has found so far counts for the limits of
+        all of them, and helps all of them: so try it again, and then with another lexer."""
+        for stale in (None, self._original):
+            self._original = self._compiler.compiled(self._grammar, stale=stale)
+            self._matcher, self._num_taken = self._original.deep_copy(), self._num_prompt
+            self._advance(address, num_bytes)
+            if not self._matcher.is_error():
+                return
+
+
+class GrammarMasks:
+    """Memory for the masks of a step. It is kept, so that a recorded program may point to it.
+
+    Args:
+        max_num_seqs: most rows of a step.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        num_words = mask_words(vocab_size)
+        is_cuda = device.type == "cuda"
+        self._bits = torch.zeros(max_num_seqs, num_words, dtype=torch.int32, pin_memory=is_cuda)
+        self._words: npt.NDArray[Any] = self._bits.numpy().view(np.uint32)
+        self._address, self._row_bytes = self._bits.data_ptr(), num_words * 4
+        self.on_device = torch.empty_like(self._bits, device=device) if is_cuda else self._bits
+
+    def write(self, number: int, grammar: SequenceGrammar) -> FinishReason | None:
+        """As `SequenceGrammar.write_mask`, into the mask of this number."""
+        address = self._address + number * self._row_bytes
+        return grammar.write_mask(address, self._words[number])
+
+    def upload(self, num: int) -> None:
+        """Have the device read the first masks as they are now."""
+        if self.on_device is not self._bits:
+            self.on_device[:num].copy_(self._bits[:num], non_blocking=True)
+
+
+class StepMasks:
+    """The masks of one step, or of successive steps with the same rows.
+
+    Args:
+        grammars: row → its sequence's; the other rows have none.
+
+    Attributes:
+        masks: for `sample_tokens`; what they contain is known once they are filled.
+        beam_rows: rows of beams.
+        ends: rows that no token can follow → why.
+        seconds: how long the last `fill` took.
+    """
+
+    def __init__(
+        self, memory: GrammarMasks, grammars: Mapping[int, SequenceGrammar], num_rows: int
+    ) -> None:
+        indices = torch.full((num_rows,), -1, dtype=torch.int64)
+        indices[list(grammars)] = torch.arange(len(grammars))
+        bits = memory.on_device[: len(grammars)]
+        self.masks = TokenMasks(bits, indices.to(bits.device, non_blocking=True))
+        self.beam_rows = [row for row, each in grammars.items() if each.is_beam]
+        self.ends: dict[int, FinishReason] = {}
+        self.seconds = 0.0
+        self._memory, self._grammars = memory, grammars
+
+    def __len__(self) -> int:
+        """Number of masks."""
+        return len(self._grammars)
+
+    def fill(self) -> None:
+        """Advance every grammar to its sequence's end, and write its mask."""
+        started_s = time.perf_counter()
+        self.ends = {}
+        for number, (row, grammar) in enumerate(self._grammars.items()):
+            end = self._memory.write(number, grammar)
+            if end is not None:
+                self.ends[row] = end
+        self._memory.upload(len(self._grammars))
+        self.seconds = time.perf_counter() - started_s

@@ -1,0 +1,213 @@
+"""From a `StructuredOutputs` to a matcher, by llguidance, with limits.
+
+The library and the vocabulary are loaded when the first grammar comes. Compiled grammars are kept,
+by content; each sequence gets a copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.native_panics import is_panic
+from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MAX_KEPT = 256  # grammars
+_MAX_KEPT_CHARS = 8 << 20  # of all of them
+_MAX_MESSAGE_CHARS = 300
+_MAX_NAMED_PATHS = 3
+_MAX_SEARCHED = 64  # schemas, for the one that is at fault
+# A step waits for its masks. llguidance does some 14,000 units of lexer fuel or 20,000 items in a
+# millisecond; a grammar that needs more ends its output.
+_STEP_LIMITS = {"step_lexer_fuel": 60_000, "step_max_items": 40_000, "max_lexer_states": 50_000}
+_SIZE_LIMITS = {"initial_lexer_fuel": 1_000_000, "max_grammar_size": 500_000}
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary. Threads may share it.
+
+    Args:
+        directory: of the model's files.
+        vocab_size: of the logits; ids without a token never match.
+        eos_token_ids: they end an output where its grammar lets it end.
+    """
+
+    def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self._file = directory / "tokenizer.json"
+        self._library: Any = None
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._num_chars = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Number of grammars kept."""
+        return len(self._kept)
+
+    def __contains__(self, grammar: StructuredOutputs) -> bool:
+        return grammar in self._kept
+
+    def compile(self, grammar: StructuredOutputs) -> None:
+        """Compile a grammar for later, the first mask included: it can take far longer than those
+        that follow.
+
+        Raises:
+            InvalidRequestError: the grammar is invalid, not supported or too large, or the model's
+                tokenizer cannot be used. `param` begins with `structured_outputs`.
+        """
+        try:
+            self.matcher(grammar).compute_bitmask()
+        except InvalidRequestError as error:
+            param = f"structured_outputs{error.param or ''}"
+            raise InvalidRequestError(f"structured_outputs: {error}", param=param) from error
+        except ModelLoadError as error:
+            raise InvalidRequestError(str(error), param="structured_outputs") from error
+        except BaseException as error:
+            if not (isinstance(error, MemoryError | RecursionError) or is_panic(error)):
+                raise
+            message = "structured_outputs: it is too large or nested too deeply to be compiled"
+            raise InvalidRequestError(message, param="structured_outputs") from error
+
+    def matcher(self, grammar: StructuredOutputs) -> LLMatcher:
+        """A matcher at the beginning of an output. Raises as `compiled`."""
+        return self.compiled(grammar).deep_copy()
+
+    def compiled(self, grammar: StructuredOutputs, *, stale: LLMatcher | None = None) -> LLMatcher:
+        """The matcher that others are copies of.
+
+        Args:
+            stale: not this one; its lexer has too many states.
+
+        Raises:
+            InvalidRequestError: the grammar is invalid, not supported or too large. `param` is the
+                path in its schema that is at fault, or empty.
+            ModelLoadError: the tokenizer cannot be used.
+        """
+        with self._lock:
+            known = self._kept.get(grammar)
+            if known is not None and known is not stale:
+                self._kept.move_to_end(grammar)
+                return known
+            if self._tokenizer is None:
+                self._library = importlib.import_module("llguidance")
+                self._tokenizer = self._read_tokenizer()
+        made = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._kept:
+                self._num_chars += len(grammar.text)
+            self._kept[grammar] = made
+            while len(self._kept) > 1 and (
+                len(self._kept) > _MAX_KEPT or self._num_chars > _MAX_KEPT_CHARS
+            ):
+                oldest, _ = self._kept.popitem(last=False)
+                self._num_chars -= len(oldest.text)
+        return made
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        try:
+            text = _without_special_texts(self._file.read_text(encoding="utf-8"))
+            ends = list(self.eos_token_ids)
+            tokenizer: LLTokenizer = self._library.LLTokenizer(
+                text, n_vocab=self.vocab_size, eos_token=ends or None
+            )
+        except Exception as error:
+            raise ModelLoadError(f"cannot use {self._file} for grammars: {error}") from error
+        return tokenizer
+
+    def _compile(self, grammar: StructuredOutputs) -> LLMatcher:
+        library = self._library
+        try:
+            if grammar.kind == "json_schema":
+                check_schema(json.loads(grammar.text))
+                source = library.LLMatcher.grammar_from_json_schema(grammar.text)
+            elif grammar.kind == "regex":
+                source = library.LLMatcher.grammar_from_regex(grammar.text)
+            else:
+                source = library.LLMatcher.grammar_from_lark(grammar.text)
+        except (ValueError, RecursionError) as error:  # nested too deeply
+            raise InvalidRequestError(_first_line(str(error)), param="") from error
+        matcher = self._matcher_of(source)
+        if matcher.is_error():
+            raise self._refusal(grammar, matcher.get_error())
+        return matcher
+
+    def _matcher_of(self, source: str) -> LLMatcher:
+        limits = self._library.LLParserLimits(**_STEP_LIMITS, **_SIZE_LIMITS, verbose_errors=False)
+        matcher: LLMatcher = self._library.LLMatcher(
+            self._tokenizer, source, log_level=0, limits=limits
+        )
+        return matcher
+
+    def _refusal(self, grammar: StructuredOutputs, message: str) -> InvalidRequestError:
+        reason = _reason_of(message)
+        if grammar.kind != "json_schema":
+            return InvalidRequestError(reason, param="")
+        schema = json.loads(grammar.text)
+        if message.startswith("oneOf"):
+            return _refusal_of_one_of(schema)
+        path = self._path_at_fault(schema, message)
+        return InvalidRequestError(f"{path}: {reason}" if path else reason, param=path)
+
+    def _path_at_fault(self, schema: Any, message: str) -> str:
+        """The innermost part that is refused for the same reason, among the last ones."""
+        parts = [(path, each) for path, each in subschemas(schema) if isinstance(each, dict)]
+        for path, each in reversed(parts[1:][-_MAX_SEARCHED:]):
+            part = {**each, "x-guidance": schema.get("x-guidance", {})}
+            source = self._library.LLMatcher.grammar_from_json_schema(json.dumps(part))
+            matcher = self._matcher_of(source)
+            if matcher.is_error() and str(matcher.get_error()) == message:
+                return path
+        return ""
+
+
+def _without_special_texts(tokenizer: str) -> str:
+    """The file of a tokenizer whose special tokens have names that nobody writes. Otherwise a text
+    such as `<|end|>` in a grammar would be that token, which is no text."""
+    made = json.loads(tokenizer)
+    names = {
+        token["content"]: f"\ufdd0{token['id']}\ufdd0"
+        for token in made.get("added_tokens", ())
+        if token["special"]
+    }
+    for token in made.get("added_tokens", ()):
+        token["content"] = names.get(token["content"], token["content"])
+    vocabulary = made["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        made["model"]["vocab"] = {names.get(name, name): each for name, each in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # with scores
+        made["model"]["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
+    return json.dumps(made)
+
+
+def _refusal_of_one_of(schema: Any) -> InvalidRequestError:
+    paths = [
+        f"{path}.oneOf"
+        for path, each in subschemas(schema)
+        if isinstance(each, dict) and "oneOf" in each
+    ]
+    shown = ", ".join(paths[:_MAX_NAMED_PATHS]) + (" …" if paths[_MAX_NAMED_PATHS:] else "")
+    return InvalidRequestError(
+        f"{shown} uses 'oneOf' with alternatives that may hold at the same time, which is not "
+        "supported; 'anyOf' is",
+        param=paths[0] if paths else "",
+    )
+
+
+def _reason_of(message: str) -> str:
+    _, is_regex, reason = message.rpartition("\nerror: ")
+    return f"not a regular expression: {_first_line(reason)}" if is_regex else _first_line(message)
+
+
+def _first_line(message: str) -> str:
+    return message.split("\n")[0][:_MAX_MESSAGE_CHARS]

@@ -1,0 +1,89 @@
+"""Grammars are compiled once, kept by content, and refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs import compiler as module
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.engine.text import Tokenizer
+
+from .conftest import PATH
+
+
+def regex(text: str) -> StructuredOutputs:
+    return StructuredOutputs("regex", text)
+
+
+def test_a_grammar_is_compiled_once_and_its_matchers_are_apart(compiler: GrammarCompiler) -> None:
+    first, second = compiler.matcher(regex("ab")), compiler.matcher(regex("ab"))
+    assert len(compiler) == 1
+    assert regex("ab") in compiler
+    token_id = next(each for each in range(1024) if first.validate_tokens([each]))
+    assert first.consume_token(token_id)
+    assert second.validate_tokens([token_id]) == 1
+    assert first.validate_tokens([token_id]) == 0
+
+
+def test_the_oldest_are_dropped(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_KEPT", 3)
+    for text in ("a", "b", "c", "a", "d"):
+        compiler.compile(regex(text))
+    assert [regex(text) in compiler for text in "abcd"] == [True, False, True, True]
+    monkeypatch.setattr(module, "_MAX_KEPT_CHARS", 30)
+    compiler.compile(regex("x" * 30))
+    assert len(compiler) == 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (regex("("), "not a regular expression: unclosed group"),
+        (regex("(?=a)b"), "not a regular expression: look-around, including look-ahead"),
+        (regex(r"\1"), "not a regular expression: backreferences are not supported"),
+        (StructuredOutputs("lark", "start: x"), ""),
+        (StructuredOutputs("lark", "start"), ""),
+        (StructuredOutputs("json_schema", '{"items":' * 200 + "{}" + "}" * 200), ""),
+    ],
+)
+def test_what_cannot_be_compiled(
+    compiler: GrammarCompiler, grammar: StructuredOutputs, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        compiler.matcher(grammar)
+    assert refusal.value.param == ""
+    assert str(refusal.value).startswith(message)
+    assert "\n" not in str(refusal.value)
+    assert grammar not in compiler
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        regex(r"a<\|end\|>b"),
+        StructuredOutputs("lark", 'start: "a<|end|>b"'),
+        StructuredOutputs("json_schema", '{"const": "a<|end|>b"}'),
+    ],
+)
+def test_a_text_that_names_a_special_token_is_a_text(
+    compiler: GrammarCompiler, grammar: StructuredOutputs
+) -> None:
+    matcher, text, words = compiler.matcher(grammar), "", Tokenizer.from_directory(PATH)
+    while not matcher.is_stopped():
+        token_id = next(each for each in range(1024) if matcher.validate_tokens([each]))
+        text += words.decode([token_id])
+        assert matcher.consume_token(token_id)
+    assert text.strip('"') == "a<|end|>b"
+
+
+def test_a_model_without_a_usable_tokenizer(tmp_path: Path) -> None:
+    for text in (None, "{}"):
+        if text is not None:
+            (tmp_path / "tokenizer.json").write_text(text)
+        broken = GrammarCompiler(tmp_path, vocab_size=10, eos_token_ids=(2,))
+        with pytest.raises(ModelLoadError, match=r"tokenizer\.json for grammars"):
+            broken.compiled(regex("a"))
