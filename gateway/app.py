@@ -45,6 +45,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.served_model import ServedModel, load_model
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.http.http_protocol import StallTimer
@@ -115,7 +116,7 @@ def create_app(
         settings=_service_settings(config),
         metrics=metrics,
     )
-    _watch(metrics, gate=gate, service=service, log=log)
+    _watch(metrics, gate=gate, service=service, grammars=generator.grammars, log=log)
     if health is not None and stores.is_up is not None:
         _watch_redis(metrics, health, stores.is_up)
     tracing = _tracing(config)
@@ -222,6 +223,7 @@ def _watch(
     *,
     gate: Gate,
     service: ResponseService,
+    grammars: GrammarCheck,
     log: LogWriter | None,
 ) -> None:
     """Registers numbers that are read from their owners when metrics are collected."""
@@ -231,6 +233,7 @@ def _watch(
         lambda: gate.admission.num_waiting,
     )
     metrics.gauge("response_logs_live", "Responses that are running.", lambda: service.num_running)
+    metrics.gauge("grammars_cached", "Grammars whose check is known.", lambda: len(grammars))
     metrics.counter(
         "slow_readers_closed",
         "Connections closed because the client read too slowly.",

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field
 from starlette.datastructures import QueryParams
 
-from penstock.gateway.api.schema.fields import Includes, Message, Model, template_message
+from penstock.gateway.api.schema.fields import Includes, Message, template_message
+from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.records import Item

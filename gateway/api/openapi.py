@@ -16,7 +16,8 @@ from pydantic.json_schema import models_json_schema
 
 from penstock.engine.request import FinishReason
 from penstock.gateway.api.operations import Operation
-from penstock.gateway.api.schema.fields import Model, SamplingRequest
+from penstock.gateway.api.schema.fields import SamplingRequest
+from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import UNREAD, Unread, Use
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 

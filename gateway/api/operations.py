@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.routing import BaseRoute, Mount, Route
 
-from penstock.gateway.api.schema.fields import Model
+from penstock.gateway.api.schema.model import Model
 
 _ATTRIBUTE = "operation"
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])

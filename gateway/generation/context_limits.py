@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
-from penstock.engine.request import SamplingParams, most_output_tokens, num_blocks_needed
+from penstock.engine.request import (
+    SamplingParams,
+    StructuredOutputs,
+    most_output_tokens,
+    num_blocks_needed,
+)
 from penstock.engine.transport.messages import EngineInfo
 from penstock.gateway.auth.callers import Caller
 
@@ -30,6 +35,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
         priority: None if the caller has not set any.
         wants_queue_position: the caller wants events with its position in the engine's queue.
         continues_prompt: the text continues the prompt's instead of starting a new one.
+        grammars: what has to compile of `sampling_params.structured_outputs`, with the parameters
+            that it came from.
     """
 
     sampling_params: SamplingParams
@@ -39,6 +46,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     wants_queue_position: bool = False
     continues_prompt: bool = False
+    grammars: Sequence[tuple[str, StructuredOutputs]] = ()
 
 
 def default_prompt_bytes(max_model_len: int) -> int:

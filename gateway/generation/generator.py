@@ -1,6 +1,6 @@
 """Plans generations. A request that can be refused is refused here, before its generation exists.
 
-    prompt → token ids → (fits the context and KV memory?) → Generation
+    prompt → token ids → (fits the context and KV memory? its grammar compiles?) → Generation
 
 Long texts are tokenised off the event loop.
 """
@@ -37,6 +37,7 @@ from penstock.gateway.generation.context_limits import (
     output_limit,
 )
 from penstock.gateway.generation.generation import Generation
+from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_process import TemplateProcess
@@ -84,6 +85,7 @@ class Generator:
     ) -> None:
         self.model = model
         self.long_work = LongWork()
+        self.grammars = GrammarCheck(model.directory, metrics)
         self._engine = engine
         self._metrics = metrics
         self._admission = admission
@@ -92,8 +94,9 @@ class Generator:
         self._max_prompt_bytes = max_prompt_bytes
 
     async def close(self) -> None:
-        """Stop the threads and the template process."""
+        """Stop the threads and the processes."""
         self.long_work.close()
+        await self.grammars.close()
         if self._templates is not None:
             await self._templates.close()
 
@@ -216,7 +219,8 @@ class Generator:
 
         Raises:
             InvalidRequestError: the prompt or a sampling parameter cannot be served.
-            RequestRefusedError: 429 or 503: the request was not admitted.
+            RequestRefusedError: the output's grammar is refused. 429 or 503: the request was not
+                admitted.
             EngineDeadError: the engine is not available.
         """
         info = await self._engine.require_info()
@@ -232,6 +236,12 @@ class Generator:
         reservation = await self._admission.admit(
             caller, len(prompt_token_ids), params, deadline_s=deadline_s
         )
+        try:
+            for name, grammar in options.grammars:
+                await self.grammars.check(grammar, param=name, info=info)
+        except BaseException:
+            reservation.release()
+            raise
         now_s = time.time()
         return self._generation(
             Request(

@@ -6,6 +6,7 @@ Only the engine loads weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.engine.model_files import (
     GenerationDefaults,
@@ -22,6 +23,7 @@ from penstock.gateway.generation.template_process import TemplateCheck
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     names: tuple[str, ...]
+    directory: Path
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     defaults: GenerationDefaults
@@ -66,6 +68,7 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         check.result()
     return ServedModel(
         names=config.model_names,
+        directory=path,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(*files),
         defaults=read_generation_defaults(path, config.model.generation_config),

@@ -111,6 +111,7 @@ def _gauges(stats: EngineStats) -> Iterator[_Row]:
         "Share of KV blocks in use; 1 is all of them.",
         stats.num_blocks_used / max(stats.num_blocks, 1),
     )
+    yield _one("num_grammars", "Compiled grammars that the engine keeps.", stats.num_grammars)
     yield _Row(
         "kv_slots",
         "Token slots in running sequences' blocks: allocated, and how many of those are empty.",
@@ -127,6 +128,16 @@ def _counters(stats: EngineStats) -> Iterator[_Row]:
         "requests_refused",
         "Requests that the engine refused.",
         stats.num_requests_refused_total,
+    )
+    yield _one(
+        "grammar_masks",
+        "Masks made of the tokens that a grammar allows.",
+        stats.num_grammar_masks_total,
+    )
+    yield _one(
+        "grammar_masks_seconds",
+        "Seconds that those masks took.",
+        stats.grammar_masks_seconds_total,
     )
     yield from _preemption_counters(stats)
     yield from _cache_counters(stats)

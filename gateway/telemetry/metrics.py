@@ -36,6 +36,7 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2, 5)
 _LAG_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _LAG_INTERVAL_S = 0.1
+_CHECK_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _MAX_TENANTS = 200  # with series of their own
 _BY_TENANT = "penstock:tenant_"
@@ -77,6 +78,9 @@ class Metrics:
         self._requests = self._counter(
             "http_requests", "Requests, by route.", "method", "route", "status"
         )
+        self._grammars = self._counter(
+            "grammar_checks", "Requests with a grammar, by what its check said.", "verdict"
+        )
         self._counts = {
             "sessions": self._plain_counter("sessions", "Conversations that got a first turn."),
             "turns": self._plain_counter("turns", "Stored turns begun."),
@@ -93,6 +97,11 @@ class Metrics:
         )
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", buckets=_E2E_BUCKETS
+        )
+        self.grammar_check = self._histogram(
+            "grammar_check_seconds",
+            "Time until a new grammar was compiled or refused.",
+            buckets=_CHECK_BUCKETS,
         )
         self.event_loop_lag = PlainHistogram(
             "penstock:event_loop_lag_seconds",
@@ -118,6 +127,9 @@ class Metrics:
 
     def count_refused(self, code: str) -> None:
         self._refused.labels(self.model_name, code).inc()
+
+    def count_grammar(self, verdict: str) -> None:
+        self._grammars.labels(self.model_name, verdict).inc()
 
     def count_request(self, record: RequestRecord) -> None:
         """Count a request that has ended."""

@@ -51,6 +51,7 @@ class FakeEngine:
         notices: by how many tokens came before them; branch 0 has them.
         refusal, refused_param: what every request is refused with, as its own fault.
         failure: what every request fails with after its first token.
+        limit_reason: why an output of `max_tokens` ends.
         may_speak: while it is cleared, the engine is there and says nothing.
         poison: kills the engine when it is submitted, if this says so of it.
         dies_in: that many steps it is killed.
@@ -69,6 +70,7 @@ class FakeEngine:
         self.refusal: str | None = None
         self.refused_param: str | None = None
         self.failure: str | None = None
+        self.limit_reason = FinishReason.LENGTH
         self.may_speak = asyncio.Event()
         self.may_speak.set()
         self.poison: Callable[[Request], bool] = lambda _: False
@@ -256,7 +258,7 @@ class FakeEngine:
                 return
             is_eos = number == len(script) and not params.ignore_eos
             token_id = 0 if is_eos else script[number % len(script)]
-            reason = FinishReason.LENGTH if number + 1 == params.max_tokens else None
+            reason = self.limit_reason if number + 1 == params.max_tokens else None
             output = RequestOutput(
                 request_id=first.request_id,
                 index=index,

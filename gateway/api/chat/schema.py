@@ -12,8 +12,8 @@ from penstock.gateway.api.schema.fields import (
     MaxTokens,
     Message,
     NumLogprobs,
-    invalid,
 )
+from penstock.gateway.api.schema.model import invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.tokens.schema import TokenizeChat
 from penstock.gateway.generation.generator import ChatPrompt

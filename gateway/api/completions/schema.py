@@ -13,8 +13,8 @@ from penstock.gateway.api.schema.fields import (
     NumBranches,
     NumLogprobs,
     TokenIds,
-    invalid,
 )
+from penstock.gateway.api.schema.model import invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 
 MAX_PROMPTS = 128  # in one request

@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from penstock.gateway.api.items import Query
-from penstock.gateway.api.schema.fields import Message, Metadata, Model
+from penstock.gateway.api.schema.fields import Message, Metadata
+from penstock.gateway.api.schema.model import Model
 
 _MAX_ADDED = 20  # OpenAI's limit
 _MAX_ID_CHARS = 128

@@ -35,6 +35,7 @@ from penstock.gateway.storage.response_log.record import (
 _ENDINGS: dict[FinishReason, tuple[str, str, str | None]] = {
     FinishReason.STOP: ("completed", "response.completed", None),
     FinishReason.LENGTH: ("incomplete", "response.incomplete", "max_output_tokens"),
+    FinishReason.GRAMMAR: ("incomplete", "response.incomplete", "grammar"),
     FinishReason.ABORT: ("cancelled", "response.incomplete", None),
 }
 # In a Response object, and once in a stream: storing it failed, so its events are kept no longer.

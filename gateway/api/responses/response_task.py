@@ -43,6 +43,7 @@ _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
 _STATUS: dict[FinishReason, TurnStatus] = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "incomplete",
+    FinishReason.GRAMMAR: "incomplete",
     FinishReason.ABORT: "cancelled",
 }
 
@@ -150,7 +151,7 @@ class ResponseTask:
                 self._checking_readers.cancel()
             if self._touch is not None:
                 self._touch.cancel()
-        is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        is_natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.GRAMMAR)
         is_superseded = self._phase is Phase.SUPERSEDED
         if not (is_natural or await self.log.verify(is_superseded=is_superseded)):
             self._move_to(Phase.LOST)

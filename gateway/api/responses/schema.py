@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -13,12 +14,12 @@ from penstock.gateway.api.schema.fields import (
     MaxTokens,
     Message,
     Metadata,
-    Model,
     NumLogprobs,
     SamplingRequest,
-    invalid,
 )
+from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
+from penstock.gateway.api.schema.structured_outputs import Asked, TextOptions
 from penstock.gateway.errors import RequestRefusedError
 
 _MAX_EVENTS = 8
@@ -68,6 +69,7 @@ class ResponsesRequest(SamplingRequest):
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     include: Includes = Field(default_factory=list)
     top_logprobs: NumLogprobs | None = None
+    text: TextOptions = TextOptions()
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     prompt_cache_options: CacheOptions = CacheOptions()
@@ -116,6 +118,12 @@ class ResponsesRequest(SamplingRequest):
         if isinstance(self.input, str):
             return [Message(role="user", content=(self.input,))]
         return self.input or []
+
+    @property
+    def formats(self) -> Iterator[Asked]:
+        if self.text.format is not None:
+            yield from self.text.format.asked
+        yield from super().formats
 
     @property
     def wants_queue_position(self) -> bool:

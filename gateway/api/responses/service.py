@@ -420,7 +420,7 @@ def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
-        "text": {"format": {"type": "text"}},
+        "text": request.text.echo(),
         "truncation": "disabled",
         "background": request.background,
         "service_tier": "default",

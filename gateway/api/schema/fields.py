@@ -1,5 +1,5 @@
-"""Building blocks of request schemas: strict models, bounded values, text and messages, and the
-parameters that several endpoints share (sampling, number of outputs).
+"""Building blocks of request schemas: bounded values, text and messages, and the parameters that
+several endpoints share (sampling, number of outputs).
 
 Each endpoint's own `schema` has the rest.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.engine.request import (
@@ -22,12 +23,19 @@ from penstock.engine.request import (
     BeamSearch,
     SamplingParams,
 )
+from penstock.gateway.api.schema.model import Model, bounded, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
-from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.api.schema.structured_outputs import (
+    Asked,
+    Constraint,
+    ResponseFormat,
+    StructuredOutputsParams,
+    constraint_of,
+    given,
+)
 from penstock.gateway.generation.context_limits import UNKNOWN_LIMIT, GenerationOptions
 
 MAX_ITEMS = 4096  # messages or input items of a request
-_MAX_KEYS = 128  # of one object
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_CHARS = 512
@@ -47,24 +55,6 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 _Stops = Annotated[list[_Stop], Field(max_length=_MAX_STOPS, fail_fast=True)]
 NumBranches = Annotated[int, Field(ge=1, le=MAX_BRANCHES)]
-
-
-class Model(BaseModel):
-    """Validation stops at a list's first error and at an object with too many keys, so that a body
-    full of errors costs no more than a valid one."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bound_keys(cls, value: Any) -> Any:
-        return bounded(value, _MAX_KEYS)
-
-
-def bounded(value: Any, max_keys: int) -> Any:
-    if isinstance(value, dict) and len(value) > max_keys:
-        raise PydanticCustomError("too_long", "at most {max} keys", {"max": max_keys})
-    return value
 
 
 def _texts_of(content: Any) -> Any:
@@ -303,8 +293,16 @@ class SamplingRequest(_Common):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_LOGIT_BIAS, fail_fast=True)] = (
         _described("stop_token_ids", default_factory=list)
     )
+    structured_outputs: StructuredOutputsParams | None = _described(
+        "structured_outputs", default=None
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-_MAX_PRIORITY, lt=_MAX_PRIORITY)] = 0
+
+    @model_validator(mode="after")
+    def _check_constraint(self) -> SamplingRequest:
+        _ = self.constraint
+        return self
 
     def options(self, model_defaults: Mapping[str, Any]) -> GenerationOptions:
         """What it asks of its output."""
@@ -317,6 +315,7 @@ class SamplingRequest(_Common):
             cache_salt=self.cache_salt,
             wants_queue_position=self.wants_queue_position,
             continues_prompt=self.continues_prompt,
+            grammars=self.constraint.grammars,
         )
 
     def _sampling_params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
@@ -334,8 +333,25 @@ class SamplingRequest(_Common):
             n=branching.n,
             best_of=branching.best_of,
             beam_search=branching.beam_search,
+            structured_outputs=self.constraint.structured_outputs,
             stop=tuple(self.stop),
         )
+
+    @cached_property
+    def constraint(self) -> Constraint:
+        """What the output must match.
+
+        Raises:
+            RequestRefusedError: it is invalid on its face.
+        """
+        return constraint_of(self.formats)
+
+    @property
+    def formats(self) -> Iterator[Asked]:
+        """The parameters that say what the output must match."""
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.asked
+            yield from self.structured_outputs.how
 
     @property
     def continues_prompt(self) -> bool:
@@ -386,6 +402,13 @@ class ChoicesRequest(SamplingRequest):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: NumKept | None = None
+    response_format: ResponseFormat | None = None
+    # Older names of vLLM's `structured_outputs`.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @model_validator(mode="after")
     def _check_choices(self) -> ChoicesRequest:
@@ -401,6 +424,20 @@ class ChoicesRequest(SamplingRequest):
         """The prompt after `truncate_prompt_tokens`."""
         num_kept = self.truncate_prompt_tokens
         return prompt_token_ids if num_kept is None else prompt_token_ids[-num_kept:]
+
+    @property
+    def formats(self) -> Iterator[Asked]:
+        if self.response_format is not None:
+            yield from self.response_format.asked
+        yield from super().formats
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+            "whitespace_pattern": self.guided_whitespace_pattern,
+        }
+        yield from given("guided_", guided)
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -427,7 +464,3 @@ class ChoicesRequest(SamplingRequest):
         return BeamSearch(
             width=self.n, length_penalty=self.length_penalty, early_stopping=self.early_stopping
         )
-
-
-def invalid(param: str, rule: str) -> RequestRefusedError:
-    return RequestRefusedError(f"{param} {rule}", code="invalid_value", param=param)

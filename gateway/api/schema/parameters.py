@@ -43,7 +43,6 @@ _BOTH = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 _RESPONSES = (Endpoint.RESPONSES, Endpoint.RESPONSES_SOCKET)
 _MESSAGES = (*_CHAT, *_RESPONSES)
 _ALL = tuple(Endpoint)
-_TEXT_FORMATS = ({"type": "text"},)
 
 _Row = tuple[tuple[Endpoint, ...], Use, str, tuple[Any, ...]]
 _ROWS: tuple[_Row, ...] = (
@@ -62,17 +61,6 @@ _ROWS: tuple[_Row, ...] = (
     (_CHAT, Use.REFUSED, "modalities", (["text"],)),
     (_CHAT, Use.REFUSED, "reasoning_effort", ("none",)),
     (_CHAT, Use.REFUSED, "verbosity", ("medium",)),
-    (_CHAT, Use.REFUSED, "response_format", _TEXT_FORMATS),
-    (
-        _RESPONSES,
-        Use.REFUSED,
-        "text",
-        (
-            {"format": {"type": "text"}},
-            {"verbosity": "medium"},
-            {"format": {"type": "text"}, "verbosity": "medium"},
-        ),
-    ),
     (_RESPONSES, Use.REFUSED, "reasoning", ({"effort": "none"},)),
     (_RESPONSES, Use.REFUSED, "truncation", ("disabled",)),
     (_RESPONSES, Use.REFUSED, "prompt context_management", ()),
@@ -83,13 +71,12 @@ _ROWS: tuple[_Row, ...] = (
     (_ALL, Use.NEUTRAL, "request_id", ()),
     (_BOTH, Use.REFUSED, "spaces_between_special_tokens", (True,)),
     (_BOTH, Use.REFUSED, "allowed_token_ids bad_words", ()),
-    (_BOTH, Use.REFUSED, "guided_json guided_regex guided_choice guided_grammar", ()),
-    (_BOTH, Use.REFUSED, "structured_outputs logits_processors kv_transfer_params", ()),
+    (_BOTH, Use.NEUTRAL, "guided_decoding_backend", ()),
+    (_BOTH, Use.REFUSED, "logits_processors kv_transfer_params", ()),
     (_BOTH, Use.REFUSED, "prompt_embeds logprob_token_ids", ()),
     (_ALL, Use.REFUSED, "vllm_xargs", ()),
     (_CHAT, Use.REFUSED, "include_reasoning", (True,)),
     (_CHAT, Use.REFUSED, "documents mm_processor_kwargs", ()),
-    (_COMPLETIONS, Use.REFUSED, "response_format", _TEXT_FORMATS),
 )
 
 

@@ -16,7 +16,8 @@ import orjson
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.gateway.api.schema.fields import Model, SamplingRequest
+from penstock.gateway.api.schema.fields import SamplingRequest
+from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parameters import honoured
 from penstock.gateway.errors import RequestRefusedError
 

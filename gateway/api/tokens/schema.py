@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from penstock.gateway.api.schema.fields import Message, Model, TokenId, invalid
+from penstock.gateway.api.schema.fields import Message, TokenId
+from penstock.gateway.api.schema.model import Model, invalid
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 1 << 20

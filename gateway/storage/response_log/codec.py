@@ -20,7 +20,14 @@ import msgpack
 from msgspec import Struct, structs
 
 from penstock.engine.errors import EngineError
-from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
+from penstock.engine.request import (
+    BeamSearch,
+    FinishReason,
+    Request,
+    Retention,
+    SamplingParams,
+    StructuredOutputs,
+)
 from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry, ResponseHeader
 
@@ -191,6 +198,8 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     params = _request_fields(header.request.sampling_params)
     params["logit_bias"] = dict(params["logit_bias"])
     params["beam_search"] = _optional_fields(params["beam_search"])
+    if "structured_outputs" in params:
+        params["structured_outputs"] = _optional_fields(params["structured_outputs"])
     request = _request_fields(header.request)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
@@ -221,7 +230,7 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
 
 def _read_request(named: dict[str, Any]) -> Request:
     params, retention = named["sampling_params"], named["retention"]
-    beams = params["beam_search"]
+    beams, grammar = params["beam_search"], params.get("structured_outputs")
     return Request(
         **{
             **named,
@@ -234,6 +243,7 @@ def _read_request(named: dict[str, Any]) -> Request:
                     "stop": tuple(params["stop"]),
                     "stop_token_ids": tuple(params["stop_token_ids"]),
                     "beam_search": None if beams is None else BeamSearch(**beams),
+                    "structured_outputs": None if grammar is None else StructuredOutputs(**grammar),
                 }
             ),
         }

@@ -119,13 +119,6 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, chat(allowed_token_ids=[1]), 400, "unsupported_parameter", "allowed_token_ids"),
     (CHAT, chat(penstock={}), 400, "unknown_parameter", "penstock"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
-    (
-        CHAT,
-        chat(response_format={"type": "json_object"}),
-        400,
-        "unsupported_parameter",
-        "response_format",
-    ),
     # completions
     (COMPLETIONS, "{}", 400, "missing_required_parameter", "prompt"),
     (COMPLETIONS, '{"prompt": ""}', 400, "invalid_value", "prompt"),

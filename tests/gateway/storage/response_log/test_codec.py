@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.request import BeamSearch, FinishReason, Request, Retention, SamplingParams
+from penstock.engine.request import (
+    BeamSearch,
+    FinishReason,
+    Request,
+    Retention,
+    SamplingParams,
+    StructuredOutputs,
+)
 from penstock.gateway.storage.response_log import codec
 from penstock.gateway.storage.response_log.codec import (
     VERSION,
@@ -52,6 +59,10 @@ sampling = st.builds(
     stop_token_ids=token_ids,
     logprobs=st.none() | st.integers(0, 20),
     stop=st.lists(st.text(min_size=1), max_size=4).map(tuple),
+    structured_outputs=st.none()
+    | st.builds(
+        StructuredOutputs, kind=st.sampled_from(["json_schema", "regex", "lark"]), text=st.text()
+    ),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
 )
