@@ -24,10 +24,18 @@
 
 const TERMINAL = new Set(["response.completed", "response.incomplete", "response.failed"]);
 
-/** What a loop over an answer throws when it fails, is refused, or is lost. */
+/**
+ * What makes a value of an output's JSON, as a schema of zod does; throws if the value is invalid.
+ * @typedef {{ parse: (value: unknown) => any }} Parser
+ */
+
+/**
+ * What a loop over an answer throws when it fails, is refused, or is lost; and what `parsed` throws
+ * when it is not complete either.
+ */
 export class AnswerError extends Error {
   constructor(/** @type {Outcome} */ outcome) {
-    super(outcome.problem?.message ?? `the answer was ${outcome.kind}`);
+    super(outcome.problem?.message ?? `the answer was ${[outcome.kind, outcome.reason].filter(Boolean).join(": ")}`);
     this.name = "AnswerError";
     this.outcome = outcome;
   }
@@ -59,6 +67,7 @@ export class Answer extends EventTarget {
   /** @type {Outcome | null} */ outcome = null;
 
   /** @type {() => void} */ #onCancel;
+  /** @type {Parser | null} */ #parser;
   /** @type {(outcome: Outcome) => void} */ #resolve = () => {};
 
   /**
@@ -66,9 +75,11 @@ export class Answer extends EventTarget {
    * @param {Record<string, any> | null} [options.request]  the body; null: one that already runs
    * @param {string | null} [options.responseId]
    * @param {() => void} [options.onCancel]
+   * @param {Parser | null} [options.parser]
    */
-  constructor({ request = null, responseId = null, onCancel = () => {} }) {
+  constructor({ request = null, responseId = null, onCancel = () => {}, parser = null }) {
     super();
+    this.#parser = parser;
     this.request = request;
     this.responseId = responseId;
     this.#onCancel = onCancel;
@@ -136,6 +147,18 @@ export class Answer extends EventTarget {
       else await this.#change();
     }
     if (["failed", "refused", "lost"].includes(this.outcome.kind)) throw new AnswerError(this.outcome);
+  }
+
+  /**
+   * The output that its schema describes, once it is complete. Throws AnswerError if it does not
+   * complete, and whatever the parser throws.
+   * @returns {Promise<any>}
+   */
+  async parsed(/** @type {Parser | null} */ parser = this.#parser) {
+    const outcome = await this.done;
+    if (outcome.kind !== "completed") throw new AnswerError(outcome);
+    const value = JSON.parse(this.text);
+    return parser ? parser.parse(value) : value;
   }
 
   /** Until there is more text, or the end. */

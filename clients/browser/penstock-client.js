@@ -27,7 +27,8 @@ export { isSendableKey, PenstockError } from "./http.js";
  */
 /**
  * Parameters of `POST /v1/responses` (`model`, `input`, `instructions`, `temperature`,
- * `conversation`, `previous_response_id`, `store`, `penstock`, …).
+ * `conversation`, `previous_response_id`, `store`, `penstock`, …). With `schema`, the output is JSON
+ * that matches it: a JSON Schema, or what has `toJSONSchema` and `parse`, as schemas of zod.
  * @typedef {Record<string, any> & { model: string }} RespondParameters
  */
 /**
@@ -115,16 +116,27 @@ export class PenstockClient extends EventTarget {
   }
 
   /** Asks for an answer; connects first where there is no connection. @returns {Answer} */
-  respond(/** @type {RespondParameters} */ { metadata, penstock, ...parameters }) {
+  respond(/** @type {RespondParameters} */ { metadata, penstock, schema, ...parameters }) {
     /** @type {Answer} */ const answer = new Answer({
       request: {
         ...parameters,
+        ...(schema !== undefined && { text: { ...parameters.text, format: formatOf(schema) } }),
         metadata: { ...metadata, [REQUEST_KEY]: requestId() },
         penstock: { events: NOTICES, ...penstock },
       },
       onCancel: () => this.#transport?.cancel(answer),
+      parser: typeof schema?.parse === "function" ? schema : null,
     });
     return this.#take(answer);
+  }
+
+  /**
+   * The output of an answer to these parameters, `schema` among them. Throws AnswerError, and what
+   * the schema's `parse` throws.
+   * @returns {Promise<any>}
+   */
+  parse(/** @type {RespondParameters & { schema: any }} */ parameters) {
+    return this.respond(parameters).parsed();
   }
 
   /** Follows a response that runs, or ended lately, from its first word. @returns {Answer} */
@@ -308,6 +320,12 @@ export class PenstockClient extends EventTarget {
       if (this.state === "open" && !answer.isEnded) void this.#carry(answer);
     }, backoffDelayMs(1));
   }
+}
+
+/** The format of an output that matches a schema. */
+function formatOf(/** @type {any} */ schema) {
+  const isConvertible = typeof schema?.toJSONSchema === "function";
+  return { type: "json_schema", name: "output", strict: true, schema: isConvertible ? schema.toJSONSchema() : schema };
 }
 
 function isStored(/** @type {Answer} */ answer) {

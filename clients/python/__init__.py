@@ -17,6 +17,7 @@ from .errors import (
     ResponseFailedError,
     ServerError,
     TransportError,
+    UnfinishedOutputError,
     UnreachableError,
 )
 from .event_stream import EventStream
@@ -47,6 +48,7 @@ __all__ = [
     "RetryPolicy",
     "ServerError",
     "TransportError",
+    "UnfinishedOutputError",
     "UnreachableError",
     "output_text",
 ]

@@ -15,6 +15,7 @@
     │   └── ServerError             5xx
     │       └── OverloadedError     503
     ├── ResponseFailedError         the answer ended with `response.failed`
+    ├── UnfinishedOutputError       the answer ended before the output that was to be parsed
     └── ProtocolError               the answer is not one of a penstock server
 
 Invalid arguments raise `ValueError`.
@@ -54,6 +55,21 @@ class ResponseFailedError(PenstockError):
         super().__init__(message)
         self.code = code
         self.response_id = response_id
+
+
+class UnfinishedOutputError(PenstockError):
+    """The answer ended before the output that was to be parsed.
+
+    Attributes:
+        reason: in chat the `finish_reason`, such as `length` or `grammar`; in responses the reason
+            in `incomplete_details`, such as `max_output_tokens`, or else the `status`.
+        answer: the whole answer, as the server gave it.
+    """
+
+    def __init__(self, reason: str, *, answer: Mapping[str, Any]) -> None:
+        super().__init__(f"the answer ended before its output was complete: {reason}")
+        self.reason = reason
+        self.answer = answer
 
 
 class ProtocolError(PenstockError):
@@ -166,3 +182,10 @@ def refused(
     if not isinstance(message, str) or not message:
         message = f"the server answered with HTTP status {status}"
     return kind(message, status=status, error=told, headers=headers)
+
+
+def raise_if_failed(response: Mapping[str, Any]) -> None:
+    """Raises: ResponseFailedError: the response failed."""
+    if response["status"] == "failed":
+        error = response["error"] or {"message": "the answer failed", "code": "failed"}
+        raise ResponseFailedError(error["message"], code=error["code"], response_id=response["id"])

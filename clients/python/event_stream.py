@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Self, cast
 
-from .errors import ConnectionLostError, PenstockError, ResponseFailedError
+from .errors import ConnectionLostError, PenstockError, raise_if_failed
 from .events import ResponseEvent
 from .objects import Response
 from .operation import AsyncRunner, R, Resource, SyncRunner, operation
+from .output_format import OutputFormat
 from .retries import RetryPolicy
 from .sources import Event, Source
 from .steps import Locked, Sleep, Steps, T
@@ -36,13 +37,20 @@ class EventStream(Resource[R], Generic[R]):
         on_wait: called with every failure that will be retried, and the seconds until then.
     """
 
-    def __init__(self, runner: R, source: Source, retries: RetryPolicy) -> None:
+    def __init__(
+        self,
+        runner: R,
+        source: Source,
+        retries: RetryPolicy,
+        output_format: OutputFormat | None = None,
+    ) -> None:
         super().__init__(runner)
         self.text = ""
         self.response: Response | None = None
         self.on_wait = retries.on_wait
         self._source = source
         self._retries = retries
+        self._output_format = output_format
         self._unread: deque[Event] = deque()  # arrived while `cancel` waited for the id
         self._is_closed = False
         self._reading = runner.new_lock()  # another thread or task may call `cancel`
@@ -59,22 +67,21 @@ class EventStream(Resource[R], Generic[R]):
 
     @operation
     def final(self) -> Steps[Response]:
-        """Read to the end and return the response.
+        """Read to the end and return the response, parsed if there is a `text_format`.
 
         Raises:
             ResponseFailedError: it failed.
-            ValueError: the stream was closed before its end.
+            UnfinishedOutputError: it has a `text_format`, and did not complete.
+            ValueError: the stream was closed before its end, or `text_format` refuses the text.
         """
         while (yield from self._next_locked()) is not None:
             pass
         response = self.response
         if response is None:
             raise ValueError("the stream was closed before its end")
-        if response["status"] == "failed":
-            error = response["error"] or {"message": "the answer failed", "code": "failed"}
-            raise ResponseFailedError(
-                error["message"], code=error["code"], response_id=response["id"]
-            )
+        raise_if_failed(response)
+        if self._output_format is not None:
+            return self._output_format.parse_response(response)
         return response
 
     @operation

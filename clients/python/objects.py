@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 Role = Literal["user", "assistant", "system", "developer"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -72,7 +72,8 @@ class ConversationRef(TypedDict):
 
 
 class Response(TypedDict):
-    """The main fields; the request's parameters are echoed as further ones."""
+    """The main fields; the request's parameters are echoed as further ones. The client adds
+    `output_parsed` where a `text_format` was given."""
 
     id: str
     object: str
@@ -87,6 +88,7 @@ class Response(TypedDict):
     previous_response_id: str | None
     conversation: ConversationRef | None
     metadata: dict[str, str]
+    output_parsed: NotRequired[Any]
 
 
 class Deleted(TypedDict):
@@ -133,8 +135,11 @@ class ConversationHead(TypedDict):
 
 
 class ChatMessage(TypedDict):
+    """The client adds `parsed` where a `response_format` was to be parsed."""
+
     role: Role
     content: str
+    parsed: NotRequired[Any]
 
 
 class ChatChoice(TypedDict):

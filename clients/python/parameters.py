@@ -45,6 +45,7 @@ class SamplingParams(TypedDict, total=False):
     min_tokens: int
     priority: int
     cache_salt: str
+    structured_outputs: Mapping[str, Any]
     extra_body: Mapping[str, Any]
 
 
@@ -55,6 +56,7 @@ class ResponseParams(SamplingParams, total=False):
     previous_response_id: str | None
     conversation: str
     store: bool
+    text: Mapping[str, Any]
     background: bool
     include: Sequence[str]
     top_logprobs: int

@@ -22,6 +22,7 @@ from typing import Any, Generic, Self, Unpack
 from .errors import ConnectionLostError, PenstockError, ProtocolError, refused
 from .event_stream import EventStream
 from .operation import AsyncRunner, R, Resource, SyncRunner, operation
+from .output_format import OutputFormat, OutputType
 from .parameters import Messages, ResponseParams, body_of
 from .server import Server, error_of, json_text
 from .sources import Event, leaves_a_turn, parse_event
@@ -49,21 +50,30 @@ class ResponsesSocket(Resource[R], Generic[R]):
         model: str,
         input: str | Messages | None = None,  # noqa: A002 (OpenAI's name)
         generate: bool | None = None,
+        text_format: OutputType | None = None,
         **params: Unpack[ResponseParams],
     ) -> Steps[EventStream[R]]:
         """Request a response, and return its stream.
 
         Args:
             generate: false only computes the prompt, without an answer.
+            text_format: what the stream's `final` parses its output as.
         """
         body = body_of(params, model=model, input=input, generate=generate)
-        return (yield from self._stream(body, Track()).begin())
+        output_format = None if text_format is None else OutputFormat(text_format)
+        if output_format is not None:
+            body["text"] = output_format.text(body.get("text"))
+        return (yield from self._stream(body, Track(), output_format).begin())
 
     @operation
-    def follow(self, response_id: str, *, starting_after: int = -1) -> Steps[EventStream[R]]:
-        """The events of an existing response, after an event's number."""
+    def follow(
+        self, response_id: str, *, starting_after: int = -1, text_format: OutputType | None = None
+    ) -> Steps[EventStream[R]]:
+        """The events of an existing response, after an event's number. `text_format` is the one
+        that was requested."""
+        output_format = None if text_format is None else OutputFormat(text_format)
         track = Track(response_id, starting_after=starting_after)
-        return (yield from self._stream(None, track).begin())
+        return (yield from self._stream(None, track, output_format).begin())
 
     @operation
     def close(self) -> Steps[None]:
@@ -82,8 +92,11 @@ class ResponsesSocket(Resource[R], Generic[R]):
     async def __aexit__(self: ResponsesSocket[AsyncRunner], *_: object) -> None:
         await self.close()
 
-    def _stream(self, body: Mapping[str, Any] | None, track: Track) -> EventStream[R]:
-        return EventStream(self._runner, self._link.lane(body, track), self._server.retries)
+    def _stream(
+        self, body: Mapping[str, Any] | None, track: Track, output_format: OutputFormat | None
+    ) -> EventStream[R]:
+        lane = self._link.lane(body, track)
+        return EventStream(self._runner, lane, self._server.retries, output_format)
 
 
 # The server's limits (`PROTOCOL.md`).

@@ -26,9 +26,9 @@ from .errors import (
     AuthenticationError,
     PenstockError,
     RefusedError,
-    ResponseFailedError,
     TransportError,
     UnreachableError,
+    raise_if_failed,
 )
 from .event_stream import EventStream
 from .events import ResponseEvent
@@ -267,11 +267,7 @@ class TerminalChat:
         response = stream.response
         if response is None or self._asked is None:
             return
-        if response["status"] == "failed":
-            error = response["error"] or {"message": "the answer failed", "code": "failed"}
-            raise ResponseFailedError(
-                error["message"], code=error["code"], response_id=response["id"]
-            )
+        raise_if_failed(response)
         question, after = self._asked
         self._transcript.add(question, self._text, response_id=response["id"], parent=after)
         notes = []

@@ -19,9 +19,6 @@ from ..system.processes import Served, serve
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "clients" / "examples"
-PACKAGES = Path(__file__).parent / "examples"
-CACHE = ROOT / "build" / "examples"
-LANGCHAIN = "langchain-openai==1.7.3"
 _PATIENCE_MS = 60_000
 RUN_BY_A_TEST = {
     "openai_python.py", "openai_node.mjs", "ai_sdk.mjs", "langchain_python.py",
@@ -38,42 +35,12 @@ def output(command: list[str], server: Served, *, cwd: Path | None = None) -> st
     return result.stdout
 
 
-def fresh(folder: Path, wanted: bytes) -> bool:
-    """Whether a folder of the cache holds what is wanted; else it is emptied."""
-    mark = folder / "installed"
-    if mark.is_file() and mark.read_bytes() == wanted:
-        return True
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return False
-
-
 @pytest.fixture(scope="module")
-def node_modules() -> Path:
-    """The examples beside their packages, which come from the registry once and are kept."""
-    folder, lock = CACHE / "node", (PACKAGES / "package-lock.json").read_bytes()
-    if not fresh(folder, lock):
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(PACKAGES / name, folder)
-        command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=240)
-        (folder / "installed").write_bytes(lock)
+def scripts(node_modules: Path) -> Path:
+    """The examples beside their packages."""
     for example in EXAMPLES.glob("*.mjs"):
-        shutil.copy(example, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def langchain() -> Path:
-    """A Python that has LangChain, apart from the project's own packages; made once and kept."""
-    folder = CACHE / "langchain"
-    python = folder / "bin" / "python"
-    if not fresh(folder, LANGCHAIN.encode()):
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=240)
-        command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", LANGCHAIN]
-        subprocess.run(command, check=True, capture_output=True, timeout=240)
-        (folder / "installed").write_bytes(LANGCHAIN.encode())
-    return python
+        shutil.copy(example, node_modules)
+    return node_modules
 
 
 def test_every_example_is_run_here() -> None:
@@ -94,15 +61,15 @@ def test_penstock_python(real_server: Served) -> None:
 
 
 @pytest.mark.node
-def test_openai_node(real_server: Served, node_modules: Path) -> None:
-    told = output(["node", "openai_node.mjs"], real_server, cwd=node_modules)
+def test_openai_node(real_server: Served, scripts: Path) -> None:
+    told = output(["node", "openai_node.mjs"], real_server, cwd=scripts)
     assert "block" in told.splitlines()[0]
     assert told.splitlines()[1]
 
 
 @pytest.mark.node
-def test_ai_sdk(real_server: Served, node_modules: Path) -> None:
-    told = output(["node", "ai_sdk.mjs"], real_server, cwd=node_modules)
+def test_ai_sdk(real_server: Served, scripts: Path) -> None:
+    told = output(["node", "ai_sdk.mjs"], real_server, cwd=scripts)
     text, tokens = told.splitlines()
     assert "block" in text
     assert int(tokens.removeprefix("(").split()[0]) > 5

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any, Generic, Self, Unpack, cast
 
 from ..errors import ConnectionLostError
-from ..objects import ChatChunk, ChatCompletion
+from ..objects import ChatChoice, ChatChunk, ChatCompletion, ChatUsage
 from ..operation import AsyncRunner, R, Resource, SyncRunner, operation
+from ..output_format import OutputFormat, OutputType
 from ..parameters import ChatParams, Messages, body_of
 from ..server import Server, error_of
 from ..sources import parse_json
@@ -29,23 +30,64 @@ class Chat(Resource[R], Generic[R]):
 
     @operation
     def create(
-        self, *, model: str, messages: Messages, **params: Unpack[ChatParams]
+        self,
+        *,
+        model: str,
+        messages: Messages,
+        response_format: Mapping[str, Any] | None = None,
+        **params: Unpack[ChatParams],
     ) -> Steps[ChatCompletion]:
         """A whole answer. A retry after a lost connection gets the same one."""
-        body = body_of(params, model=model, messages=messages)
+        body = body_of(params, model=model, messages=messages, response_format=response_format)
+        return (yield from self._create(body))
+
+    @operation
+    def parse(
+        self,
+        *,
+        model: str,
+        messages: Messages,
+        response_format: OutputType,
+        **params: Unpack[ChatParams],
+    ) -> Steps[ChatCompletion]:
+        """A whole answer; `parsed` in each of its messages is of the `response_format`.
+
+        Raises:
+            UnfinishedOutputError: it did not end with `stop`.
+            ValueError: `response_format` is of no known kind, or refuses the content.
+        """
+        output_format = OutputFormat(response_format)
+        body = body_of(
+            params,
+            model=model,
+            messages=messages,
+            response_format=output_format.response_format(),
+        )
+        return output_format.parse_chat((yield from self._create(body)))
+
+    def stream(
+        self,
+        *,
+        model: str,
+        messages: Messages,
+        response_format: OutputType | None = None,
+        **params: Unpack[ChatParams],
+    ) -> ChatStream[R]:
+        """A streamed completion, requested with the first read; with a `response_format`, `final`
+        parses its content."""
+        body = body_of(params, model=model, messages=messages, stream=True)
+        output_format = None if response_format is None else OutputFormat(response_format)
+        if output_format is not None:
+            body["response_format"] = output_format.response_format()
+        return ChatStream(self._runner, self._server, self._request(body), output_format)
+
+    def _create(self, body: Mapping[str, Any]) -> Steps[ChatCompletion]:
         request = self._request(body)
         if self._server.retries.max_retries > 0 and has_one_output(body):
             key = {"Idempotency-Key": uuid.uuid4().hex}
             request = replace(request, headers={**request.headers, **key})
         answer: ChatCompletion = yield from self._server.call(request)
         return answer
-
-    def stream(
-        self, *, model: str, messages: Messages, **params: Unpack[ChatParams]
-    ) -> ChatStream[R]:
-        """A streamed completion, requested with the first read."""
-        body = body_of(params, model=model, messages=messages, stream=True)
-        return ChatStream(self._runner, self._server, self._request(body))
 
     def _request(self, body: Mapping[str, Any]) -> Request:
         return self._server.request("POST", "/chat/completions", body=body)
@@ -55,16 +97,52 @@ class ChatStream(Resource[R], Generic[R]):
     """The chunks of one completion. Closing the stream stops the completion.
 
     Reading raises `ConnectionLostError` if the connection is lost; there is no retry then.
+
+    Attributes:
+        text: content of the first choice that was read.
     """
 
-    def __init__(self, runner: R, server: Server, request: Request) -> None:
+    def __init__(
+        self,
+        runner: R,
+        server: Server,
+        request: Request,
+        output_format: OutputFormat | None = None,
+    ) -> None:
         super().__init__(runner)
+        self.text = ""
+        self._output_format = output_format
+        self._first: ChatChunk | None = None
+        self._usage: ChatUsage | None = None
+        self._choices: dict[int, ChatChoice] = {}
         self._server = server
         self._request = replace(request, is_stream=True)
         self._parser = SseParser()
         self._ready: deque[str] = deque()
         self._stream: Any = None
         self._is_over = False
+        self._has_ended = False  # with [DONE]
+
+    @operation
+    def final(self) -> Steps[ChatCompletion]:
+        """Read to the end and return the completion, parsed if there is a `response_format`.
+        Its `usage` is None unless `stream_options` asks for it.
+
+        Raises:
+            UnfinishedOutputError: it has a `response_format`, and did not end with `stop`.
+            ValueError: the stream was closed before its end, or `response_format` refuses the
+                content.
+        """
+        while (yield from self._next()) is not None:
+            pass
+        if self._first is None or not self._has_ended:
+            raise ValueError("the stream was closed before its end")
+        whole: dict[str, Any] = {**self._first, "object": "chat.completion", "usage": self._usage}
+        whole["choices"] = [choice for _, choice in sorted(self._choices.items())]
+        completion = cast("ChatCompletion", whole)
+        if self._output_format is not None:
+            return self._output_format.parse_chat(completion)
+        return completion
 
     @operation
     def close(self) -> Steps[None]:
@@ -114,8 +192,34 @@ class ChatStream(Resource[R], Generic[R]):
             yield from self._close()
             raise
         if chunk is None:
+            self._has_ended = True
             yield from self._close()
-        return cast("ChatChunk | None", chunk)
+            return None
+        self._gather(cast("ChatChunk", chunk))
+        return cast("ChatChunk", chunk)
+
+    def _gather(self, chunk: ChatChunk) -> None:
+        self._first = self._first or chunk
+        self._usage = chunk.get("usage") or self._usage
+        for piece in chunk["choices"]:
+            index, content = piece["index"], piece["delta"].get("content") or ""
+            if index not in self._choices:
+                self._choices[index] = {
+                    "index": index,
+                    "message": {"role": "assistant", "content": ""},
+                    "finish_reason": None,
+                    "logprobs": None,
+                }
+            choice = self._choices[index]
+            choice["message"]["content"] += content
+            choice["finish_reason"] = choice["finish_reason"] or piece["finish_reason"]
+            logprobs = piece.get("logprobs")
+            if logprobs and choice["logprobs"]:
+                choice["logprobs"]["content"] += logprobs["content"]
+            elif logprobs:
+                choice["logprobs"] = {**logprobs, "content": [*logprobs["content"]]}
+            if index == 0:
+                self.text += content
 
     def _data(self) -> Steps[str]:
         if self._stream is None:

@@ -150,6 +150,48 @@ test("what the server refuses", async () => {
   assert.equal((await lost.done).kind, "lost");
 });
 
+for (const transport of ["websocket", "sse"]) {
+  test(`${transport}: an output is parsed`, async () => {
+    const schema = {
+      type: "object",
+      properties: { name: { type: "string", maxLength: 12 }, days: { type: "integer", minimum: 1, maximum: 30 } },
+      required: ["name", "days"],
+      additionalProperties: false,
+    };
+    /** Has what the library uses of a schema of zod. */
+    const Trip = {
+      toJSONSchema: () => schema,
+      parse: ({ name, days }) => {
+        if (days > 30) throw new RangeError("too long");
+        return { name: [name], days };
+      },
+    };
+    const ask = { ...SHORT, max_output_tokens: 100 };
+    const client = connect({ transport, baseUrl: PENSTOCK_CUT_URL });
+    const answer = client.respond({ ...ask, schema });
+    let text = "";
+    for await (const piece of answer) {
+      if (!text) await cut();
+      text += piece;
+    }
+    const value = await answer.parsed();
+    assert.deepEqual(value, JSON.parse(text));
+    assert.deepEqual(Object.keys(value), ["name", "days"]);
+    const trip = { name: [value.name], days: value.days };
+    assert.deepEqual(await client.parse({ ...ask, schema: Trip }), trip);
+    const followed = connect({ transport }).follow(answer.responseId);
+    assert.deepEqual(await followed.parsed(Trip), trip);
+
+    const picky = { ...Trip, parse: () => { throw new RangeError("no good"); } };
+    await assert.rejects(client.parse({ ...ask, schema: picky }), RangeError);
+    const short = client.parse({ ...ask, schema, max_output_tokens: 3 });
+    await assert.rejects(short, (error) =>
+      error instanceof AnswerError && error.message === "the answer was incomplete: max_output_tokens");
+    const refused = client.parse({ ...ask, schema: { ...schema, not: {} } });
+    await assert.rejects(refused, (error) => error.outcome.problem.code === "invalid_json_schema");
+  });
+}
+
 test("a response that another client began is followed from its first word", async () => {
   const [first, second] = [connect(), connect()];
   const answer = first.respond(STORY);
