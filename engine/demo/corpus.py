@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from penstock.engine.demo.corpus_answers import sample_question
+from penstock.engine.demo.corpus_json import write_json
 from penstock.engine.demo.corpus_memory import FACTS, ask, tell, tell_several
 from penstock.engine.demo.corpus_skills import (
     add_up,
@@ -97,6 +98,12 @@ THIRD_ROUND = Mixture(
         unknown: 12.0,
         tell_several: 5.0,
     },
+    uses_all_phrases=True,
+    has_asides=True,
+)
+# Last, JSON, with everything before it so as not to forget it.
+FOURTH_ROUND = Mixture(
+    {**THIRD_ROUND.weights, spell: 24.0, count_near: 14.0, count_far: 8.0, write_json: 55.0},
     uses_all_phrases=True,
     has_asides=True,
 )
@@ -197,16 +204,25 @@ class Encoder:
         token_ids = [self._ids[BEGIN]]
         is_learned = [False]
 
-        def add(role: str, content: str, *, learns_text: bool, learns_end: bool) -> None:
-            text_ids = self._text(content.strip())
-            token_ids.extend((self._ids[role], *text_ids, self._ids[END]))
-            is_learned.extend((False, *[learns_text] * len(text_ids), learns_end))
+        def add(
+            role: str, content: str, *, learns_text: bool, learns_end: bool, num_given: int = 0
+        ) -> None:
+            text = self._tokenizer.encode(content.strip(), add_special_tokens=False)
+            token_ids.extend((self._ids[role], *text.ids, self._ids[END]))
+            learned = [learns_text and first >= num_given for first, _ in text.offsets]
+            is_learned.extend((False, *learned, learns_end))
 
         if conversation.system is not None:
             add(SYSTEM, conversation.system, learns_text=False, learns_end=False)
         for turn in conversation.turns:
             add(USER, turn.user, learns_text=False, learns_end=False)
-            add(ASSISTANT, turn.assistant, learns_text=True, learns_end=not turn.is_cut)
+            add(
+                ASSISTANT,
+                turn.assistant,
+                learns_text=True,
+                learns_end=not turn.is_cut,
+                num_given=turn.num_given,
+            )
         return token_ids, is_learned
 
     def _text(self, text: str) -> list[int]:

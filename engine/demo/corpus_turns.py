@@ -16,6 +16,7 @@ class Turn:
     user: str
     assistant: str
     is_cut: bool = False  # the answer stops in the middle, as at a token limit
+    num_given: int = 0  # characters at the answer's beginning that are not the model's choice
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Trains the demo model from a seed: `python -m penstock.engine.demo.train --out FOLDER`.
 
-Takes about an hour on two CPU cores. It generates all training text itself.
+Takes an hour and a half on two CPU cores. It generates all training text itself.
 """
 
 import argparse
@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from penstock.engine.demo.checkpoint import save_checkpoint
 from penstock.engine.demo.corpus import (
     EARLY,
     END,
+    FOURTH_ROUND,
     LAST,
     LATE,
     SECOND_ROUND,
@@ -40,6 +43,7 @@ LATE_STEP = 1151  # from here on the late mixture
 LAST_STEP = 1851  # and from here on the last
 FIRST_ROUND_STEPS = 2350
 SECOND_ROUND_STEPS = 2670  # the first round's included
+THIRD_ROUND_STEPS = 2850
 FALL_STEPS = 2400  # where the fall of the first round would have ended
 SAVE_EVERY_STEPS = 200
 SAVE_STATE_EVERY_STEPS = 50
@@ -101,6 +105,8 @@ def restore_state(path: Path, rng: random.Random, network: Network, optimiser: O
 
 def mixture_at(step: int) -> Mixture:
     """Return the mixture of subjects at a step."""
+    if step >= THIRD_ROUND_STEPS:
+        return FOURTH_ROUND
     if step >= SECOND_ROUND_STEPS:
         return THIRD_ROUND
     if step > FIRST_ROUND_STEPS:
@@ -108,15 +114,26 @@ def mixture_at(step: int) -> Mixture:
     return LAST if step >= LAST_STEP else LATE if step >= LATE_STEP else EARLY
 
 
-def train(out: Path, *, seed: int, num_steps: int, state_path: Path | None = None) -> None:
+def train(
+    out: Path,
+    *,
+    seed: int,
+    num_steps: int,
+    state_path: Path | None = None,
+    weights: Path | None = None,
+) -> None:
     """Make tokenizer and network from the seed and save them, also now and then on the way.
 
-    With a state file, an interrupted training resumes and ends with the same weights.
+    With a state file, an interrupted training resumes and ends with the same weights. With a
+    checkpoint of three rounds as `weights`, only the fourth is done.
     """
     torch.manual_seed(seed)
     torch.set_num_threads(2)  # the order of sums, and so the result, depends on it
     rng = random.Random(seed)
-    tokenizer = train_tokenizer(texts(seed, TOKENIZER_CONVERSATIONS))
+    if weights is None:
+        tokenizer = train_tokenizer(texts(seed, TOKENIZER_CONVERSATIONS))
+    else:
+        tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
     encoder = Encoder(tokenizer)
     padding = token_id(tokenizer, END)
     config = NetworkConfig(vocab_size=tokenizer.get_vocab_size())
@@ -126,11 +143,15 @@ def train(out: Path, *, seed: int, num_steps: int, state_path: Path | None = Non
         num_steps=FALL_STEPS,
         later_rounds=(
             (FIRST_ROUND_STEPS, SECOND_ROUND_STEPS),
-            (SECOND_ROUND_STEPS - 1, num_steps),
+            (SECOND_ROUND_STEPS - 1, THIRD_ROUND_STEPS),
+            (THIRD_ROUND_STEPS - 1, num_steps),
         ),
     )
     began = time.monotonic()
     first_step = restore_state(state_path, rng, network, optimiser) if state_path else 0
+    if weights is not None and not first_step:
+        network.load_state_dict(load_file(weights / "model.safetensors"), strict=False)
+        first_step = THIRD_ROUND_STEPS
     for step in range(first_step, num_steps):
         length = rng.choices(LENGTHS, LENGTH_WEIGHTS)[0]
         mixture = mixture_at(step)
@@ -154,14 +175,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2850)
+    parser.add_argument("--steps", type=int, default=3550)
     parser.add_argument("--state", type=Path, help="file to resume from after an interruption")
+    parser.add_argument("--weights", type=Path, help="checkpoint to do only the last round with")
     arguments = parser.parse_args()
     train(
         arguments.out,
         seed=arguments.seed,
         num_steps=arguments.steps,
         state_path=arguments.state,
+        weights=arguments.weights,
     )
 
 

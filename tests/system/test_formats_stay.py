@@ -1,8 +1,8 @@
 """What an earlier version left in Redis is read, replayed and continued by this one.
 
 `data/written_by_83f2e9f.json` holds what the gateway of commit 83f2e9f wrote (each key as `DUMP`
-gives it) and what its clients saw, with the built-in model in fp32 at temperature 0. Its processes
-were killed while the last stream ran.
+gives it) and what its clients saw, with today's built-in model in fp32 at temperature 0. Its
+processes were killed while the last stream ran. `tests.support.left_in_redis` made it.
 """
 
 from __future__ import annotations
