@@ -40,9 +40,9 @@ def main() -> None:
             for process in (served.process, *served.family):
                 process.kill()
         with redis.Redis.from_url(server.url) as database:
-            while any(0 < database.pttl(key) < _LEASE_MS for key in database.keys()):
+            while any(0 < database.pttl(key) < _LEASE_MS for key in database.scan_iter()):
                 time.sleep(0.1)  # until nobody takes the gateway for alive
-            dumps = {key.decode(): database.dump(key) for key in sorted(database.keys())}
+            dumps = {key.decode(): database.dump(key) for key in sorted(database.scan_iter())}
     written = {name: base64.b64encode(dump).decode() for name, dump in dumps.items()}
     Path(file).write_text(json.dumps({"redis": written, "seen": seen}, indent=1, sort_keys=True))
 

@@ -35,10 +35,21 @@ _SEEDED = {
     "presence_penalty": 0.2,
     "repetition_penalty": 1.1,
 }
+_ROWS = {
+    "type": "array",
+    "items": {"type": ["integer", "string", "null"], "maxLength": 9},
+    "minItems": 36,
+    "maxItems": 36,
+}
+_TABLE = {"type": "json_schema", "json_schema": {"name": "table", "schema": _ROWS}}
 _BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy chat": ("chat/completions", {**_CHAT, "temperature": 0, "logprobs": True}),
     "seeded chat": ("chat/completions", {**_CHAT, **_SEEDED, "logprobs": True, "top_logprobs": 2}),
     "chat with n": ("chat/completions", {**_CHAT, **_SEEDED, "n": 2}),
+    "JSON with n": (
+        "chat/completions",
+        {**_CHAT, **_SEEDED, "n": 2, "response_format": _TABLE, "max_tokens": 500},
+    ),
     "completion": (
         "completions",
         {**_COMMON, **_SEEDED, "prompt": "Once upon a time", "logit_bias": {"300": 1.5}},

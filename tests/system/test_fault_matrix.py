@@ -3,6 +3,7 @@
 Two servers share one Redis. Streams begin at the first; over SSE and over WebSockets, resumed on
 the same server and on the other, some by clients that lost nothing and left. What each client has
 at the end is checked by `stream_checker`, and against a run that nobody disturbed: greedy, fp32.
+Of five streams, two are stories and three the same JSON, whose grammar holds across each kill.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -26,12 +28,29 @@ from .stream_checker import TERMINAL, CheckedStream, ExpiredError, replay
 
 pytestmark = pytest.mark.redis
 
-_NUM_CUTS = 4  # per transport and place of return
+_NUM_CUTS = 5  # per transport and place of return
 _APART = 5  # events between the begins of two streams: each is somewhere else when it is cut
 _LENGTHS = (700, 10)  # tokens of the first stream, and how many less of each that follows
 _QUIET_S = 0.5
 _FROM_END = 400  # characters to come of a stream that is not about to end
 _CASES = list(product(range(_NUM_CUTS), ("sse", "websocket"), ("same", "other")))
+_CHAPTER = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 30},
+        "pages": {"type": "integer", "minimum": 1, "maximum": 999},
+        "mood": {"enum": ["happy", "sad", "strange"]},
+        "hero": {"type": ["string", "null"], "maxLength": 20},
+    },
+    "required": ["title", "pages", "mood", "hero"],
+    "additionalProperties": False,
+}
+_BOOK = {"type": "array", "items": _CHAPTER, "minItems": 16, "maxItems": 16}
+_OBJECT = {
+    "input": "Write a book about a fox.",
+    "max_output_tokens": 4000,
+    "text": {"format": {"type": "json_schema", "name": "book", "strict": True, "schema": _BOOK}},
+}
 _BACK_S = 90.0
 _HELLO = {"model": "demo", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
 # What is promised beyond the time that a start takes, and by how much a loaded machine may miss it.
@@ -85,6 +104,9 @@ def undisturbed(pair: Pair) -> list[dict[str, Any]]:
 
     async def run() -> list[dict[str, Any]]:
         streams = await asyncio.gather(*(stream.read() for stream in _streams(pair)))
+        objects = {stream.text for stream in streams if "text" in stream.body}
+        assert len(objects) == 1
+        assert len(json.loads(objects.pop())) == _BOOK["minItems"]
         return [stream.outcome for stream in streams]
 
     return asyncio.run(run())
@@ -96,9 +118,9 @@ def _streams(pair: Pair) -> list[CheckedStream]:
             body={
                 "model": "demo",
                 "input": f"My name is Zorin{number}. Tell me a story about a fox.",
-                "max_output_tokens": _LENGTHS[0] - _LENGTHS[1] * number,
-                "ignore_eos": True,
+                "max_output_tokens": (length := _LENGTHS[0] - _LENGTHS[1] * number),
                 "temperature": 0,
+                **({"min_tokens": length} if number % 5 < 2 else _OBJECT),
             },
             begins_at=pair.first.base_url,
             resumes_at=(pair.first if place == "same" else pair.second).base_url,

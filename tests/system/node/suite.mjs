@@ -7,11 +7,16 @@
 import assert from "node:assert/strict";
 
 import OpenAI from "openai";
+import { LengthFinishReasonError } from "openai/error";
+import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
+import { z } from "zod";
 
 const client = new OpenAI({ baseURL: `${process.argv[2]}/v1`, apiKey: "none" });
 const model = "demo";
 const messages = [{ role: "user", content: "What is paged attention?" }];
 const ENDLESS = { ignore_eos: true, max_output_tokens: 30_000 };
+const Place = z.object({ name: z.string().max(12), kind: z.enum(["town", "city"]) });
+const Trip = z.object({ begin: Place, stops: z.array(Place).max(2), days: z.int().min(1).max(30) });
 const ENDS = ["response.completed", "response.incomplete", "response.failed"];
 
 async function all(stream) {
@@ -69,6 +74,29 @@ const cases = {
     assert.equal(final.choices[0].message.content, text);
     const parsed = await client.chat.completions.parse({ model, messages, temperature: 0 });
     assert.equal(parsed.choices[0].message.content, text);
+  },
+
+  async "chat is parsed"() {
+    const response_format = zodResponseFormat(Trip, "trip");
+    const asked = { model, messages, temperature: 0, max_tokens: 400, response_format };
+    const whole = await client.chat.completions.parse(asked);
+    const trip = whole.choices[0].message.parsed;
+    assert.deepEqual(Trip.parse(JSON.parse(whole.choices[0].message.content)), trip);
+    const runner = client.chat.completions.stream(asked);
+    const final = await runner.finalChatCompletion();
+    assert.deepEqual(final.choices[0].message.parsed, trip);
+    const short = await refusal(client.chat.completions.parse({ ...asked, max_tokens: 5 }));
+    assert.ok(short instanceof LengthFinishReasonError, String(short));
+  },
+
+  async "a response is parsed"() {
+    const text = { format: zodTextFormat(Trip, "trip") };
+    const asked = { model, input: "Plan a trip.", temperature: 0, max_output_tokens: 400, text };
+    const whole = await client.responses.parse(asked);
+    assert.deepEqual(Trip.parse(JSON.parse(whole.output_text)), whole.output_parsed);
+    const stream = client.responses.stream(asked);
+    const final = await stream.finalResponse();
+    assert.deepEqual(final.output_parsed, whole.output_parsed);
   },
 
   async "chat with choices and logprobs"() {
