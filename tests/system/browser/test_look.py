@@ -159,7 +159,7 @@ async def test_axe_finds_nothing_serious(
     page: Page, demo_server: Served, api: httpx.AsyncClient, axe: str, scheme: Any
 ) -> None:
     await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-    await open_page(page, demo_server.base_url, max_output_tokens=20)
+    await open_page(page, demo_server.base_url, max_output_tokens=5)
     assert await _violations(page, axe) == []
     text = "# Title\n\n- a\n- `b`\n\n```js\nlet x;\n```"
     conversation = await make_conversation(
