@@ -178,9 +178,10 @@ def _without_special_texts(tokenizer: str) -> str:
     names = {
         token["content"]: f"\ufdd0{token['id']}\ufdd0"
         for token in made.get("added_tokens", ())
-        if token["special"]
+        if token["special"] or _looks_special(token["content"])
     }
     for token in made.get("added_tokens", ()):
+        token["special"] = token["content"] in names
         token["content"] = names.get(token["content"], token["content"])
     vocabulary = made["model"].get("vocab")
     if isinstance(vocabulary, dict):
@@ -188,6 +189,11 @@ def _without_special_texts(tokenizer: str) -> str:
     elif isinstance(vocabulary, list):  # with scores
         made["model"]["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
     return json.dumps(made)
+
+
+def _looks_special(name: str) -> bool:
+    """llguidance takes such tokens for special ones, and fails where it forced their text."""
+    return name.startswith("<") and name.endswith(">")
 
 
 def _refusal_of_one_of(schema: Any) -> InvalidRequestError:

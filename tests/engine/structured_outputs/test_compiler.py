@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,26 @@ def test_a_text_that_names_a_special_token_is_a_text(
         text += words.decode([token_id])
         assert matcher.consume_token(token_id)
     assert text.strip('"') == "a<|end|>b"
+
+
+def test_a_token_that_only_looks_special_is_no_text_either(tmp_path: Path) -> None:
+    """As `<tool_call>` of Qwen's tokenizers, which is an added token but not a special one."""
+    made = json.loads((PATH / "tokenizer.json").read_text())
+    added = {**made["added_tokens"][0], "id": 1024, "content": "<tool_call>", "special": False}
+    made["added_tokens"].append(added)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    compiler = GrammarCompiler(tmp_path, vocab_size=1025, eos_token_ids=(4,))
+    words = Tokenizer.from_directory(tmp_path)
+    for grammar in (regex("<tool_call>x"), StructuredOutputs("lark", 'start: "<tool_call>x"')):
+        matcher, text = compiler.matcher(grammar), ""
+        while not matcher.is_stopped():
+            mask = matcher.compute_bitmask()
+            token_id = max(each for each in range(1025) if mask[each // 8] >> each % 8 & 1)
+            assert matcher.consume_token(token_id)
+            text += words.decode([token_id])
+        assert text == "<tool_call>x"
+    by_id = compiler.matcher(StructuredOutputs("lark", "start: <[1024]>"))
+    assert by_id.consume_token(1024)
 
 
 def test_a_model_without_a_usable_tokenizer(tmp_path: Path) -> None:
