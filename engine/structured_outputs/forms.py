@@ -73,7 +73,7 @@ def structured_outputs(
         json_schema = {"type": "object"}
     if json_schema is not None:
         schema = _parsed(json_schema, param)
-        schema = _closed(schema, is_forced=disable_additional_properties)
+        schema = closed(schema, is_forced=disable_additional_properties)
         return StructuredOutputs("json_schema", _with_options(schema, options))
     if regex is not None:
         return StructuredOutputs("regex", regex)
@@ -97,7 +97,7 @@ def _parsed(schema: Any, param: str) -> Any:
     return schema
 
 
-def _closed(schema: Any, *, is_forced: bool) -> Any:
+def closed(schema: Any, *, is_forced: bool) -> Any:
     """Without properties that it does not name. Models begin one after the other if they may, and
     what is generated matches the schema all the same.
 

@@ -83,6 +83,7 @@ class ChatTemplate:
     def __init__(
         self, source: str | None, special_tokens: Mapping[str, str], file: Path | None = None
     ) -> None:
+        self.source = source
         self.special_tokens = dict(special_tokens)
         self._file = file
         self._environment = _environment()

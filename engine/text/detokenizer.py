@@ -37,14 +37,19 @@ class Detokenizer(Protocol):
 
 
 def new_detokenizer(
-    tokenizer: Tokenizer, *, skip_special_tokens: bool, context: Sequence[int] = ()
+    tokenizer: Tokenizer,
+    *,
+    skip_special_tokens: bool,
+    context: Sequence[int] = (),
+    shown: frozenset[int] = frozenset(),
 ) -> Detokenizer:
     """For one sequence of tokens.
 
     Args:
         context: ids before the sequence, whose text was already shown.
+        shown: special tokens that are never skipped.
     """
-    skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+    skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
     recent = [token_id for token_id in context if token_id not in skipped][-_KEEP:]
     if tokenizer.is_byte_level:
         return _JoinedBytes(tokenizer, skipped, recent)
@@ -168,6 +173,7 @@ class OutputText:
     Args:
         context: ids before the output, whose text was already shown: a SentencePiece tokenizer
             drops the space at the start of a text, but not in its middle.
+        shown: special tokens that are never skipped.
     """
 
     __slots__ = (
@@ -176,10 +182,18 @@ class OutputText:
     )  # fmt: skip
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, *, context: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        context: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._detokenizer = new_detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens, context=context
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            context=context,
+            shown=shown,
         )
         self._stops = tuple(stop for stop in params.stop if stop)
         self._includes_stop = params.include_stop_str_in_output

@@ -41,6 +41,10 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
+        self.added_tokens = {
+            token.content: token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+        }
         # Text is split at these tokens first, so that the parts on either side are tokenised
         # independently.
         self.boundary_tokens = {

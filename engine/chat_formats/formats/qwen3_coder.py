@@ -1,0 +1,72 @@
+"""Qwen3-Coder: XML with a tag per parameter, typed by the tool's schema.
+
+<tool_call>
+<function=f>
+<parameter=key>
+value
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+
+from penstock.engine.chat_formats.parser import Scanner, Steps, Tool, Write
+from penstock.engine.chat_formats.tool_format import Frame, ToolFormat, xml_arguments, xml_value
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+def _steps(scanner: Scanner) -> Steps[None]:
+    write: Write = scanner.say
+    while marker := (yield from scanner.read_until([_BEGIN, _FUNCTION], write)):
+        if marker == _BEGIN:
+            yield from scanner.skip_space()
+            if not (yield from scanner.starts_with(_FUNCTION)):
+                scanner.say(_BEGIN)
+                continue
+        name = yield from scanner.take_until(">")
+        if name is None:
+            scanner.say(_FUNCTION)
+            continue
+        scanner.call(name.strip())
+        yield from _parameters(scanner, scanner.tools.get(name.strip(), Tool(name)))
+        write = len  # what comes between calls is dropped
+
+
+def _parameters(scanner: Scanner, tool: Tool) -> Steps[None]:
+    separator = "{"
+    ends = [_PARAMETER, _FUNCTION_END, _END]
+    while (yield from scanner.read_until(ends, len)) == _PARAMETER:
+        key = yield from scanner.take_until(">")
+        if key is None:
+            break
+        key = key.strip()
+        scanner.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
+        yield from scanner.starts_with("\n")
+        yield from xml_value(
+            scanner,
+            tool.schema_of(key),
+            ends=[f"\n{_PARAMETER_END}", _PARAMETER_END, f"\n{_FUNCTION_END}", _FUNCTION_END],
+        )
+    scanner.arguments("}" if separator == ", " else "{}")
+
+
+FORMAT = ToolFormat(
+    steps=_steps,
+    markers=(_BEGIN, _END),
+    first_characters="<",
+    frame=Frame(
+        begin=lambda name: [_BEGIN, f"\n{_FUNCTION}{name}>\n"],
+        end=[f"{_FUNCTION_END}\n", _END],
+        between=["\n"],
+        arguments=lambda tool, rules: xml_arguments(
+            tool, rules, begin=lambda key: f"{_PARAMETER}{key}>\n", end=f"\n{_PARAMETER_END}\n"
+        ),
+    ),
+)

@@ -1,0 +1,85 @@
+"""Earlier tool calls as a chat template wants them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+_OBJECT_USES = re.compile(
+    r"arguments['\"\]]*\s*(\|\s*(tojson|items)|\.items\(|is (mapping|not string|string))"
+)
+_SHORT_ID_CHARS = 9
+_Rename = Callable[[str, str, int], str]  # a call's id, its function, its number → the new id
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], template: str | None
+) -> Sequence[Mapping[str, Any]]:
+    """Messages whose calls have their arguments as an object where the template writes it as JSON,
+    and ids of the form that it insists on.
+
+    Args:
+        messages: with arguments as JSON text, as in OpenAI's API.
+        template: its source.
+    """
+    if not any("tool_calls" in each or "tool_call_id" in each for each in messages):
+        return messages
+    wants_objects, rename = _wishes(template or "")
+    shown, new_ids, num_calls = [], dict[str, str](), 0
+    for message in messages:
+        changed = dict(message)
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                function = dict(call["function"])
+                if wants_objects:
+                    function["arguments"] = _parsed(function["arguments"])
+                new_id = new_ids[call["id"]] = rename(call["id"], function["name"], num_calls)
+                num_calls += 1
+                calls.append({**call, "id": new_id, "function": function})
+            changed["tool_calls"] = calls
+        if "tool_call_id" in message:
+            asked = message["tool_call_id"]
+            changed["tool_call_id"] = new_ids.get(asked, asked)
+        shown.append(changed)
+    return shown
+
+
+@lru_cache(maxsize=16)
+def _wishes(template: str) -> tuple[bool, _Rename]:
+    rename: _Rename = _same
+    if "length 9" in template:  # Mistral's refuse any other
+        rename = _short
+    elif "<|tool_call_begin|>" in template:  # Kimi K2 writes the function as part of the id
+        rename = _numbered
+    return bool(_OBJECT_USES.search(template)), rename
+
+
+def _same(call_id: str, name: str, number: int) -> str:
+    del name, number
+    return call_id
+
+
+def _short(call_id: str, name: str, number: int) -> str:
+    del name, number
+    if len(call_id) == _SHORT_ID_CHARS and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_CHARS]
+
+
+def _numbered(call_id: str, name: str, number: int) -> str:
+    del call_id
+    return f"functions.{name}:{number}"
+
+
+def _parsed(arguments: str) -> Any:
+    """The object that the text is, or the text if it is none."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

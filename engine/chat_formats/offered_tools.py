@@ -1,0 +1,201 @@
+"""The tools that a request offers to the model, and what that means for prompt and output: how they
+are rendered, how calls are found, and which grammar enforces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
+from penstock.engine.chat_formats.output_format import OutputFormat
+from penstock.engine.chat_formats.parser import Tool
+from penstock.engine.chat_formats.syntax import (
+    OutputSyntax,
+    formats_of,
+    markers_of,
+    opens_thoughts,
+    syntax_of,
+)
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs.json_schema import check_schema
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFormats:
+    """How a model writes calls and thoughts.
+
+    Attributes:
+        tools, reasoning: names of formats; empty: it writes none.
+        template: the source of its chat template.
+        added_tokens: of its tokenizer.
+    """
+
+    tools: str = ""
+    reasoning: str = ""
+    template: str | None = None
+    added_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def found_in(cls, template: str | None, added_tokens: Mapping[str, int]) -> ModelFormats:
+        """Those that a chat template shows."""
+        tools, reasoning = formats_of(template)
+        return cls(tools=tools, reasoning=reasoning, template=template, added_tokens=added_tokens)
+
+    def syntax_after(
+        self, prompt: str, *, has_tools: bool, template: str | None = None
+    ) -> OutputSyntax:
+        """How the output after this prompt is written.
+
+        Args:
+            has_tools: the output may have tool calls.
+            template: the chat template that rendered the prompt, if it is not the model's.
+        """
+        tools, reasoning, source = self.tools, self.reasoning, self.template
+        if template is not None:
+            found, source = formats_of(template), template
+            tools, reasoning = found[0] or tools, found[1] or reasoning
+        syntax = syntax_of(tools if has_tools else "", reasoning, prompt)
+        if not syntax.begins_in_reasoning and opens_thoughts(source):
+            return OutputSyntax(syntax.tools)  # the prompt would have begun the thought
+        return syntax
+
+    def token_of(self, syntax: OutputSyntax) -> Mapping[str, int]:
+        """The markers of thoughts and calls that are tokens of their own."""
+        return _token_of(self, syntax)
+
+
+@lru_cache(maxsize=64)
+def _token_of(formats: ModelFormats, syntax: OutputSyntax) -> Mapping[str, int]:
+    known = formats.added_tokens
+    return {marker: known[marker] for marker in markers_of(syntax) if marker in known}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTools:
+    """The tools of a request.
+
+    Attributes:
+        tools: as the model sees them.
+        custom, aliases: see `OutputFormat`.
+        choice: `none`: they are only shown; `required`: there is at least one call.
+        named: the one tool that must be called.
+        allowed: the tools that may be called; None: all.
+        is_parallel: whether an output may have several calls.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    custom: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    choice: ToolMode = "auto"
+    named: str = ""
+    allowed: frozenset[str] | None = None
+    is_parallel: bool = True
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """Those that the model may call."""
+        if self.choice == "none":
+            return ()
+        if self.named:
+            return tuple(tool for tool in self.tools if tool.name == self.named)
+        if self.allowed is not None:
+            return tuple(tool for tool in self.tools if tool.name in self.allowed)
+        return self.tools
+
+    @property
+    def for_template(self) -> list[dict[str, Any]] | None:
+        """The tools as chat templates expect them."""
+        if not self.tools:
+            return None
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters or {"type": "object", "properties": {}},
+                },
+            }
+            for tool in self.tools
+        ]
+
+    def output_format(
+        self, formats: ModelFormats, prompt: str, *, template: str | None = None
+    ) -> OutputFormat | None:
+        """How the output of a prompt is read; None if it is one message.
+
+        Args:
+            template: see `ModelFormats.syntax_after`.
+
+        Raises:
+            InvalidRequestError: nothing is known of how this model calls tools.
+        """
+        tools = self.callable
+        syntax = formats.syntax_after(prompt, has_tools=bool(tools), template=template)
+        if tools and not syntax.tools:
+            raise InvalidRequestError(
+                "this model's chat template has no tools; --tool-call-parser names the format of "
+                "its calls",
+                param="tools",
+            )
+        if syntax == OutputSyntax():
+            return None
+        return OutputFormat(
+            syntax=syntax,
+            tools=tools,
+            custom=self.custom,
+            aliases=self.aliases,
+            max_calls=None if self.is_parallel else 1,
+        )
+
+    def grammar(
+        self,
+        output_format: OutputFormat,
+        formats: ModelFormats,
+        asked: StructuredOutputs | None,
+    ) -> StructuredOutputs | None:
+        """What the output must match; None: anything.
+
+        A call that is required is enforced; what else is asked is then without effect. Where a call
+        is possible, the output is either calls or what is asked.
+
+        Args:
+            asked: what the output must match otherwise.
+
+        Raises:
+            InvalidRequestError: a strict tool's schema cannot be enforced.
+        """
+        syntax = output_format.syntax
+        tokens = formats.token_of(syntax)
+        is_required = bool(self.named) or self.choice == "required"
+        is_strict = any(tool.strict for tool in output_format.tools)
+        for tool in output_format.tools:
+            if tool.strict:
+                _check(tool)
+        if is_required or is_strict or (asked is not None and output_format.tools):
+            return call_grammar(
+                syntax,
+                output_format.tools,
+                required=is_required,
+                parallel=self.is_parallel,
+                tokens=tokens,
+                otherwise=asked,
+            )
+        return None if asked is None else after_thoughts(syntax, asked, tokens)
+
+
+def _check(tool: Tool) -> None:
+    """Raises: InvalidRequestError: the schema of a strict tool cannot be enforced."""
+    try:
+        check_schema(dict(tool.parameters or {}))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"the parameters of the strict tool {tool.name!r} are not supported: {error}",
+            param="tools",
+        ) from error

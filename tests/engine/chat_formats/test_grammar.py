@@ -1,0 +1,185 @@
+"""Grammars of calls: random walks through them are calls that match their schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from penstock.engine import demo
+from penstock.engine.chat_formats import (
+    TOOL_FORMATS,
+    ModelFormats,
+    OfferedTools,
+    OutputItem,
+    OutputParser,
+    OutputSyntax,
+    Tool,
+    items_of,
+)
+from penstock.engine.errors import InvalidRequestError
+from penstock.engine.request import StructuredOutputs
+from penstock.engine.structured_outputs.compiler import GrammarCompiler
+from penstock.engine.structured_outputs.forms import structured_outputs
+from penstock.engine.text.tokenizer import Tokenizer
+
+DIRECTORY = Path(demo.__file__).parent / "model"
+END = 4
+MAX_TOKENS = 500
+NUM_WALKS = 12
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "note": {"type": "string", "maxLength": 5},
+        "deep": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = (
+    Tool("weather", parameters=WEATHER, strict=True),
+    Tool("now", parameters=NOTHING, strict=True),
+)
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+ANSWER = structured_outputs(
+    json_schema={
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["a"],
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(DIRECTORY, vocab_size=1024, eos_token_ids=(END,))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(DIRECTORY)
+
+
+def walk(compiler: GrammarCompiler, grammar: StructuredOutputs, seed: int) -> list[int] | None:
+    """Random tokens that the grammar allows, up to its end; None if it takes too many."""
+    rng, matcher, token_ids = random.Random(seed), compiler.matcher(grammar), list[int]()
+    while len(token_ids) < MAX_TOKENS:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[:1024])
+        assert len(allowed), "nothing can follow"
+        if END in allowed and rng.random() < 0.5:
+            return token_ids
+        token_id = int(rng.choice(list(allowed)))
+        if token_id == END:
+            return token_ids
+        assert matcher.consume_token(token_id)
+        token_ids.append(token_id)
+    return None
+
+
+def items(name: str, text: str) -> list[OutputItem]:
+    parser = OutputParser(OutputSyntax(name), TOOLS)
+    return items_of([*parser.push(text), *parser.end()])
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize("kind", ["required", "one", "named", "strict", "beside"])
+def test_walks_are_calls(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, name: str, kind: str
+) -> None:
+    formats = ModelFormats(tools=name)
+    offered = OfferedTools(
+        tools=TOOLS,
+        choice="auto" if kind in ("strict", "beside") else "required",
+        named="weather" if kind == "named" else "",
+        is_parallel=kind != "one",
+    )
+    output_format = offered.output_format(formats, "")
+    assert output_format is not None
+    grammar = offered.grammar(output_format, formats, ANSWER if kind == "beside" else None)
+    assert grammar is not None
+    num_ended = num_calls = 0
+    for seed in range(NUM_WALKS):
+        token_ids = walk(compiler, grammar, seed)
+        if token_ids is None:
+            continue
+        num_ended += 1
+        text = tokenizer.decode(token_ids)
+        found = items(name, text)
+        calls = [item for item in found if item.kind == "function_call"]
+        num_calls += len(calls)
+        for call in calls:
+            jsonschema.validate(json.loads(call.text), SCHEMAS[call.name])
+        if kind in ("required", "one", "named"):
+            assert calls == found, text
+        if kind == "one":
+            assert len(calls) == 1
+        if kind == "named":
+            assert {call.name for call in calls} == {"weather"}
+        if kind == "beside" and not calls:
+            assert set(json.loads(text)) == {"a"}
+    assert num_ended > NUM_WALKS // 4
+    assert num_calls or kind == "strict"
+
+
+def test_a_call_may_come_after_a_thought(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """The grammar begins where the thought ends, wherever that began."""
+    offered = OfferedTools(tools=TOOLS, choice="required")
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for prompt, text in (
+        ("", f"<think>\nfree {{ text\n</think>\n\n{call}"),
+        ("", call),
+        ("<think>\n", f"free text</think>\n\n{call}"),
+    ):
+        formats = ModelFormats(tools="hermes", reasoning="qwen3")
+        output_format = offered.output_format(formats, prompt)
+        assert output_format is not None
+        grammar = offered.grammar(output_format, formats, None)
+        assert grammar is not None
+        matcher = compiler.matcher(grammar)
+        token_ids = tokenizer.encode(text)
+        assert matcher.validate_tokens(token_ids) == len(token_ids), text
+        wrong = tokenizer.encode(text.replace("now", "never"))
+        assert matcher.validate_tokens(wrong) < len(wrong)
+
+
+def test_markers_that_are_tokens_are_written_as_those() -> None:
+    formats = ModelFormats(tools="hermes", added_tokens={"<tool_call>": 7, "</tool_call>": 8})
+    offered = OfferedTools(tools=TOOLS, choice="required")
+    output_format = offered.output_format(formats, "")
+    assert output_format is not None
+    grammar = offered.grammar(output_format, formats, None)
+    assert grammar is not None
+    assert "<[7]>" in grammar.text
+    assert "<[8]>" in grammar.text
+    assert '"<tool_call>"' not in grammar.text
+
+
+def test_what_cannot_be_enforced(compiler: GrammarCompiler) -> None:
+    """Of a strict tool it is refused, of another one ignored."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True}, "b": {"not": {"type": "null"}}},
+    }
+    formats = ModelFormats(tools="hermes")
+    for is_strict in (False, True):
+        offered = OfferedTools(
+            tools=(Tool("f", parameters=schema, strict=is_strict),), choice="required"
+        )
+        output_format = offered.output_format(formats, "")
+        assert output_format is not None
+        if is_strict:
+            with pytest.raises(InvalidRequestError, match="uniqueItems"):
+                offered.grammar(output_format, formats, None)
+        else:
+            grammar = offered.grammar(output_format, formats, None)
+            assert grammar is not None
+            compiler.compile(grammar)
