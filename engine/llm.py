@@ -22,6 +22,7 @@ from typing import Any, Self
 import msgspec
 from tqdm import tqdm
 
+from penstock.engine.chat_formats import ModelFormats, template_messages
 from penstock.engine.deferred_interrupt import interrupt_deferred
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import EngineDeadError, InvalidRequestError
@@ -34,6 +35,7 @@ from penstock.engine.llm_prompts import (
     check_vocabulary,
     conversations,
     engine_config,
+    offered_tools,
     params_for,
     tokenise,
 )
@@ -84,6 +86,9 @@ class LLM:
         self.tokenizer = Tokenizer.from_directory(path)
         self._chat_template = ChatTemplate.from_directory(path)
         self._chat_template.check()
+        self._formats = ModelFormats.found_in(
+            self._chat_template.source, self.tokenizer.added_tokens
+        )
         self._defaults = read_generation_defaults(path, config.model.generation_config)
         self._end: str | None = None  # why further calls are refused
         self._is_closing = False
@@ -138,27 +143,40 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
         """Answer conversations, each rendered with the model's chat template. Parameters without
         `max_tokens` allow what is left of the context, as over HTTP.
 
+        An output's `text` is that of its messages; its `items` are also thoughts and tool calls.
+
         Args:
             messages: one conversation (a list of messages with `role` and `content`), or several.
+                As over HTTP, an assistant's message may have `tool_calls`, and a message of the
+                role `tool` is a result.
             chat_template: a template to use instead of the model's.
-            chat_template_kwargs: further variables for the template.
+            chat_template_kwargs: further variables for the template (`enable_thinking`, …).
+            tools: functions that the model may call, as in OpenAI's chat API. They are not run.
+            tool_choice: `auto`, `none`, `required`, or the name of the function to call.
 
         Raises:
             InvalidRequestError: a template refuses its conversation, or as for `generate`.
         """
+        source = self._chat_template.source if chat_template is None else chat_template
+        offered = offered_tools(tools or (), tool_choice)
         texts = [
             self._chat_template.render(
-                conversation,
+                template_messages(conversation, source),
                 add_generation_prompt=add_generation_prompt,
                 template=chat_template,
-                kwargs=chat_template_kwargs,
+                kwargs={"tools": offered.for_template, **(chat_template_kwargs or {})},
             )
             for conversation in conversations(messages)
+        ]
+        formats = [
+            offered.output_format(self._formats, text, template=chat_template) for text in texts
         ]
         tokens = [
             TokenPrompt(
@@ -166,11 +184,31 @@ class LLM:
             )
             for text in texts  # the template writes the special tokens itself
         ]
-        params = params_for(self._or_default(sampling_params), len(tokens))
+        params = [
+            each
+            if output_format is None
+            else msgspec.structs.replace(
+                each,
+                structured_outputs=offered.grammar(
+                    output_format, self._formats, each.structured_outputs
+                ),
+            )
+            for each, output_format in zip(
+                params_for(self._or_default(sampling_params), len(tokens)), formats, strict=True
+            )
+        ]
         requests = self._requests(tokens, params, fills_context=True)
         collectors = [
-            OutputCollector(request, self.tokenizer, prompt=text)
-            for request, text in zip(requests, texts, strict=True)
+            OutputCollector(
+                request,
+                self.tokenizer,
+                prompt=text,
+                output_format=output_format,
+                shown=frozenset(self._formats.token_of(output_format.syntax).values())
+                if output_format
+                else frozenset(),
+            )
+            for request, text, output_format in zip(requests, texts, formats, strict=True)
         ]
         return self._collect(collectors, use_tqdm=use_tqdm)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.engine.chat_formats import OutputFormat, OutputItem, OutputReader, items_of
 from penstock.engine.errors import EngineError
 from penstock.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from penstock.engine.text import OutputText, Tokenizer
@@ -16,7 +17,8 @@ class CompletionOutput:
 
     Attributes:
         index: with beam search and `best_of` the rank, likeliest first; else the branch.
-        text: without the stop string or stop token, unless `include_stop_str_in_output`.
+        text: without the stop string or stop token, unless `include_stop_str_in_output`; of a chat
+            with thoughts or tool calls, only that of its messages.
         token_ids: including the token that ended the output; tokens after a stop string are
             dropped.
         logprobs: one entry per token; None unless requested.
@@ -25,6 +27,8 @@ class CompletionOutput:
         finish_reason: `stop` or `length`.
         stop_reason: the stop string, EOS id or stop token id that ended the output; None at the
             length limit.
+        items: of a chat: its messages, thoughts ("reasoning") and tool calls ("function_call", with
+            a name and the arguments as JSON text), in order; empty if they are not looked for.
     """
 
     index: int
@@ -35,6 +39,7 @@ class CompletionOutput:
     score: float | None
     finish_reason: str
     stop_reason: str | int | None
+    items: tuple[OutputItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +109,8 @@ class OutputCollector:
     Args:
         prompt: its text, if there is one.
         context: ids that precede the outputs' text (see `OutputText`).
+        output_format: how thoughts and tool calls are found; None: the output is one message.
+        shown: special tokens that mark them.
     """
 
     def __init__(
@@ -113,6 +120,8 @@ class OutputCollector:
         *,
         prompt: str | None = None,
         context: Sequence[int] = (),
+        output_format: OutputFormat | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         params = request.sampling_params
         self.request = request
@@ -122,8 +131,10 @@ class OutputCollector:
         self._num_cached_tokens = 0
         num_branches = params.n if params.beam_search is not None else params.num_branches
         self._branches = [
-            _Branch(OutputText(tokenizer, params, context=context)) for _ in range(num_branches)
+            _Branch(OutputText(tokenizer, params, context=context, shown=shown))
+            for _ in range(num_branches)
         ]
+        self._output_format = output_format
 
     def add(self, output: RequestOutput) -> bool:
         """Add one iteration's output of one branch.
@@ -167,9 +178,14 @@ class OutputCollector:
     def _output(self, index: int, branch: _Branch) -> CompletionOutput:
         assert branch.finish_reason is not None
         params = self.request.sampling_params
+        text, items = branch.text, list[OutputItem]()
+        if self._output_format is not None:
+            reader = OutputReader(self._output_format)
+            items = items_of([*reader.push(text), *reader.end()])
+            text = "\n".join(item.text for item in items if item.kind == "message")
         return CompletionOutput(
             index=index,
-            text=branch.text,
+            text=text,
             token_ids=tuple(branch.token_ids),
             logprobs=None if params.logprobs is None else tuple(branch.logprobs),
             cumulative_logprob=None
@@ -178,6 +194,7 @@ class OutputCollector:
             score=branch.score,
             finish_reason=branch.finish_reason.value,
             stop_reason=branch.stop_reason,
+            items=tuple(items),
         )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import msgspec
 
+from penstock.engine.chat_formats import OfferedTools, Tool, ToolMode
 from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
@@ -43,6 +44,39 @@ class TokenPrompt:
 
     token_ids: tuple[int, ...]
     text: str | None = None
+
+
+def offered_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> OfferedTools:
+    """Functions in OpenAI's form.
+
+    Raises:
+        InvalidRequestError: one is not in that form, or the choice names none of them.
+    """
+    offered = []
+    for index, each in enumerate(tools):
+        function = each.get("function", each)
+        name = function.get("name")
+        if not isinstance(name, str) or each.get("type", "function") != "function":
+            raise InvalidRequestError(
+                f"tools[{index}] must be a function with a name", param=f"tools[{index}]"
+            )
+        offered.append(
+            Tool(
+                name=name,
+                description=function.get("description") or "",
+                parameters=function.get("parameters"),
+                strict=bool(function.get("strict")),
+            )
+        )
+    names = [tool.name for tool in offered]
+    if choice in ("auto", "none", "required") and (names or choice != "required"):
+        return OfferedTools(tools=tuple(offered), choice=cast("ToolMode", choice))
+    if choice not in names:
+        raise InvalidRequestError(
+            f"tool_choice must be auto, none, required or one of the tools, not {choice!r}",
+            param="tool_choice",
+        )
+    return OfferedTools(tools=tuple(offered), choice="required", named=choice)
 
 
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:

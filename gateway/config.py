@@ -34,6 +34,8 @@ class GatewayConfig:
         served_model_names: names of the model in the API; empty: as the user named the model.
 
         trust_request_chat_template: requests may bring their own template.
+        tool_call_parser, reasoning_parser: formats of tool calls and thoughts; None: as the chat
+            template shows; `none`: they stay text.
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
         max_prompt_bytes: largest prompt text to tokenise where context and tokenizer set no
             limit; None: `limits.default_prompt_bytes`.
@@ -86,6 +88,8 @@ class GatewayConfig:
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     served_model_names: tuple[str, ...] = ()
     trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     max_body_bytes: int = 4 << 20
     max_prompt_bytes: int | None = None

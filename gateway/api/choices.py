@@ -18,8 +18,8 @@ import orjson
 
 from penstock.gateway.api.schema.fields import StreamOptions
 from penstock.gateway.errors import failure_of
+from penstock.gateway.generation.branch import Delta
 from penstock.gateway.generation.generation import (
-    Delta,
     DeltaSource,
     Merged,
     Output,
@@ -211,11 +211,16 @@ def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:
     usages = list(usages)
     num_prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     num_output_tokens = sum(usage.output_tokens for usage in usages)
+    num_reasoning_tokens = sum(usage.reasoning_tokens for usage in usages)
+    details: dict[str, Any] = {}
+    if num_reasoning_tokens:
+        details["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        **details,
     }
 
 

@@ -227,6 +227,7 @@ def _header(
         request=request,
         is_turn=False,
         continues_prompt=continues_prompt,
+        output_format=generation.output_format,
     )
 
 

@@ -1,4 +1,4 @@
-"""Converts messages to the items that are stored and listed, and back for the chat template.
+"""Converts input items to those that are stored and listed, and back for the chat template.
 
     {"id": "msg_…", "type": "message", "role", "status", "content": [{"type": "input_text", …}]}
 
@@ -15,13 +15,34 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field
 from starlette.datastructures import QueryParams
 
-from penstock.gateway.api.schema.fields import Includes, Message, template_message
+from penstock.gateway.api.schema.fields import Includes
+from penstock.gateway.api.schema.messages import (
+    CallOutput,
+    FunctionCall,
+    InputItem,
+    ItemReference,
+    Message,
+    Reasoning,
+    custom_arguments,
+    template_call,
+    template_message,
+)
 from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.api.schema.tools import seen_name
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.records import Item
 
 _MAX_LISTED = 100  # OpenAI's limit
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_ID_PREFIXES = {
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+    "function_call_output": "fco_",
+    "custom_tool_call_output": "ctco_",
+    "reasoning": "rs_",
+}
 
 _Asked = TypeVar("_Asked", bound=Model)
 
@@ -54,17 +75,54 @@ class ItemsQuery(PageQuery, IncludeQuery):
     """A page of items."""
 
 
-def new_item_id() -> str:
-    return f"msg_{secrets.token_hex(16)}"
+def new_item_id(prefix: str = "msg_") -> str:
+    return f"{prefix}{secrets.token_hex(16)}"
 
 
-def item_objects(messages: Iterable[Message]) -> tuple[Item, ...]:
-    """Messages as items with new ids. A message's own id is dropped, so that an id always names one
-    item of a conversation."""
-    return tuple(_item(message) for message in messages)
+def item_objects(items: Iterable[InputItem]) -> tuple[Item, ...]:
+    """Items as they are stored, with new ids. An item's own id is dropped, so that an id always
+    names one item of a conversation.
+
+    Raises:
+        RequestRefusedError: one is a reference, which has no meaning here.
+    """
+    return tuple(item_object(item, index) for index, item in enumerate(items))
 
 
-def _item(message: Message) -> Item:
+def item_object(item: InputItem, index: int) -> Item:
+    """One item as it is stored. Raises as `item_objects`."""
+    if isinstance(item, ItemReference):
+        raise RequestRefusedError(
+            "a conversation's items cannot be references",
+            code="unsupported_parameter",
+            param=f"items[{index}]",
+        )
+    if isinstance(item, Message):
+        return _message(item)
+    stored: dict[str, Any] = {
+        "id": new_item_id(_ID_PREFIXES[item.type]),
+        "type": item.type,
+        "status": item.status or "completed",
+    }
+    if isinstance(item, Reasoning):
+        thoughts = [{"type": "reasoning_text", "text": each.text} for each in item.content]
+        summary = [{"type": "summary_text", "text": each.text} for each in item.summary]
+        return stored | {
+            "summary": summary,
+            "content": thoughts,
+            "encrypted_content": item.encrypted_content,
+        }
+    stored["call_id"] = item.call_id
+    if isinstance(item, CallOutput):
+        return stored | {"output": "\n".join(item.output)}
+    said = (
+        {"arguments": item.arguments} if isinstance(item, FunctionCall) else {"input": item.input}
+    )
+    space = {} if item.namespace is None else {"namespace": item.namespace}
+    return stored | {"name": item.name, **said, **space}
+
+
+def _message(message: Message) -> Item:
     part = _output_part if message.role == "assistant" else _input_part
     item = {
         "id": new_item_id(),
@@ -77,16 +135,61 @@ def _item(message: Message) -> Item:
     return item | {name: value for name, value in given.items() if value is not None}
 
 
-def for_template(item: Item) -> dict[str, str]:
-    """An item as chat templates expect it."""
-    return template_message(
-        item["role"], [part["text"] for part in item["content"]], item.get("name")
-    )
+def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Items as chat templates expect them: what the assistant thought, said and called in one go
+    is one message."""
+    messages: list[dict[str, Any]] = []
+    is_open = False  # the last message is the assistant's, and may get more
+    for item in items:
+        kind = item["type"]
+        if kind == "message" and item["role"] != "assistant":
+            texts = [part["text"] for part in item["content"]]
+            messages.append(template_message(item["role"], texts, item.get("name")))
+            is_open = False
+            continue
+        if kind in _OUTPUTS:
+            message = template_message("tool", [item["output"]])
+            messages.append(message | {"tool_call_id": item["call_id"]})
+            is_open = False
+            continue
+        if not is_open or _begins_anew(kind, messages[-1]):
+            messages.append({"role": "assistant", "content": ""})
+            is_open = True
+        _add(item, messages[-1])
+    return messages
+
+
+def _begins_anew(kind: str, message: Mapping[str, Any]) -> bool:
+    """Whether an item of the assistant's belongs to its next message."""
+    if kind in _CALLS:
+        return False
+    has_spoken = bool(message["content"]) or "tool_calls" in message
+    return has_spoken or (kind == "reasoning" and "reasoning_content" in message)
+
+
+def _add(item: Item, message: dict[str, Any]) -> None:
+    """Add an item to the assistant's message."""
+    kind = item["type"]
+    if kind == "message":
+        message["content"] = "\n".join(part["text"] for part in item["content"])
+        if "name" in item:
+            message["name"] = item["name"]
+    elif kind == "reasoning":
+        parts = item["content"] or item["summary"]
+        if parts:
+            message["reasoning_content"] = "\n".join(part["text"] for part in parts)
+    else:
+        arguments = item.get("arguments")
+        if arguments is None:
+            arguments = custom_arguments(item["input"])
+        name = seen_name(item["name"], item.get("namespace"))
+        calls = message.setdefault("tool_calls", [])
+        calls.append(template_call(item["call_id"], name, arguments))
 
 
 def without_logprobs(item: Item) -> Item:
     """An item as it is listed unless log-probabilities were asked for."""
-    content: Sequence[Mapping[str, Any]] = item["content"]
+    content: Sequence[Mapping[str, Any]] = item.get("content", ())
     if not any(part.get("logprobs") for part in content):
         return item
     return {

@@ -269,6 +269,7 @@ def _page(items: Schema) -> Schema:
 
 
 _FINISH_REASON = _one_of(*(reason.value for reason in FinishReason))
+_CHAT_FINISH_REASON = _one_of(*(reason.value for reason in FinishReason), "tool_calls")
 _TURN_STATUS = _one_of("in_progress", "completed", "incomplete", "cancelled", "failed")
 _TOKEN = {"token": STRING, "logprob": _NUMBER, "bytes": _list(INTEGER)}
 _COMPLETION_LOGPROBS = _object(
@@ -288,6 +289,10 @@ _HEAD = {
     "system_fingerprint": _NULL,
 }
 
+_ITEM = {"id": STRING, "status": _one_of("in_progress", "completed", "incomplete")}
+_CALL = {**_ITEM, "call_id": STRING, "name": STRING}
+_SPACE = {"namespace": STRING}
+
 ANSWERS: dict[str, Schema] = {
     "Error": _object(
         error=_object(
@@ -301,11 +306,22 @@ ANSWERS: dict[str, Schema] = {
     # generated
     "TokenLogprob": _object(**_TOKEN, top_logprobs=_list(_object(**_TOKEN))),
     "Usage": _object(
+        {"completion_tokens_details": _object(reasoning_tokens=INTEGER)},
         prompt_tokens=INTEGER,
         completion_tokens=INTEGER,
         total_tokens=INTEGER,
         prompt_tokens_details=_object(cached_tokens=INTEGER),
     ),
+    "ToolCall": {
+        "oneOf": [
+            _object(
+                id=STRING,
+                type=_one_of("function"),
+                function=_object(name=STRING, arguments=STRING),
+            ),
+            _object(id=STRING, type=_one_of("custom"), custom=_object(name=STRING, input=STRING)),
+        ]
+    },
     "ChatCompletion": _object(
         {"prompt_token_ids": _list(INTEGER), "prompt_logprobs": _PROMPT_LOGPROBS},
         **_HEAD,
@@ -314,9 +330,18 @@ ANSWERS: dict[str, Schema] = {
             _object(
                 {"token_ids": _list(INTEGER)},
                 index=INTEGER,
-                message=_object(role=_one_of("assistant"), content=STRING, refusal=_NULL),
+                message=_object(
+                    {
+                        "tool_calls": _list(ref("ToolCall")),
+                        "reasoning_content": STRING,
+                        "reasoning": STRING,
+                    },
+                    role=_one_of("assistant"),
+                    content=nullable(STRING),
+                    refusal=_NULL,
+                ),
                 logprobs=nullable(_object(content=_list(ref("TokenLogprob")), refusal=_NULL)),
-                finish_reason=_FINISH_REASON,
+                finish_reason=_CHAT_FINISH_REASON,
             )
         ),
         usage=ref("Usage"),
@@ -348,14 +373,23 @@ ANSWERS: dict[str, Schema] = {
         ]
     },
     "Item": {
-        "description": "A message, or an item of another type.",
         "oneOf": [
             ref("MessageItem"),
-            {
-                "type": "object",
-                "properties": {"id": STRING, "type": {"not": _one_of(MESSAGE.type)}},
-                "required": ["id", "type"],
-            },
+            _object(
+                **_ITEM,
+                type=_one_of("reasoning"),
+                summary=_list(_object(type=_one_of("summary_text"), text=STRING)),
+                content=_list(_object(type=_one_of("reasoning_text"), text=STRING)),
+                encrypted_content=nullable(STRING),
+            ),
+            _object(_SPACE, **_CALL, type=_one_of("function_call"), arguments=STRING),
+            _object(_SPACE, **_CALL, type=_one_of("custom_tool_call"), input=STRING),
+            _object(
+                **_ITEM,
+                type=_one_of("function_call_output", "custom_tool_call_output"),
+                call_id=STRING,
+                output=STRING,
+            ),
         ],
     },
     "MessageItem": _object(
@@ -398,7 +432,13 @@ ANSWERS: dict[str, Schema] = {
         store=_BOOLEAN,
         background=_BOOLEAN,
         parallel_tool_calls=_BOOLEAN,
-        tool_choice=STRING,
+        presence_penalty=_NUMBER,
+        frequency_penalty=_NUMBER,
+        max_tool_calls=nullable(INTEGER),
+        reasoning=_object(effort=nullable(STRING), summary=nullable(STRING)),
+        safety_identifier=nullable(STRING),
+        prompt_cache_key=nullable(STRING),
+        tool_choice=_ANYTHING,
         tools=_list(_ANYTHING),
         text=_map(_ANYTHING),
         truncation=STRING,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.errors import InvalidRequestError, PromptTooLongError
 from penstock.engine.request import (
     SamplingParams,
@@ -37,6 +38,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
         continues_prompt: the text continues the prompt's instead of starting a new one.
         grammars: what has to compile of `sampling_params.structured_outputs`, with the parameters
             that it came from.
+        output_format: how thoughts and tool calls are found in it; None: it is one message.
     """
 
     sampling_params: SamplingParams
@@ -47,6 +49,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     wants_queue_position: bool = False
     continues_prompt: bool = False
     grammars: Sequence[tuple[str, StructuredOutputs]] = ()
+    output_format: OutputFormat | None = None
 
 
 def default_prompt_bytes(max_model_len: int) -> int:

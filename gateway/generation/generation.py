@@ -2,10 +2,10 @@
 
     engine → outputs of branches → deltas → finish reasons and usage
 
-This module handles stop strings, the choice of the best branches, aborting a generation that is
-left early, and continuing one from the middle. A `Branch` is one growing output: the engine's
-tokens go in, deltas come out. APIs make their answers from a `DeltaSource`: a `Generation` gets its
-deltas from an engine, `api.responses.logged_generation` from a log.
+This module handles the choice of the best branches, aborting a generation that is left early, and
+continuing one from the middle. A `Branch` is one growing output. APIs make their answers from a
+`DeltaSource`: a `Generation` gets its deltas from an engine, `api.responses.logged_generation` from
+a log.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
+from penstock.engine.chat_formats import (
+    OutputFormat,
+    OutputItem,
+    OutputReader,
+    Piece,
+    items_of,
+    pieces_after,
+)
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import (
     FinishReason,
-    Notice,
     Request,
     RequestOutput,
-    SamplingParams,
     TokenLogprobs,
 )
 from penstock.engine.text import OutputText
@@ -31,6 +35,7 @@ from penstock.gateway.admission.admission import Reservation
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError, SupersededError
+from penstock.gateway.generation.branch import Branch, Delta
 from penstock.gateway.sources import Source, next_of
 from penstock.gateway.telemetry.metrics import StreamMeter
 
@@ -39,9 +44,14 @@ from penstock.gateway.telemetry.metrics import StreamMeter
 class Output:
     """A whole branch."""
 
-    text: str
+    items: Sequence[OutputItem]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
+
+    @property
+    def text(self) -> str:
+        """Of its messages."""
+        return "\n".join(item.text for item in self.items if item.kind == "message")
 
 
 class Generation:
@@ -54,12 +64,13 @@ class Generation:
         generation.branches[0].finish_reason, generation.usage
 
     A request with `output_token_ids` continues from the middle, wherever its beginning was
-    computed. The first delta is the text of those tokens beyond `shown_text`, for example a
+    computed. The first delta is the output of those tokens beyond `shown`, for example a
     character that was incomplete at the cut.
 
     Args:
         texts: one per branch that is computed.
-        shown_text: the part of the output that was already delivered.
+        shown: the part of the output that was already delivered.
+        output_format: how thoughts and tool calls are found in it; None: it is one message.
         epoch: see `EngineClient.submit`.
         reservation: released when the generation is left or discarded; None: nothing is reserved.
 
@@ -77,20 +88,28 @@ class Generation:
         *,
         texts: Sequence[OutputText],
         meter: StreamMeter,
-        shown_text: str = "",
+        shown: Sequence[Piece] = (),
+        output_format: OutputFormat | None = None,
         epoch: int = 1,
         reservation: Reservation | None = None,
     ) -> None:
         self.request = request
+        self.output_format = output_format
         self._epoch = epoch
         self._reservation = reservation or Reservation()
         self.branches = [
-            Branch(index, text, request.sampling_params) for index, text in enumerate(texts)
+            Branch(
+                index,
+                text,
+                request.sampling_params,
+                None if output_format is None else OutputReader(output_format),
+            )
+            for index, text in enumerate(texts)
         ]
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prefix_id: bytes | None = None
         self._num_running = len(self.branches)
-        self._shown_text = shown_text
+        self._shown = shown
         self._due: list[Delta] = []
         self._engine = engine
         self._stream: EngineStream | None = None
@@ -154,6 +173,7 @@ class Generation:
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             output_tokens=sum(len(branch.token_ids) for branch in self.branches),
+            reasoning_tokens=sum(branch.num_reasoning_tokens for branch in self.branches),
             cached_tokens=self._num_cached_tokens,
         )
 
@@ -208,11 +228,17 @@ class Generation:
                 stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
             )
         )
-        if not delta.text.startswith(self._shown_text):
-            raise GenerationFailedError("the delivered text does not match the output tokens")
-        delta.text = delta.text[len(self._shown_text) :]
+        try:
+            rest = pieces_after(self._shown, delta.parts)
+        except ValueError as error:
+            message = "the delivered output does not match the output tokens"
+            raise GenerationFailedError(message) from error
+        if self.output_format is None:
+            delta.text = "".join(piece.text for piece in rest)
+        else:
+            delta.text, delta.pieces = "", rest
         self._num_running -= delta.finish_reason is not None
-        if delta.text or delta.finish_reason:
+        if rest or delta.finish_reason:
             self._due.append(delta)
 
     def _end_of(self, token_ids: tuple[int, ...]) -> FinishReason | None:
@@ -260,8 +286,9 @@ class Generation:
             wait_s = self._reservation.wait_s(output.num_tokens_ahead)
             delta.estimated_wait_ms = round(wait_s * 1e3)
             return delta
-        has_content = delta.text or delta.logprobs or delta.finish_reason or delta.notice
-        return delta if has_content else None
+        if delta.text or delta.pieces or delta.logprobs or delta.finish_reason or delta.notice:
+            return delta
+        return None
 
     def _release_reservation(self) -> None:
         used = self.usage
@@ -335,78 +362,10 @@ def _whole(deltas: Sequence[Delta]) -> Output:
     reason = deltas[-1].finish_reason
     assert reason is not None
     return Output(
-        text="".join(delta.text for delta in deltas),
+        items=items_of([piece for delta in deltas for piece in delta.parts]),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         finish_reason=reason,
     )
-
-
-class Delta(msgspec.Struct, gc=False):
-    """One branch's output since its last delta.
-
-    Attributes:
-        index: the branch.
-        text: may be empty while a character or a stop string is incomplete.
-        logprobs: one entry per token that has text; empty unless asked for.
-        finish_reason: set only on the branch's last delta.
-        notice: an event of the branch before this text.
-        queue_position: for a waiting request that asked for it: how many are served before it.
-        estimated_wait_ms: with `queue_position`, the wait; 0 while nothing has been measured.
-    """
-
-    index: int
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    notice: Notice | None = None
-    queue_position: int | None = None
-    estimated_wait_ms: int = 0
-
-
-class Branch:
-    """One of a request's outputs.
-
-    Attributes:
-        finish_reason: None until the end.
-        token_ids: the output so far, without tokens after a stop string.
-    """
-
-    __slots__ = ("_index", "_params", "_sum_logprobs", "_text", "finish_reason", "token_ids")
-
-    def __init__(self, index: int, text: OutputText, params: SamplingParams) -> None:
-        self.finish_reason: FinishReason | None = None
-        self.token_ids: list[int] = []
-        self._index = index
-        self._text = text
-        self._params = params
-        self._sum_logprobs = 0.0
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean logprob per output token; 0 if the logprobs were not reported."""
-        return self._sum_logprobs / max(len(self.token_ids), 1)
-
-    def add(self, output: RequestOutput) -> Delta:
-        """Add an output of the engine, up to its end or a stop string."""
-        params = self._params
-        # A token that ended the sequence counts as output, but its text is not shown.
-        hides_last = output.stop_token_id is not None and not params.include_stop_str_in_output
-        shown = output.token_ids[:-1] if hides_last else output.token_ids
-        pushed = self._text.push(shown)
-        text, counted, reason = pushed.text, output.token_ids, output.finish_reason
-        if pushed.stop is not None:
-            counted, reason = shown[: pushed.num_tokens], FinishReason.STOP
-        elif reason is not None:
-            rest = self._text.finish()
-            text += rest.text
-            reason = reason if rest.stop is None else FinishReason.STOP
-        self.token_ids += counted
-        logprobs = output.logprobs
-        if logprobs:
-            self._sum_logprobs += sum(entry.logprob for entry in logprobs[: len(counted)])
-            logprobs = () if params.logprobs is None else logprobs[: pushed.num_tokens]
-        self.finish_reason = reason
-        return Delta(self._index, text, logprobs, reason, output.notice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +373,7 @@ class Usage:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 class DeltaSource(Source[Delta], Protocol):
@@ -425,6 +385,11 @@ class DeltaSource(Source[Delta], Protocol):
 
     @property
     def request(self) -> Request: ...
+
+    @property
+    def output_format(self) -> OutputFormat | None:
+        """How thoughts and tool calls are found in the output."""
+        ...
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:

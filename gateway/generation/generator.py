@@ -19,7 +19,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+import orjson
 
+from penstock.engine.chat_formats import (
+    ModelFormats,
+    OfferedTools,
+    OutputFormat,
+    Piece,
+    template_messages,
+)
 from penstock.engine.request import Request, Retention, SamplingParams, check_choice
 from penstock.engine.text import OutputText
 from penstock.engine.text.chat_template import SlowTemplateError
@@ -57,12 +65,13 @@ _Result = TypeVar("_Result")
 class ChatPrompt:
     """A conversation and how to render it."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False  # templates write their own
     template: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class Generator:
@@ -101,11 +110,10 @@ class Generator:
             await self._templates.close()
 
     async def tokenise_chat(
-        self, prompt: ChatPrompt, *, must_fit: bool, tenant: str = ""
+        self, text: str, *, add_special_tokens: bool, must_fit: bool, tenant: str = ""
     ) -> list[int]:
-        """The token ids of a rendered conversation. Raises as `render_chat` and `tokenise`."""
-        text = await self.render_chat(prompt)
-        if prompt.add_special_tokens:
+        """The token ids of a rendered conversation. Raises as `tokenise`."""
+        if add_special_tokens:
             return await self.tokenise(
                 text, add_special_tokens=True, param="messages", must_fit=must_fit
             )
@@ -129,15 +137,17 @@ class Generator:
         Raises:
             InvalidRequestError: the template raises an error, or requests may not have templates.
         """
+        template = self.model.chat_template
+        source = template.source if prompt.template is None else prompt.template
         arguments: dict[str, Any] = {
-            "messages": prompt.messages,
+            "messages": template_messages(prompt.messages, source),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
-            "kwargs": prompt.kwargs,
+            "kwargs": {"tools": prompt.tools, **prompt.kwargs},
         }
-        template = self.model.chat_template
         if prompt.template is None:
             num_chars = sum(len(message["content"]) for message in prompt.messages)
+            num_chars += 0 if prompt.tools is None else len(orjson.dumps(prompt.tools))
             is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
             render = partial(template.render, **arguments)
             if not is_long:
@@ -259,6 +269,7 @@ class Generator:
             ),
             continues_prompt=options.continues_prompt,
             reservation=reservation,
+            output_format=options.output_format,
         )
 
     def resume(
@@ -266,22 +277,24 @@ class Generator:
         request: Request,
         *,
         output_token_ids: Sequence[int],
-        shown_text: str,
+        shown: Sequence[Piece],
         epoch: int,
         continues_prompt: bool = False,
+        output_format: OutputFormat | None = None,
     ) -> Generation:
         """A generation that continues one from the middle, wherever it was started. It is not
         admitted again.
 
         Args:
-            output_token_ids, shown_text, epoch: see `Generation`.
+            output_token_ids, shown, epoch, output_format: see `Generation`.
             continues_prompt: the text continues the prompt.
         """
         return self._generation(
             msgspec.structs.replace(request, output_token_ids=tuple(output_token_ids)),
             continues_prompt=continues_prompt,
-            shown_text=shown_text,
+            shown=shown,
             epoch=epoch,
+            output_format=output_format,
         )
 
     def _generation(
@@ -289,14 +302,18 @@ class Generator:
         request: Request,
         *,
         continues_prompt: bool,
-        shown_text: str = "",
+        shown: Sequence[Piece] = (),
         epoch: int = 1,
         reservation: Reservation | None = None,
+        output_format: OutputFormat | None = None,
     ) -> Generation:
         params = request.sampling_params
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
+        markers = frozenset[int]()
+        if output_format is not None:
+            markers = frozenset(self.model.formats.token_of(output_format.syntax).values())
         texts = [
-            OutputText(self.model.tokenizer, params, context=context)
+            OutputText(self.model.tokenizer, params, context=context, shown=markers)
             for _ in range(params.num_branches)
         ]
         generation = Generation(
@@ -304,7 +321,8 @@ class Generator:
             request,
             texts=texts,
             meter=StreamMeter(self._metrics, request.tenant),
-            shown_text=shown_text,
+            shown=shown,
+            output_format=output_format,
             epoch=epoch,
             reservation=reservation,
         )
@@ -313,6 +331,28 @@ class Generator:
             loop = asyncio.get_running_loop()
             weakref.finalize(generation, _release, reservation, loop).atexit = False
         return generation
+
+
+def constrained(
+    options: GenerationOptions,
+    offered: OfferedTools,
+    output_format: OutputFormat | None,
+    formats: ModelFormats,
+) -> GenerationOptions:
+    """The options with the output's format, and with the grammar that enforces calls."""
+    if output_format is None:
+        return options
+    params = options.sampling_params
+    grammar = offered.grammar(output_format, formats, params.structured_outputs)
+    if grammar == params.structured_outputs:
+        return msgspec.structs.replace(options, output_format=output_format)
+    assert grammar is not None
+    return msgspec.structs.replace(
+        options,
+        output_format=output_format,
+        sampling_params=msgspec.structs.replace(params, structured_outputs=grammar),
+        grammars=[*options.grammars, ("tools", grammar)],
+    )
 
 
 def _fitting_params(

@@ -5,9 +5,12 @@ Only the engine loads weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.engine.chat_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormats
+from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import (
     GenerationDefaults,
     read_generation_defaults,
@@ -27,6 +30,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     defaults: GenerationDefaults
+    formats: ModelFormats
 
     @property
     def name(self) -> str:
@@ -50,6 +54,19 @@ class ServedModel:
         return name
 
 
+def _format(flag: str, asked: str | None, known: Collection[str]) -> str | None:
+    """The format that a flag names; None if it is not given.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    if asked in ("", "none"):
+        return ""
+    if asked is not None and asked not in known:
+        raise ConfigError(f"{flag} must be one of {', '.join(sorted(known))}, not {asked!r}")
+    return asked
+
+
 def load_model(config: GatewayConfig, *, checks_template: bool = False) -> ServedModel:
     """Find and read the model's small files.
 
@@ -66,10 +83,18 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
     tokenizer = Tokenizer.from_directory(path)  # while the check runs
     if check is not None:
         check.result()
+    formats = ModelFormats.found_in(files.source, tokenizer.added_tokens)
+    tools = _format("--tool-call-parser", config.tool_call_parser, TOOL_FORMATS)
+    reasoning = _format("--reasoning-parser", config.reasoning_parser, REASONING_FORMATS)
     return ServedModel(
         names=config.model_names,
         directory=path,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(*files),
         defaults=read_generation_defaults(path, config.model.generation_config),
+        formats=replace(
+            formats,
+            tools=formats.tools if tools is None else tools,
+            reasoning=formats.reasoning if reasoning is None else reasoning,
+        ),
     )

@@ -279,6 +279,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("max-model-len", None, "context length in tokens; default: the model's own", COUNT),
         Flag("generation-config", _MODEL.generation_config, "auto: take sampling defaults and EOS "
              "from generation_config.json", choices=("auto", "none")),
+        Flag("tool-call-parser", None, "how the model writes tool calls, by vLLM's names (hermes, "
+             "llama3_json, mistral, …) or none; default: as its chat template shows"),
+        Flag("reasoning-parser", None, "how it writes thoughts (qwen3, deepseek_r1, …) or none; "
+             "default: as its chat template shows"),
+        Flag("enable-auto-tool-choice", False, "accepted without effect: it is always on"),
         Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
         Flag("num-threads", None, "CPU threads of the engine; default: one per core", THREADS),
         Flag("deterministic", False, "results never depend on batch, chunks, preemption or cache; "

@@ -334,9 +334,10 @@ def test_errors_are_typed(client: OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL,
             messages=QUESTION,
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            web_search_options={"search_context_size": "low"},
         )
-    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
+    told = (refused.value.code, refused.value.param)
+    assert told == ("unsupported_parameter", "web_search_options")
     with pytest.raises(openai.BadRequestError) as both:
         client.responses.create(
             model=MODEL, input="a", conversation="conv_1", previous_response_id="resp_1"

@@ -10,7 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.request import TokenLogprobs
+from penstock.engine.chat_formats import OutputItem, Piece
+from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt
 from penstock.gateway.api.choices import Answer, Choice
@@ -20,8 +21,9 @@ from penstock.gateway.api.logprobs import prompt_dictionaries, token_objects
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
-from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.branch import Delta
+from penstock.gateway.generation.generation import DeltaSource, Generation, Output
+from penstock.gateway.generation.generator import Generator, constrained
 from penstock.gateway.http.event_stream import EventStream
 
 
@@ -79,19 +81,32 @@ class ChatCompletions:
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
+        model = self._generator.model
+        prompt = await self._generator.render_chat(chat_prompt(chat))
+        output_format = chat.offered.output_format(
+            model.formats, prompt, template=chat.chat_template
+        )
         prompt_token_ids = await self._generator.tokenise_chat(
-            chat_prompt(chat),
+            prompt,
+            add_special_tokens=chat.add_special_tokens,
             must_fit=chat.truncate_prompt_tokens is None,
             tenant=caller_of(request.scope).tenant,
         )
         return await self._generator.plan(
             request_id,
             chat.kept(prompt_token_ids),
-            chat.options(self._generator.model.defaults.sampling),
+            constrained(
+                chat.options(model.defaults.sampling), chat.offered, output_format, model.formats
+            ),
             param="messages",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),
         )
+
+
+# Kind of item → a call's type, and the field with what the model writes.
+_CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
+_THOUGHTS = ("reasoning_content", "reasoning")  # OpenRouter's and vLLM's newer name
 
 
 class _Answer(Answer):
@@ -113,6 +128,9 @@ class _Answer(Answer):
         self._chat = chat
         self._tokenizer = tokenizer
         self._begun: set[int] = set()  # choices whose first chunk was sent
+        self._callers: set[int] = set()  # choices with a tool call
+        self._num_calls: dict[int, int] = {}  # sent in chunks, by choice
+        self._messages: dict[int, int] = {}  # begun in chunks, by choice
         self._extras: dict[str, Any] = {}
         self._is_prompt_told = not chat.return_token_ids
 
@@ -136,29 +154,82 @@ class _Answer(Answer):
 
     def choice(self, index: int, output: Output) -> Choice:
         tokens = self._token_objects(output.logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        calls = [
+            _call(self._call_id(index, number), item)
+            for number, item in enumerate(i for i in output.items if i.kind in _CALLS)
+        ]
+        thoughts = [item.text for item in output.items if item.kind == "reasoning"]
+        if thoughts and self._chat.include_reasoning:
+            message |= dict.fromkeys(_THOUGHTS, "\n".join(thoughts))
+        if calls:
+            message |= {"content": output.text or None, "tool_calls": calls}
+            self._callers.add(index)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": message,
             "logprobs": {"content": tokens, "refusal": None} if self._chat.logprobs else None,
-            "finish_reason": output.finish_reason.value,
+            "finish_reason": self._finish_reason(index, output.finish_reason),
         }
 
     def pieces(self, index: int, delta: Delta) -> list[Choice]:
-        has_content = bool(delta.text or delta.logprobs)
+        has_content = bool(delta.text or delta.logprobs or delta.pieces)
         pieces: list[Choice] = []
         if index not in self._begun and (has_content or delta.finish_reason):
             self._begun.add(index)  # not before the first text: the first event means progress
             pieces.append(_piece(index, {"role": "assistant", "content": ""}))
         if has_content:
+            changes = [self._change(index, piece) for piece in delta.pieces]
+            changes = [change for change in changes if change]
+            if not delta.pieces:
+                changes = [{"content": delta.text}]
             tokens = self._token_objects(delta.logprobs)
-            pieces.append(_piece(index, {"content": delta.text}, tokens=tokens))
+            for change in changes:
+                pieces.append(_piece(index, change, tokens=tokens))
+                tokens = []
+            if tokens:  # of text that is held back, or not shown
+                pieces.append(_piece(index, {"content": ""}, tokens=tokens))
         if delta.finish_reason is not None:
-            pieces.append(_piece(index, {}, finish_reason=delta.finish_reason.value))
+            reason = self._finish_reason(index, delta.finish_reason)
+            pieces.append(_piece(index, {}, finish_reason=reason))
         return pieces
+
+    def _change(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A part of an item as the `delta` of a chunk; empty if it is not shown."""
+        kind = piece.kind
+        if kind == "reasoning":
+            shown = piece.text and self._chat.include_reasoning
+            return dict.fromkeys(_THOUGHTS, piece.text) if shown else {}
+        if kind == "message":
+            begun = self._messages.get(index, 0) + piece.begins
+            self._messages[index] = begun
+            text = "\n" + piece.text if piece.begins and begun > 1 else piece.text
+            return {"content": text} if text else {}
+        number = self._num_calls.get(index, 0) - (not piece.begins)
+        key, text_key = _CALLS[kind]
+        if piece.begins:
+            self._num_calls[index] = number + 1
+            self._callers.add(index)
+            call = _call(self._call_id(index, number), piece)
+            return {"tool_calls": [{"index": number, **call}]}
+        return {"tool_calls": [{"index": number, key: {text_key: piece.text}}]}
+
+    def _finish_reason(self, index: int, reason: FinishReason) -> str:
+        is_call = reason is FinishReason.STOP and index in self._callers
+        return "tool_calls" if is_call else reason.value
+
+    def _call_id(self, index: int, number: int) -> str:
+        _, _, request = str(self._head["id"]).partition("-")
+        return f"call_{request}_{index}_{number}"
 
     def _token_objects(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
         as_ids = self._chat.return_tokens_as_token_ids
         return token_objects(self._tokenizer, entries, as_ids=as_ids)
+
+
+def _call(call_id: str, said: Piece | OutputItem) -> dict[str, Any]:
+    key, text_key = _CALLS[said.kind]
+    return {"id": call_id, "type": key, key: {"name": said.name, text_key: said.text}}
 
 
 def _piece(

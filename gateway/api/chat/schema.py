@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.api.schema.fields import (
-    MAX_ITEMS,
     ChoicesRequest,
     MaxTokens,
-    Message,
     NumLogprobs,
 )
+from penstock.gateway.api.schema.messages import MAX_ITEMS, ChatMessage
 from penstock.gateway.api.schema.model import invalid
 from penstock.gateway.api.schema.parameters import Endpoint
+from penstock.gateway.api.schema.tools import (
+    ChatChoice,
+    ChatTool,
+    Effort,
+    choice_of,
+    offered,
+    reasoning_kwargs,
+)
 from penstock.gateway.api.tokens.schema import TokenizeChat
 from penstock.gateway.generation.generator import ChatPrompt
 
@@ -22,7 +31,9 @@ from penstock.gateway.generation.generator import ChatPrompt
 class ChatRequest(ChoicesRequest):
     endpoint: ClassVar = Endpoint.CHAT
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+    ]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
@@ -32,6 +43,11 @@ class ChatRequest(ChoicesRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    tools: Annotated[list[ChatTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ChatChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
@@ -39,11 +55,26 @@ class ChatRequest(ChoicesRequest):
             raise invalid("top_logprobs", "needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid("continue_final_message", "needs add_generation_prompt to be false")
+        _ = self.offered
         return self
+
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The tools that the model may call. Raises: RequestRefusedError."""
+        return offered(
+            [tool.defined for tool in self.tools],
+            choice_of(self.tool_choice),
+            is_parallel=self.parallel_tool_calls,
+        )
 
     @property
     def continues_prompt(self) -> bool:
         return self.continue_final_message
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {**reasoning_kwargs(self.reasoning_effort), **self.chat_template_kwargs}
 
     @property
     def output_limit(self) -> int | None:
@@ -62,5 +93,6 @@ def chat_prompt(asked: ChatRequest | TokenizeChat) -> ChatPrompt:
         continue_final_message=asked.continue_final_message,
         add_special_tokens=asked.add_special_tokens,
         template=asked.chat_template,
-        kwargs=asked.chat_template_kwargs,
+        kwargs=asked.template_kwargs,
+        tools=asked.offered.for_template,
     )

@@ -20,7 +20,8 @@ from penstock.gateway.api.logprobs import Lists, TokenLists, joined, prompt_dict
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_request
 from penstock.gateway.auth.callers import caller_of, deadline_of
-from penstock.gateway.generation.generation import Delta, DeltaSource, Generation, Output
+from penstock.gateway.generation.branch import Delta
+from penstock.gateway.generation.generation import DeltaSource, Generation, Output
 from penstock.gateway.generation.generator import NUM_CONTEXT_TOKENS, Generator
 from penstock.gateway.http.event_stream import EventStream
 

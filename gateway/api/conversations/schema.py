@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from penstock.gateway.api.items import Query
-from penstock.gateway.api.schema.fields import Message, Metadata
+from penstock.gateway.api.schema.fields import Metadata
+from penstock.gateway.api.schema.messages import InputItem
 from penstock.gateway.api.schema.model import Model
 
 _MAX_ADDED = 20  # OpenAI's limit
@@ -20,7 +21,7 @@ class TreeQuery(Query):
     items: bool = False
 
 
-_Added = Annotated[list[Message], Field(max_length=_MAX_ADDED, fail_fast=True)]
+_Added = Annotated[list[InputItem], Field(max_length=_MAX_ADDED, fail_fast=True)]
 _TurnId = Annotated[str, Field(max_length=_MAX_ID_CHARS)]
 
 

@@ -21,7 +21,7 @@ import msgspec
 import orjson
 
 from penstock.engine.request import FinishReason
-from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
+from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE, ItemContent
 from penstock.gateway.storage.response_log.item_kinds import JsonObject as _Object
 from penstock.gateway.storage.response_log.log import LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import (
@@ -104,7 +104,7 @@ class EventWriter:
         """The events of an entry before its delta, which is the first that this reader gets of its
         item."""
         kind, index = KINDS[entry.kind], entry.output_index
-        item = _item(self._header, index, kind.type, (), "in_progress")
+        item = _item(self._header, index, (_begun(entry),), "in_progress")
         self._output_index, self._delta_type, self._delta_end = index, kind.delta, kind.delta_end
         begun = orjson.dumps({"type": kind.delta, **_place(item, index)})
         self._delta_start = begun[:-1] + b',"sequence_number":'
@@ -174,7 +174,7 @@ def _opening(header: ResponseHeader) -> list[tuple[str, _Object]]:
         events = [("response.created", queued), ("response.queued", queued)]
     events.append(("response.in_progress", {"response": response}))
     if header.begins_message:
-        events += _opening_item(_item(header, 0, MESSAGE.type, (), "in_progress"), 0)
+        events += _opening_item(_item(header, 0, (), "in_progress"), 0)
     assert len(events) == header.num_opening_events
     return events
 
@@ -186,7 +186,7 @@ def _opening_item(item: _Object, output_index: int) -> list[tuple[str, _Object]]
         item: without text.
     """
     kind, place = KINDS[item["type"]], _place(item, output_index)
-    added = {"output_index": output_index, "item": {**item, kind.parts: []}}
+    added = {"output_index": output_index, "item": {**item, **kind.begun}}
     parts = [(name, {**place, **fields(item)}) for name, fields in kind.opening.items()]
     return [("response.output_item.added", added), *parts]
 
@@ -241,20 +241,33 @@ def _output(log: ResponseLog, status: str) -> list[_Object]:
     deltas = [entry for entry in log.entries if isinstance(entry, DeltaEntry)]
     items = [list(of_item) for _, of_item in groupby(deltas, attrgetter("output_index"))]
     if not items and header.begins_message:
-        return [_item(header, 0, MESSAGE.type, (), status)]
+        return [_item(header, 0, (), status)]
     return [
-        _item(header, index, said[0].kind, said, status if said is items[-1] else "completed")
+        _item(header, index, said, status if said is items[-1] else "completed")
         for index, said in enumerate(items)
     ]
 
 
 def _item(
-    header: ResponseHeader, output_index: int, kind: str, said: Sequence[DeltaEntry], status: str
+    header: ResponseHeader, output_index: int, said: Sequence[DeltaEntry], status: str
 ) -> _Object:
-    text = "".join([entry.text for entry in said])
-    logprobs = [token for entry in said for token in entry.logprobs]
-    of = KINDS[kind]
-    return of.item(header.item_id(output_index, of), status, text, logprobs)
+    """An item from its deltas; without any it is an empty message."""
+    kind = KINDS[said[0].kind] if said else MESSAGE
+    return kind.item(
+        ItemContent(
+            id=header.item_id(output_index, kind),
+            number=header.item_number(output_index),
+            status=status,
+            text="".join([entry.text for entry in said]),
+            logprobs=[token for entry in said for token in entry.logprobs],
+            name=said[0].name if said else "",
+        )
+    )
+
+
+def _begun(entry: DeltaEntry) -> DeltaEntry:
+    """The beginning of an item, without text."""
+    return msgspec.structs.replace(entry, text="", logprobs=())
 
 
 def _place(item: _Object, output_index: int) -> _Object:
@@ -291,11 +304,13 @@ def _new_response(
     }
 
 
-def _usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> _Object:
+def _usage(
+    input_tokens: int, cached_tokens: int, output_tokens: int, reasoning_tokens: int = 0
+) -> _Object:
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
         "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": input_tokens + output_tokens,
     }

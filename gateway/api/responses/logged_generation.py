@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.engine.chat_formats import OutputFormat, Piece
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import Request, TokenLogprobs
 from penstock.gateway.errors import GenerationFailedError, RequestRefusedError
-from penstock.gateway.generation.generation import Delta, Usage
+from penstock.gateway.generation.branch import Delta
+from penstock.gateway.generation.generation import Usage
 from penstock.gateway.storage.response_log.log import FindAgain, LogNotice, ResponseLog
 from penstock.gateway.storage.response_log.record import DeltaEntry, EndEntry, Entry
 
@@ -30,6 +32,7 @@ class LoggedGeneration:
         self, log: ResponseLog, *, find_again: FindAgain, is_resumed: bool = False
     ) -> None:
         self.is_resumed = is_resumed
+        self._header = log.header
         self.request: Request = log.header.request
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._reader = log.read(find_again=find_again)
@@ -48,10 +51,19 @@ class LoggedGeneration:
     def usage(self) -> Usage:
         """`cached_tokens` is 0 until the end."""
         if self._end is not None:
-            prompt, cached, output = self._end.usage
-            return Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+            prompt, cached, output, *thought = self._end.usage
+            return Usage(
+                prompt_tokens=prompt,
+                output_tokens=output,
+                cached_tokens=cached,
+                reasoning_tokens=sum(thought),
+            )
         num_prompt, num_output = len(self.request.prompt_token_ids), len(self._token_ids)
         return Usage(prompt_tokens=num_prompt, output_tokens=num_output, cached_tokens=0)
+
+    @property
+    def output_format(self) -> OutputFormat | None:
+        return self._header.output_format
 
     @property
     def num_wanted(self) -> int:
@@ -93,7 +105,11 @@ class LoggedGeneration:
     def _delta(self, entry: Entry) -> Delta:
         if isinstance(entry, DeltaEntry):
             self._token_ids += entry.token_ids
-            return Delta(index=0, text=entry.text, logprobs=unpacked(entry.logprobs))
+            logprobs = unpacked(entry.logprobs)
+            if self._header.is_text_only:
+                return Delta(index=0, text=entry.text, logprobs=logprobs)
+            piece = Piece(entry.kind, entry.text, entry.num_events > 1, entry.name)
+            return Delta(index=0, text="", logprobs=logprobs, pieces=(piece,))
         self._end = entry
         if entry.error is not None:
             raise as_exception(*entry.error)

@@ -8,17 +8,24 @@ cache finds their KV.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.gateway.api.items import for_template, item_objects
+from penstock.engine.chat_formats import OutputFormat
+from penstock.gateway.api.items import item_object, messages_of
 from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.schema.messages import ItemReference
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
-from penstock.gateway.storage.conversations.ids import conversation_of, new_conversation_id
+from penstock.gateway.storage.conversations.ids import (
+    conversation_of,
+    new_conversation_id,
+    turn_of_item,
+)
 from penstock.gateway.storage.conversations.prompt_ids import Reused, rendering_of, reuse
 from penstock.gateway.storage.conversations.records import Item, Rendering, StoredTurn
 from penstock.gateway.storage.conversations.store import ConversationStore, NotFoundError
@@ -59,12 +66,14 @@ class Prompt:
     Attributes:
         items: the request's items; where the turn must stand alone, preceded by all earlier ones.
         text: the text of the ids; None if they do not come from one rendering.
+        output_format: how thoughts and tool calls are found in the output.
     """
 
     position: TurnPosition
     items: tuple[Item, ...]
     token_ids: Sequence[int]
     text: str | None
+    output_format: OutputFormat | None = None
 
     @property
     def rendering(self) -> Rendering | None:
@@ -92,7 +101,8 @@ class PromptBuilder:
         """
         remembered = None if memory is None else memory.turn(request.previous_response_id)
         position = await self._position(request, caller.tenant, remembered)
-        new = items = item_objects(request.items)
+        new = items = await self._items(request, caller)
+        _check_outputs(position.path, new)
         if position.is_new or (memory is not None and not request.store):
             items = (*all_items(position.path), *new)
         if request.penstock.continues:
@@ -104,13 +114,19 @@ class PromptBuilder:
         )
         text = await self._generator.render_chat(
             ChatPrompt(
-                messages=[*instructions, *history(position.path), *map(for_template, new)],
+                messages=[*instructions, *messages_of([*all_items(position.path), *new])],
                 # A prepared prompt may be extended, so it must not end with the answer's header.
                 add_generation_prompt=request.generates,
                 template=request.chat_template,
-                kwargs=request.chat_template_kwargs,
+                kwargs=request.template_kwargs,
+                tools=request.offered.for_template,
             )
         )
+        output_format = None
+        if request.generates:
+            output_format = request.offered.output_format(
+                self._generator.model.formats, text, template=request.chat_template
+            )
         reused: Reused = await self._generator.long_work.run(
             partial(reuse, text, position.path, self._generator.model.tokenizer),
             is_long=len(text) >= LONG_TEXT_CHARS,
@@ -123,7 +139,44 @@ class PromptBuilder:
             num_known_tokens=len(reused.token_ids),
         )
         token_ids = [*reused.token_ids, *rest]
-        return Prompt(position=position, items=items, token_ids=token_ids, text=text)
+        return Prompt(
+            position=position,
+            items=items,
+            token_ids=token_ids,
+            text=text,
+            output_format=output_format,
+        )
+
+    async def _items(self, request: ResponsesRequest, caller: Caller) -> tuple[Item, ...]:
+        """The request's items as they are stored, references replaced by what they refer to.
+
+        Raises:
+            NotFoundError: there is no such item.
+        """
+        return tuple(
+            [
+                await self._referred(item.id, index, caller)
+                if isinstance(item, ItemReference)
+                else item_object(item, index)
+                for index, item in enumerate(request.items)
+            ]
+        )
+
+    async def _referred(self, item_id: str, index: int, caller: Caller) -> Item:
+        """An item of a response's output, whose id has that of the response in it."""
+        turn_id = turn_of_item(item_id)
+        if turn_id is not None:
+            with contextlib.suppress(NotFoundError):
+                turn = await self._conversations.turn(caller.tenant, turn_id)
+                for item in turn.output:
+                    if item["id"] == item_id:
+                        return item
+        raise NotFoundError(
+            f"there is no item {item_id!r}",
+            code="item_not_found",
+            param=f"input[{index}].id",
+            status=404,
+        )
 
     async def _position(
         self, request: ResponsesRequest, tenant: str, remembered: StoredTurn | None
@@ -158,22 +211,43 @@ class PromptBuilder:
         return TurnPosition(conversation_id=conversation_id, path=path)
 
 
-def history(path: Sequence[StoredTurn]) -> list[dict[str, str]]:
-    """The messages of turns, as chat templates expect them; they know no other items."""
-    return [for_template(item) for item in all_items(path) if item["type"] == "message"]
-
-
 def items_of(path: Sequence[StoredTurn]) -> list[Item]:
     """The input of the last of these turns: all items of earlier turns, then its own input."""
     return [*(item for turn in path[:-1] for item in turn.all_items), *path[-1].items]
 
 
+def _check_outputs(path: Sequence[StoredTurn], new: Sequence[Item]) -> None:
+    """Refuse the output of a call that nobody made.
+
+    Raises:
+        RequestRefusedError: there is such an output.
+    """
+    if not any("output" in item for item in new):
+        return
+    called = {item.get("call_id") for item in all_items(path)}
+    for index, item in enumerate(new):
+        if "output" not in item:
+            called.add(item.get("call_id"))
+        elif item["call_id"] not in called:
+            raise RequestRefusedError(
+                f"there is no tool call with the call_id {item['call_id']!r}",
+                code="invalid_value",
+                param=f"input[{index}].call_id",
+            )
+
+
 def _token_ids_to_continue(position: TurnPosition) -> list[int]:
     """The ids of a turn that continues as if it had never ended."""
     previous = position.previous
-    if previous is None or previous.status not in _CONTINUABLE or not previous.output:
+    if (
+        previous is None
+        or previous.status not in _CONTINUABLE
+        or not previous.output
+        or previous.output[-1]["type"] != "message"
+    ):
         raise RequestRefusedError(
-            "penstock.continue needs a previous response that is incomplete, cancelled or failed",
+            "penstock.continue needs a previous response that is incomplete, cancelled or failed, "
+            "and ends within a message",
             code="invalid_value",
             param="penstock.continue",
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from penstock.engine.chat_formats import Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
 from penstock.gateway.api.logprobs import token_objects
@@ -30,11 +31,13 @@ from penstock.gateway.errors import (
     SupersededError,
     failure_of,
 )
-from penstock.gateway.generation.generation import Delta, Generation
+from penstock.gateway.generation.branch import Delta
+from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.prompt_ids import rendering_of
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 from penstock.gateway.storage.conversations.store import DEFAULT_LEASE_S, ConversationStore
+from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 
@@ -84,6 +87,20 @@ _LEGAL_MOVES: Mapping[Phase, frozenset[Phase]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Newest:
+    """The newest item of the output.
+
+    Attributes:
+        output_index: -1 before the first item.
+        begun_by: its first part; None once it is in the log.
+    """
+
+    output_index: int
+    kind: str
+    begun_by: Piece | None = None
+
+
 class ResponseTask:
     """Runs one response; the owner of its log.
 
@@ -121,6 +138,8 @@ class ResponseTask:
         self._conversations = conversations
         self._settings = settings
         self._num_logged = len(log.token_ids)  # token ids of the branch in the log
+        self._logprobs: tuple[dict[str, Any], ...] = ()  # not logged yet
+        self._newest = _Newest(*(log.open_item or (-1, MESSAGE.type)))
         self._grace: asyncio.TimerHandle | None = None
         self._touch: asyncio.TimerHandle | None = None
         self._touching: asyncio.Future[None] | None = None  # the event loop holds a weak reference
@@ -181,7 +200,9 @@ class ResponseTask:
             reason = branch.finish_reason
             assert reason is not None
             if not self.log.header.is_turn and self._num_logged < len(branch.token_ids):
-                self._log("", ())  # `return_token_ids` needs them all
+                if self._newest.output_index < 0:
+                    self._newest = _Newest(0, MESSAGE.type)
+                self._append("")  # `return_token_ids` needs them all
             return self._end(reason)
         except Exception as error:  # whatever it is, the response must end with a terminal event
             if isinstance(error, SupersededError):
@@ -194,18 +215,21 @@ class ResponseTask:
         """Log the deltas since the last call as one entry, or more if there are notices; whether
         the next ones may follow at once."""
         text = ""
-        logprobs: tuple[dict[str, Any], ...] = ()
         for delta in deltas:
             if delta.notice is not None or delta.queue_position is not None:
-                if text or logprobs:
-                    self._log(text, logprobs)
-                text, logprobs = "", ()
+                self._log(text)
+                text = ""
                 self._notify(delta)
-            text += delta.text
             if delta.logprobs:
-                logprobs += self._written(delta.logprobs)
-        if text or logprobs:
-            self._log(text, logprobs)
+                self._logprobs += self._written(delta.logprobs)
+            for piece in delta.pieces:
+                if piece.begins:
+                    self._log(text)
+                    text = ""
+                    self._newest = _Newest(self._newest.output_index + 1, piece.kind, piece)
+                text += piece.text
+            text += delta.text
+        self._log(text)
         return self._settings.interval_s <= 0
 
     def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
@@ -220,11 +244,26 @@ class ResponseTask:
             wait_ms = delta.estimated_wait_ms
             self.log.notify("queue", position=delta.queue_position, estimated_wait_ms=wait_ms)
 
-    def _log(self, text: str, logprobs: tuple[dict[str, Any], ...]) -> None:
+    def _log(self, text: str) -> None:
+        """Log text of the newest item, if there is any, or if the item begins."""
+        newest = self._newest
+        is_begun = newest.begun_by is None
+        if newest.output_index < 0 or (is_begun and not (text or self._logprobs)):
+            return
+        self._append(text)
+
+    def _append(self, text: str) -> None:
+        newest = self._newest
         token_ids = self._generation.branches[0].token_ids
         new = tuple(token_ids[self._num_logged :])
         self._num_logged += len(new)
-        self.log.append_delta(text, new, logprobs)
+        logprobs, self._logprobs = self._logprobs, ()
+        if self.log.header.is_turn and newest.kind != MESSAGE.type:
+            logprobs = ()  # only messages have a place for them
+        name = "" if newest.begun_by is None else newest.begun_by.name
+        self._newest = _Newest(newest.output_index, newest.kind)
+        index = newest.output_index
+        self.log.append_delta(text, new, logprobs, output_index=index, kind=newest.kind, name=name)
 
     def _end(
         self, reason: FinishReason | None, *, error: tuple[str, str] | None = None
@@ -234,7 +273,7 @@ class ResponseTask:
             number=self.log.next_number,
             num_events=num_closing_events(self.log, reason),
             reason=reason,
-            usage=(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
+            usage=_logged(usage, self.log.header),
             ended_at=int(time.time()),
             error=error,
             prefix_id=self._generation.prefix_id,
@@ -339,6 +378,13 @@ class ResponseTask:
         if self._phase in (Phase.STARTING, Phase.GENERATING):
             self._move_to(phase)
             self._generation.cancel()
+
+
+def _logged(
+    usage: Usage, header: ResponseHeader
+) -> tuple[int, int, int] | tuple[int, int, int, int]:
+    counted = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+    return counted if header.is_text_only else (*counted, usage.reasoning_tokens)
 
 
 def turn_of(header: ResponseHeader) -> StoredTurn:

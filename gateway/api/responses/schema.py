@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.api.schema.fields import (
-    MAX_ITEMS,
     ConversationId,
     Includes,
     MaxTokens,
-    Message,
     Metadata,
     NumLogprobs,
     SamplingRequest,
 )
+from penstock.gateway.api.schema.messages import MAX_ITEMS, InputItem, Message
 from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.structured_outputs import Asked, TextOptions
+from penstock.gateway.api.schema.tools import (
+    ReasoningOptions,
+    ResponsesChoice,
+    ResponsesTool,
+    choice_of,
+    offered,
+    reasoning_kwargs,
+)
 from penstock.gateway.errors import RequestRefusedError
 
 _MAX_EVENTS = 8
+_MAX_KEY_CHARS = 512
 
 
 class Extensions(Model):
@@ -58,7 +68,9 @@ class CacheOptions(Model):
 class ResponsesRequest(SamplingRequest):
     endpoint: ClassVar = Endpoint.RESPONSES
 
-    input: str | Annotated[list[Message], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = (
+        None
+    )
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
     metadata: Metadata = Field(default_factory=dict)
@@ -73,6 +85,14 @@ class ResponsesRequest(SamplingRequest):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     prompt_cache_options: CacheOptions = CacheOptions()
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ResponsesChoice | None = None
+    parallel_tool_calls: bool = True
+    # Of tools that a server runs itself; this one has none.
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    safety_identifier: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
     penstock: Extensions = Extensions()
 
     @model_validator(mode="after")
@@ -97,7 +117,22 @@ class ResponsesRequest(SamplingRequest):
             )
         if self.background and not self.store:
             raise invalid("background", "needs store to be true")
+        _ = self.offered
         return self
+
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The tools that the model may call. Raises: RequestRefusedError."""
+        return offered(
+            [defined for tool in self.tools for defined in tool.defined],
+            choice_of(self.tool_choice),
+            is_parallel=self.parallel_tool_calls,
+        )
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {**reasoning_kwargs(self.reasoning.effort), **self.chat_template_kwargs}
 
     def _check_continue(self) -> None:
         if self.previous_response_id is None:
@@ -112,7 +147,7 @@ class ResponsesRequest(SamplingRequest):
             raise invalid("penstock.continue", "cannot be used with generate: false or prewarm")
 
     @property
-    def items(self) -> list[Message]:
+    def items(self) -> Sequence[InputItem]:
         if self.penstock.continues:
             return []
         if isinstance(self.input, str):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -22,11 +21,12 @@ from penstock.engine.request import FinishReason, Retention, SamplingParams
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
 from penstock.gateway.api.responses.response_task import ResponseTask, ResponseTaskSettings, turn_of
 from penstock.gateway.api.responses.schema import ResponsesRequest
+from penstock.gateway.api.schema.tools import echo_of
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generation import Generation
-from penstock.gateway.generation.generator import Generator
+from penstock.gateway.generation.generator import Generator, constrained
 from penstock.gateway.sources import next_of
 from penstock.gateway.storage.conversations.ids import new_response_id
 from penstock.gateway.storage.conversations.records import Conversation, StoredTurn
@@ -123,7 +123,12 @@ class ResponseService:
         generation = await self._generator.plan(
             response_id,
             prompt.token_ids,
-            request.options(self._generator.model.defaults.sampling),
+            constrained(
+                request.options(self._generator.model.defaults.sampling),
+                request.offered,
+                prompt.output_format,
+                self._generator.model.formats,
+            ),
             param="input",
             caller=caller,
             deadline_s=deadline_s,
@@ -234,9 +239,10 @@ class ResponseService:
         generation = self._generator.resume(
             log.header.request,
             output_token_ids=log.token_ids,
-            shown_text=log.text,
+            shown=log.pieces,
             epoch=log.epoch,
             continues_prompt=log.header.continues_prompt,
+            output_format=log.header.output_format,
         )
         turn = turn_of(log.header) if log.header.is_turn else None
         task = self._task(generation, log, turn=turn, text=None)
@@ -384,7 +390,7 @@ def _header(
         response_id=generation.request.request_id,
         conversation_id=position.conversation_id,
         tenant=caller.tenant,
-        nonce=secrets.token_hex(16),
+        nonce=generation.request.request_id.removeprefix("resp_"),
         created_at=int(time.time()),
         echo=_echo_of(request, model=model, params=generation.request.sampling_params),
         request=generation.request,
@@ -395,6 +401,7 @@ def _header(
         continues=request.penstock.continues,
         input_items=prompt.items,
         rendering=None if rendering is None else (rendering.num_chars, rendering.digest),
+        output_format=generation.output_format,
     )
 
 
@@ -417,9 +424,15 @@ def _echo_of(request: ResponsesRequest, *, model: str, params: SamplingParams) -
         "top_p": params.top_p,
         "top_logprobs": params.logprobs or 0,
         "store": request.store,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "tool_choice": echo_of(request.tool_choice) or "auto",
+        "tools": [echo_of(tool) for tool in request.tools],
+        "max_tool_calls": request.max_tool_calls,
+        "reasoning": request.reasoning.echo(),
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
         "text": request.text.echo(),
         "truncation": "disabled",
         "background": request.background,

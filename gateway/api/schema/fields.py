@@ -1,4 +1,4 @@
-"""Building blocks of request schemas: bounded values, text and messages, and the parameters that
+"""Building blocks of request schemas: bounded values, and the parameters that
 several endpoints share (sampling, number of outputs).
 
 Each endpoint's own `schema` has the rest.
@@ -35,13 +35,11 @@ from penstock.gateway.api.schema.structured_outputs import (
 )
 from penstock.gateway.generation.context_limits import UNKNOWN_LIMIT, GenerationOptions
 
-MAX_ITEMS = 4096  # messages or input items of a request
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_CHARS = 512
 _MAX_INCLUDES = 32
 _MAX_ID_CHARS = 128
-_PART_KEYS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_LOGIT_BIAS = 1024
@@ -57,52 +55,8 @@ _Stops = Annotated[list[_Stop], Field(max_length=_MAX_STOPS, fail_fast=True)]
 NumBranches = Annotated[int, Field(ge=1, le=MAX_BRANCHES)]
 
 
-def _texts_of(content: Any) -> Any:
-    """The texts of a message's content; a list may hold only text parts."""
-    if isinstance(content, str):
-        return (content,)
-    if isinstance(content, tuple):  # already validated: JSON has no tuples
-        return content
-    if not isinstance(content, list):
-        raise PydanticCustomError(
-            "invalid_type", "content must be a string or a list of text parts"
-        )
-    return tuple(_part_text(part) for part in content)
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "input_text", "output_text"):
-        raise PydanticCustomError(
-            "unsupported_parameter", "content parts must be text, not {kind}", {"kind": repr(kind)}
-        )
-    unknown = sorted({key for key, value in part.items() if value is not None} - _PART_KEYS)
-    if unknown:
-        raise PydanticCustomError(
-            "unknown_parameter", "a text part has no field {name}", {"name": repr(unknown[0])}
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise PydanticCustomError("invalid_type", "a text part needs a string `text`")
-    return text
-
-
 def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def _supported_role(role: Any) -> Any:
-    if role in ("tool", "function"):
-        raise PydanticCustomError("unsupported_parameter", "this server does not support tools")
-    return role
-
-
-def _message_type(kind: Any) -> Any:
-    if isinstance(kind, str) and kind != "message":
-        raise PydanticCustomError(
-            "unsupported_parameter", "input items must be messages, not {kind}", {"kind": kind}
-        )
-    return kind
 
 
 def _id_of(value: Any) -> Any:
@@ -118,28 +72,12 @@ def _id_of(value: Any) -> Any:
     return value["id"]
 
 
-class TextPart(Model):
-    """What `_texts_of` accepts as a part; only the OpenAPI document uses it."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None
-
-
 class ConversationName(Model):
     """What `_id_of` accepts as a conversation; only the OpenAPI document uses it."""
 
     id: Annotated[str, Field(max_length=_MAX_ID_CHARS)]
 
 
-Texts = Annotated[
-    tuple[str, ...], BeforeValidator(_texts_of, json_schema_input_type=str | list[TextPart])
-]
-Role = Annotated[
-    Literal["system", "developer", "user", "assistant"], BeforeValidator(_supported_role)
-]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1)]
@@ -159,7 +97,7 @@ ConversationId = Annotated[
 ]
 Includable = Literal[
     "message.output_text.logprobs",
-    # Accepted without effect: this server has no tools, images or hidden reasoning.
+    # Accepted without effect: this server has no tools of its own, images or hidden reasoning.
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -169,44 +107,6 @@ Includable = Literal[
     "reasoning.encrypted_content",
 ]
 Includes = Annotated[list[Includable], Field(max_length=_MAX_INCLUDES, fail_fast=True)]
-
-
-class Message(Model):
-    """One message of a conversation, in chat's `messages` and in responses' `input`.
-
-    Attributes:
-        content: the text of each part.
-    """
-
-    role: Role
-    content: Texts
-    name: str | None = None
-    # Fields that a response's output has when it is sent back as input.
-    type: Annotated[Literal["message"], BeforeValidator(_message_type)] = "message"
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        kind = value.get("type")
-        if kind not in (None, "message"):
-            return {"type": kind, "role": "user", "content": ""}  # so only its type is refused
-        return {key: item for key, item in value.items() if item is not None and item != []}
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
-        return template_message(self.role, self.content, self.name)
-
-
-def template_message(role: str, texts: Sequence[str], name: str | None = None) -> dict[str, str]:
-    """A message as chat templates expect it: one text, and `system` instead of `developer`."""
-    named = {} if name is None else {"name": name}
-    known_role = "system" if role == "developer" else role
-    return {"role": known_role, "content": "\n".join(texts), **named}
 
 
 class StreamOptions(Model):

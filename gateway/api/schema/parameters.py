@@ -48,20 +48,15 @@ _Row = tuple[tuple[Endpoint, ...], Use, str, tuple[Any, ...]]
 _ROWS: tuple[_Row, ...] = (
     # OpenAI's
     (_ALL, Use.NEUTRAL, "user", ()),
-    (_MESSAGES, Use.NEUTRAL, "service_tier safety_identifier parallel_tool_calls", ()),
-    (_MESSAGES, Use.NEUTRAL, "prompt_cache_key prompt_cache_retention", ()),
-    (_CHAT, Use.NEUTRAL, "prompt_cache_options", ()),
+    (_MESSAGES, Use.NEUTRAL, "service_tier prompt_cache_retention", ()),
+    (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_key prompt_cache_options", ()),
     (_CHAT, Use.NEUTRAL, "metadata store prediction", ()),
-    (_RESPONSES, Use.NEUTRAL, "max_tool_calls", ()),
     (_COMPLETIONS, Use.REFUSED, "suffix", ("",)),
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),
-    (_MESSAGES, Use.REFUSED, "tools moderation", ()),
-    (_MESSAGES, Use.REFUSED, "tool_choice", ("none", "auto")),
+    (_MESSAGES, Use.REFUSED, "moderation", ()),
     (_CHAT, Use.REFUSED, "function_call", ("none", "auto")),
     (_CHAT, Use.REFUSED, "modalities", (["text"],)),
-    (_CHAT, Use.REFUSED, "reasoning_effort", ("none",)),
     (_CHAT, Use.REFUSED, "verbosity", ("medium",)),
-    (_RESPONSES, Use.REFUSED, "reasoning", ({"effort": "none"},)),
     (_RESPONSES, Use.REFUSED, "truncation", ("disabled",)),
     (_RESPONSES, Use.REFUSED, "prompt context_management", ()),
     (_RESPONSES, Use.REFUSED, "access_programs", ({"cyber": "standard"},)),
@@ -75,7 +70,6 @@ _ROWS: tuple[_Row, ...] = (
     (_BOTH, Use.REFUSED, "logits_processors kv_transfer_params", ()),
     (_BOTH, Use.REFUSED, "prompt_embeds logprob_token_ids", ()),
     (_ALL, Use.REFUSED, "vllm_xargs", ()),
-    (_CHAT, Use.REFUSED, "include_reasoning", (True,)),
     (_CHAT, Use.REFUSED, "documents mm_processor_kwargs", ()),
 )
 

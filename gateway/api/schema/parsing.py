@@ -28,9 +28,7 @@ MAX_JSON_PARTS = 200_000  # objects, lists, and strings, keys among them
 MAX_JSON_NUMBERS = 1 << 20
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))
 # OpenAI's fields of messages and items that are not implemented here; others are unknown.
-_UNSUPPORTED_FIELDS = frozenset(
-    {"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "logprobs"}
-)
+_UNSUPPORTED_FIELDS = frozenset({"tool_calls", "function_call", "tool_call_id", "audio", "refusal"})
 _Request = TypeVar("_Request", bound=SamplingRequest)
 _Model = TypeVar("_Model", bound=Model)
 

@@ -274,14 +274,14 @@ def _checked(asked: Asked) -> Any:
             raise _refused(asked, f"{asked.param} is not valid JSON: {error}") from error
         if not isinstance(value, dict):
             raise _refused(asked, f"{asked.param} must be a JSON object")
-    if _depth_of(value) > MAX_DEPTH:
+    if depth_of(value) > MAX_DEPTH:
         raise _refused(asked, f"{asked.param} is nested more than {MAX_DEPTH} deep")
     if len(orjson.dumps(value)) > MAX_BYTES:
         raise _refused(asked, f"{asked.param} has more than {MAX_BYTES} bytes as JSON")
     return value
 
 
-def _depth_of(value: Any) -> int:
+def depth_of(value: Any) -> int:
     """How deeply it is nested, up to one more than the limit."""
     level, depth = [value] if isinstance(value, dict | list) else [], 0
     while level and depth <= MAX_DEPTH:

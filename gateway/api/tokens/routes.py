@@ -94,4 +94,8 @@ class Tokens:
                 param="prompt",
                 must_fit=False,
             )
-        return await self._generator.tokenise_chat(chat_prompt(asked), must_fit=False)
+        return await self._generator.tokenise_chat(
+            await self._generator.render_chat(chat_prompt(asked)),
+            add_special_tokens=asked.add_special_tokens,
+            must_fit=False,
+        )

@@ -6,8 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from penstock.gateway.api.schema.fields import Message, TokenId
+from penstock.engine.chat_formats import OfferedTools
+from penstock.gateway.api.schema.fields import TokenId
+from penstock.gateway.api.schema.messages import ChatMessage
 from penstock.gateway.api.schema.model import Model, invalid
+from penstock.gateway.api.schema.tools import ChatTool, offered
 
 _MAX_MESSAGES = 4096
 _MAX_TOKENS = 1 << 20
@@ -23,7 +26,7 @@ class TokenizePrompt(Model):
 class TokenizeChat(Model):
     model: str | None = None
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+        list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
     ]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -31,12 +34,21 @@ class TokenizeChat(Model):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     return_token_strs: bool = False
+    tools: Annotated[list[ChatTool], Field(fail_fast=True)] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_continue(self) -> TokenizeChat:
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid("continue_final_message", "needs add_generation_prompt to be false")
         return self
+
+    @property
+    def offered(self) -> OfferedTools:
+        return offered([tool.defined for tool in self.tools], None, is_parallel=True)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return self.chat_template_kwargs
 
 
 class Detokenize(Model):

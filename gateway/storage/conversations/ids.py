@@ -6,6 +6,9 @@
                            derived from that key.
     turn_<tree><turn>      items that were added without a response
 
+    msg_<tree><turn>_<n>   item n of a response's output (the first one's id has no number); other
+                           kinds of items have other prefixes
+
 `<tree>` and `<turn>` are 24 hexadecimal digits each (96 random bits). In Redis all keys of a tree
 contain `{<tree>}`, so that they are in one slot of a cluster.
 """
@@ -19,6 +22,7 @@ import secrets
 _NUM_BYTES = 12
 _CONVERSATION = re.compile(r"conv_([0-9a-f]{24})")
 _TURN = re.compile(r"(?:resp|turn)_([0-9a-f]{24})[0-9a-f]{24}")
+_OUTPUT_ITEM = re.compile(r"[a-z]+_([0-9a-f]{48})(?:_\d+)?")
 
 
 def new_conversation_id() -> str:
@@ -43,6 +47,12 @@ def conversation_of(turn_id: str) -> str | None:
     """The conversation of a response or turn; None if the id is malformed."""
     match = _TURN.fullmatch(turn_id)
     return None if match is None else f"conv_{match[1]}"
+
+
+def turn_of_item(item_id: str) -> str | None:
+    """The response whose output has an item; None if the id tells of none."""
+    match = _OUTPUT_ITEM.fullmatch(item_id)
+    return None if match is None else f"resp_{match[1]}"
 
 
 def tree_of(id_: str) -> str | None:

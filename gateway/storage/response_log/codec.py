@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgpack
 from msgspec import Struct, structs
 
+from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.errors import EngineError
 from penstock.engine.request import (
     BeamSearch,
@@ -55,7 +56,7 @@ _MESSAGE = MESSAGE.type
 _ITEM_ID = "item_id"  # of the message: in a header it stands for the nonce
 _HEADER_FIELDS = {field.name: field.name for field in fields(ResponseHeader)} | {"nonce": _ITEM_ID}
 _text_fields = attrgetter("text", "token_ids", "logprobs")
-_delta_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
+_item_fields = attrgetter("text", "token_ids", "logprobs", "output_index", "kind", "num_events")
 _T = TypeVar("_T")
 
 
@@ -70,6 +71,11 @@ def encode_header(header: ResponseHeader) -> bytes:
 def decode_header(data: bytes) -> ResponseHeader:
     """Raises: UnreadableEntryError."""
     return _decode(data, _read_header)
+
+
+def _delta_fields(entry: DeltaEntry) -> tuple[Any, ...]:
+    fields = _item_fields(entry)
+    return (*fields, entry.name) if entry.name else fields
 
 
 def encode_delta(entry: DeltaEntry) -> bytes:
@@ -98,7 +104,9 @@ def encode_log(header: ResponseHeader, entries: Sequence[Entry]) -> bytes:
     """Encode an ended response: deltas, and the end."""
     *deltas, end = entries
     assert isinstance(end, EndEntry)
-    row_of = _text_fields if header.is_text_only else _delta_fields
+    row_of: Callable[[Any], tuple[Any, ...]] = _text_fields
+    if not header.is_text_only:
+        row_of = _delta_fields
     rows = [row_of(entry) for entry in deltas]
     return _pack(_version_of(header), _header_fields(header), rows, _end_fields(end))
 
@@ -145,10 +153,11 @@ def _read_delta(
     output_index: int = 0,
     kind: str = _MESSAGE,
     num_events: int = 1,
+    name: str = "",
 ) -> DeltaEntry:
     known = KINDS[kind].type
     ids = tuple(token_ids)
-    return DeltaEntry(number, text, ids, tuple(logprobs), output_index, known, num_events)
+    return DeltaEntry(number, text, ids, tuple(logprobs), output_index, known, num_events, name)
 
 
 def _read_log(
@@ -177,12 +186,12 @@ def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
 
 def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> EndEntry:
     usage, ended_at, error, prefix_id = rest
-    prompt, cached, output = usage
+    prompt, cached, output, *thought = usage
     return EndEntry(
         number=number,
         num_events=num_events,
         reason=None if reason is None else FinishReason(reason),
-        usage=(prompt, cached, output),
+        usage=(prompt, cached, output, thought[0]) if thought else (prompt, cached, output),
         ended_at=ended_at,
         error=None if error is None else (error[0], error[1]),
         prefix_id=prefix_id,
@@ -193,8 +202,10 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     # Neither this nor `structs.asdict` copies deeply, as dataclasses.asdict does.
     named = {wire: getattr(header, name) for name, wire in _HEADER_FIELDS.items()}
     named[_ITEM_ID] = MESSAGE.id_prefix + header.nonce
-    if header.is_text_only:
-        del named["is_text_only"]
+    if header.output_format is None:  # which version 1 does not know
+        del named["output_format"]
+    else:
+        named["output_format"] = header.output_format.as_fields()
     params = _request_fields(header.request.sampling_params)
     params["logit_bias"] = dict(params["logit_bias"])
     params["beam_search"] = _optional_fields(params["beam_search"])
@@ -216,6 +227,7 @@ def _request_fields(record: Struct) -> dict[str, Any]:
 
 def _read_header(named: dict[str, Any]) -> ResponseHeader:
     rendering = named["rendering"]
+    output_format = named.get("output_format")
     nonce = named.pop(_ITEM_ID).removeprefix(MESSAGE.id_prefix)
     return ResponseHeader(
         **{
@@ -224,6 +236,9 @@ def _read_header(named: dict[str, Any]) -> ResponseHeader:
             "request": _read_request(named["request"]),
             "input_items": tuple(named["input_items"]),
             "rendering": None if rendering is None else (rendering[0], rendering[1]),
+            "output_format": (
+                None if output_format is None else OutputFormat.from_fields(output_format)
+            ),
         }
     )
 

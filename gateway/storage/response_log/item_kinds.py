@@ -15,7 +15,26 @@ from typing import Any
 
 JsonObject = dict[str, Any]
 Fields = Callable[[JsonObject], JsonObject]
-_Logprobs = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemContent:
+    """What an item is made of.
+
+    Attributes:
+        id: of the item.
+        number: tells it apart from all other items; its `call_id` is made from it.
+        text: of all its deltas.
+        logprobs: of all its deltas.
+        name: of the tool that it calls, after its namespace and a slash if it has one.
+    """
+
+    id: str
+    number: str
+    status: str
+    text: str
+    logprobs: Sequence[Mapping[str, Any]] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +44,8 @@ class ItemKind:
     Attributes:
         type: of the item.
         id_prefix: of the item's id.
-        item: makes an item of its id, its status, and the text and logprobs of all its deltas.
-        parts: the item's field with its parts; it is empty in `output_item.added`.
+        item: makes an item of its content.
+        begun: fields that are empty in `output_item.added`.
         part_index: which part the events are about, by the field's name.
         delta: type of a delta event.
         delta_end: the end of a delta event without logprobs.
@@ -35,8 +54,8 @@ class ItemKind:
 
     type: str
     id_prefix: str
-    item: Callable[[str, str, str, _Logprobs], JsonObject]
-    parts: str
+    item: Callable[[ItemContent], JsonObject]
+    begun: JsonObject
     part_index: Mapping[str, int]
     delta: str
     delta_end: bytes
@@ -52,15 +71,51 @@ class ItemKind:
         return len(self.closing) + 1
 
 
-def _message(item_id: str, status: str, text: str, logprobs: _Logprobs) -> JsonObject:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _message(content: ItemContent) -> JsonObject:
+    part = {
+        "type": "output_text",
+        "text": content.text,
+        "annotations": [],
+        "logprobs": list(content.logprobs),
+    }
     return {
-        "id": item_id,
+        "id": content.id,
         "type": "message",
         "role": "assistant",
-        "status": status,
+        "status": content.status,
         "content": [part],
     }
+
+
+def _reasoning(content: ItemContent) -> JsonObject:
+    return {
+        "id": content.id,
+        "type": "reasoning",
+        "status": content.status,
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": content.text}],
+        "encrypted_content": None,
+    }
+
+
+def _function_call(content: ItemContent) -> JsonObject:
+    return _call(content, "function_call") | {"arguments": content.text}
+
+
+def _custom_tool_call(content: ItemContent) -> JsonObject:
+    return _call(content, "custom_tool_call") | {"input": content.text}
+
+
+def _call(content: ItemContent, kind: str) -> JsonObject:
+    namespace, _, name = content.name.rpartition("/")
+    item = {
+        "id": content.id,
+        "type": kind,
+        "status": content.status,
+        "call_id": f"call_{content.number}",
+        "name": name,
+    }
+    return item | {"namespace": namespace} if namespace else item
 
 
 def _part(item: JsonObject) -> JsonObject:
@@ -72,15 +127,62 @@ def _text(item: JsonObject) -> JsonObject:
     return {"text": part["text"], "logprobs": part["logprobs"]}
 
 
+def _thought(item: JsonObject) -> JsonObject:
+    return {"text": item["content"][0]["text"]}
+
+
+def _arguments(item: JsonObject) -> JsonObject:
+    return {"name": item["name"], "arguments": item["arguments"]}
+
+
+def _input(item: JsonObject) -> JsonObject:
+    return {"input": item["input"]}
+
+
 MESSAGE = ItemKind(
     type="message",
     id_prefix="msg_",
     item=_message,
-    parts="content",
+    begun={"content": []},
     part_index={"content_index": 0},
     delta="response.output_text.delta",
     delta_end=b',"logprobs":[]}',
     opening={"response.content_part.added": _part},
     closing={"response.output_text.done": _text, "response.content_part.done": _part},
 )
-KINDS: Mapping[str, ItemKind] = {kind.type: kind for kind in (MESSAGE,)}
+REASONING = ItemKind(
+    type="reasoning",
+    id_prefix="rs_",
+    item=_reasoning,
+    begun={"content": []},
+    part_index={"content_index": 0},
+    delta="response.reasoning_text.delta",
+    delta_end=b"}",
+    opening={"response.content_part.added": _part},
+    closing={"response.reasoning_text.done": _thought, "response.content_part.done": _part},
+)
+FUNCTION_CALL = ItemKind(
+    type="function_call",
+    id_prefix="fc_",
+    item=_function_call,
+    begun={"arguments": ""},
+    part_index={},
+    delta="response.function_call_arguments.delta",
+    delta_end=b"}",
+    opening={},
+    closing={"response.function_call_arguments.done": _arguments},
+)
+CUSTOM_TOOL_CALL = ItemKind(
+    type="custom_tool_call",
+    id_prefix="ctc_",
+    item=_custom_tool_call,
+    begun={"input": ""},
+    part_index={},
+    delta="response.custom_tool_call_input.delta",
+    delta_end=b"}",
+    opening={},
+    closing={"response.custom_tool_call_input.done": _input},
+)
+KINDS: Mapping[str, ItemKind] = {
+    kind.type: kind for kind in (MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_TOOL_CALL)
+}

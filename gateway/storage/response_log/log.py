@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
+from penstock.engine.chat_formats import Piece
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.response_log.item_kinds import KINDS, MESSAGE
@@ -145,8 +146,13 @@ class ResponseLog:
         return self.end is not None
 
     @property
-    def text(self) -> str:
-        return "".join(entry.text for entry in self.entries if isinstance(entry, DeltaEntry))
+    def pieces(self) -> list[Piece]:
+        """The output so far, in parts."""
+        return [
+            Piece(entry.kind, entry.text, entry.num_events > 1, entry.name)
+            for entry in self.entries
+            if isinstance(entry, DeltaEntry)
+        ]
 
     @property
     def token_ids(self) -> list[int]:
@@ -175,6 +181,7 @@ class ResponseLog:
         *,
         output_index: int = 0,
         kind: str = MESSAGE.type,
+        name: str = "",
     ) -> None:
         """Append a delta of the newest item, or the first delta of the next one."""
         num_events = 1
@@ -184,8 +191,9 @@ class ResponseLog:
             if newest is None or newest[0] != output_index:
                 num_events += KINDS[kind].num_opening_events
                 num_events += 0 if newest is None else KINDS[newest[1]].num_closing_events
+        number = self.next_number
         self.entries.append(
-            DeltaEntry(self.next_number, text, token_ids, logprobs, output_index, kind, num_events)
+            DeltaEntry(number, text, token_ids, logprobs, output_index, kind, num_events, name)
         )
         self._storage.appended(self)
 

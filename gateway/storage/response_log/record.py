@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.request import FinishReason, Request
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE, ItemKind
 
@@ -24,12 +25,14 @@ class ResponseHeader:
     """Everything that is known before the first token.
 
     Attributes:
-        nonce: tells two headers of one response id apart; the ids of its items are made from it.
+        nonce: tells two headers of one response id apart; the ids of its items and calls are made
+            from it. In a turn it is the response id without its prefix, so that an item's id leads
+            to its turn.
         echo: the fields of the Response object that only repeat the request.
         request: as sent to the engine, with its seed; its `request_id` is the response's id.
         generates: False if the prompt is only prepared, so there is no output.
-        is_text_only: the output is one message, which begins with the response. Otherwise each item
-            begins with its first delta.
+        output_format: how thoughts and tool calls are found in the output; None: it is one message,
+            which begins with the response. Otherwise each item begins with its first delta.
         is_background: it runs to its end even without readers.
         input_items: of this turn, in the API's format.
         takes_head: it holds the head of its conversation until its end.
@@ -50,13 +53,17 @@ class ResponseHeader:
     parent_id: str | None = None
     takes_head: bool = False
     generates: bool = True
-    is_text_only: bool = True
     is_background: bool = False
     continues: bool = False
     is_turn: bool = True
     continues_prompt: bool = False
     input_items: tuple[Mapping[str, Any], ...] = ()
     rendering: tuple[int, bytes] | None = None
+    output_format: OutputFormat | None = None
+
+    @property
+    def is_text_only(self) -> bool:
+        return self.output_format is None
 
     @property
     def num_opening_events(self) -> int:
@@ -68,9 +75,12 @@ class ResponseHeader:
         """Whether the opening events include those of a message."""
         return self.generates and self.is_text_only
 
+    def item_number(self, output_index: int) -> str:
+        """What an item's id and its `call_id` are made from."""
+        return f"{self.nonce}_{output_index}" if output_index else self.nonce
+
     def item_id(self, output_index: int, kind: ItemKind) -> str:
-        suffix = f"_{output_index}" if output_index else ""
-        return f"{kind.id_prefix}{self.nonce}{suffix}"
+        return kind.id_prefix + self.item_number(output_index)
 
 
 class DeltaEntry(Struct, gc=False):
@@ -84,6 +94,7 @@ class DeltaEntry(Struct, gc=False):
         logprobs: token objects in the API's format.
         output_index: of its item.
         kind: its item's, a key of `KINDS`.
+        name: in the first delta of a tool call: the tool's, as in `ItemContent`.
     """
 
     number: int
@@ -93,6 +104,7 @@ class DeltaEntry(Struct, gc=False):
     output_index: int = 0
     kind: str = MESSAGE.type
     num_events: int = 1
+    name: str = ""
 
     @property
     def last_number(self) -> int:
@@ -106,7 +118,8 @@ class EndEntry:
     Attributes:
         number: the first event's sequence number.
         reason: None if it failed.
-        usage: prompt tokens, how many of them were cached, output tokens.
+        usage: prompt tokens, how many of them were cached, output tokens, and, where thoughts are
+            found, how many of those were thoughts.
         error: code and message of a failure.
         prefix_id: identifies the KV of the whole turn in an engine.
     """
@@ -114,7 +127,7 @@ class EndEntry:
     number: int
     num_events: int
     reason: FinishReason | None
-    usage: tuple[int, int, int]
+    usage: tuple[int, int, int] | tuple[int, int, int, int]
     ended_at: int
     error: tuple[str, str] | None = None
     prefix_id: bytes | None = None

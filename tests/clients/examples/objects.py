@@ -6,7 +6,6 @@ import os
 from typing import Any, Literal
 
 import httpx
-import openai
 from langchain_core.runnables import Runnable
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
@@ -77,11 +76,13 @@ def by_json_mode() -> None:
 
 
 def by_functions() -> None:
-    """The server has no tools yet."""
-    error = refusal(model().with_structured_output(Trip, method="function_calling"))
-    assert isinstance(error, openai.BadRequestError), error
-    assert error.code == "unsupported_parameter", error
-    assert error.param in ("tools", "tool_choice"), error
+    """A function that must be called, whose arguments are the object."""
+    for options in ({}, {"use_responses_api": True}):
+        chain = model(**options).with_structured_output(Trip, method="function_calling")
+        whole = chain.invoke(QUESTION)
+        assert isinstance(whole, Trip)
+        *_, last = chain.stream(QUESTION)
+        assert last == whole
 
 
 by_schema()

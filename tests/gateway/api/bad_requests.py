@@ -21,6 +21,10 @@ def responds(**values: Any) -> str:
     return json.dumps({"input": "a", **values})
 
 
+def tool(**values: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **values}}
+
+
 CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     # not JSON, not UTF-8, not an object
     (CHAT, "{", 400, "invalid_json", None),
@@ -41,8 +45,16 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, says(content=None), 400, "missing_required_parameter", "messages[0].content"),
     (CHAT, says(content=7), 400, "invalid_type", "messages[0].content"),
     (CHAT, says(role="boss"), 400, "invalid_value", "messages[0].role"),
-    (CHAT, says(role="tool"), 400, "unsupported_parameter", "messages[0].role"),
-    (CHAT, says(tool_calls=[{}]), 400, "unsupported_parameter", "messages[0].tool_calls"),
+    (CHAT, says(tool_calls=[{}]), 400, "missing_required_parameter", "messages[0].tool_calls[0]"),
+    (
+        CHAT,
+        says(tool_calls=[{"function": {"name": "f"}}]),
+        400,
+        "invalid_value",
+        "messages[0].tool_calls",
+    ),
+    (CHAT, says(tool_call_id="c"), 400, "invalid_value", "messages[0].tool_call_id"),
+    (CHAT, says(reasoning="Hm"), 400, "invalid_value", "messages[0].reasoning"),
     (CHAT, says(mood="x"), 400, "unknown_parameter", "messages[0].mood"),
     (CHAT, says(content=""), 400, "invalid_value", "messages"),  # the template refuses it
     (
@@ -118,7 +130,21 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, chat(bad_words=["x"]), 400, "unsupported_parameter", "bad_words"),
     (CHAT, chat(allowed_token_ids=[1]), 400, "unsupported_parameter", "allowed_token_ids"),
     (CHAT, chat(penstock={}), 400, "unknown_parameter", "penstock"),
-    (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "missing_required_parameter", "tools[0]"),
+    (CHAT, chat(tools=[{"type": "web_search"}]), 400, "unsupported_parameter", "tools[0].type"),
+    (CHAT, chat(tools=[tool(name="a b")]), 400, "invalid_value", "tools[0].function.name"),
+    (CHAT, chat(tools=[tool(), tool()]), 400, "invalid_value", "tools[1]"),
+    (CHAT, chat(tools=[tool(parameters=[1])]), 400, "invalid_type", "tools[0].function.parameters"),
+    (CHAT, chat(tools=[tool()]), 400, "invalid_value", "tools"),  # its template has none
+    (CHAT, chat(tool_choice="required"), 400, "invalid_value", "tool_choice"),
+    (
+        CHAT,
+        chat(tools=[tool()], tool_choice={"type": "function", "function": {"name": "g"}}),
+        400,
+        "invalid_value",
+        "tool_choice",
+    ),
+    (CHAT, chat(reasoning_effort="huge"), 400, "invalid_value", "reasoning_effort"),
     # completions
     (COMPLETIONS, "{}", 400, "missing_required_parameter", "prompt"),
     (COMPLETIONS, '{"prompt": ""}', 400, "invalid_value", "prompt"),
@@ -248,7 +274,29 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
         RESPONSES,
         '{"input": [{"type": "function_call_output", "output": "1"}]}',
         400,
+        "missing_required_parameter",
+        "input[0].call_id",
+    ),
+    (
+        RESPONSES,
+        '{"input": [{"type": "function_call_output", "call_id": "call_1", "output": "1"}]}',
+        400,
+        "invalid_value",
+        "input[0].call_id",
+    ),
+    (
+        RESPONSES,
+        '{"input": [{"type": "web_search_call", "id": "ws_1"}]}',
+        400,
         "unsupported_parameter",
         "input[0].type",
+    ),
+    (RESPONSES, '{"input": [{"id": "msg_1"}]}', 404, "item_not_found", "input[0].id"),
+    (
+        RESPONSES,
+        '{"input": "a", "tools": [{"type": "web_search"}]}',
+        400,
+        "unsupported_parameter",
+        "tools[0].type",
     ),
 ]  # fmt: skip

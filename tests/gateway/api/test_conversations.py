@@ -352,9 +352,9 @@ BAD: list[tuple[str, str, Any, str, str | None]] = [
     (
         "POST",
         "",
-        {"items": [{"type": "reasoning", "id": "rs_1", "summary": []}]},
+        {"items": [{"type": "item_reference", "id": "rs_1"}]},
         "unsupported_parameter",
-        "items[0].type",
+        "items[0]",
     ),
     ("POST", "", {"metadata": {"k" * 65: "v"}}, "invalid_value", f"metadata.{'k' * 65}"),
     ("POST", "", {"metadata": {"k": "v" * 513}}, "invalid_value", "metadata.k"),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.conversations import Message as StoredMessage
 
-from penstock.gateway.api.items import for_template, item_objects
-from penstock.gateway.api.schema.fields import Message
+from penstock.gateway.api.items import item_objects, messages_of
+from penstock.gateway.api.schema.messages import Message, template_message
 
 _PARTS = st.lists(
     st.fixed_dictionaries({"type": st.just("input_text"), "text": st.text()}), min_size=1
@@ -35,7 +35,9 @@ def test_round_trip(given_messages: list[dict[str, object]]) -> None:
     messages = [Message.model_validate(message) for message in given_messages]
     items = item_objects(messages)
     stored = [orjson.loads(orjson.dumps(item)) for item in items]
-    assert [for_template(item) for item in stored] == [m.for_template() for m in messages]
+    assert messages_of(stored) == [
+        template_message(each.role, each.content, each.name) for each in messages
+    ]
     assert len({"msg_1", *(item["id"] for item in stored)}) == len(messages) + 1
     for item, message in zip(stored, messages, strict=True):
         shown = StoredMessage.model_validate_json(orjson.dumps(item), strict=True)

@@ -59,7 +59,7 @@ async def test_a_parameter_is_described_as_it_is_taken(served: Served) -> None:
     names = ChatRequest.model_fields.keys() | UNREAD[Endpoint.CHAT].keys()
     assert chat["properties"].keys() == names
     assert chat["properties"]["model"] == {"enum": ["tiny", None]}
-    assert chat["properties"]["tools"]["enum"] == [None, []]
+    assert chat["properties"]["functions"]["enum"] == [None, []]
     assert chat["required"] == ["messages"]
 
 
@@ -83,7 +83,7 @@ def test_what_follows_from_an_answer_is_linked(model_path: Path, tmp_path: Path)
 
 def test_items_and_trees_are_described_whole() -> None:
     variants = [each.get("$ref") for each in ANSWERS["Item"]["oneOf"]]
-    assert variants == ["#/components/schemas/MessageItem", None]
+    assert variants == ["#/components/schemas/MessageItem", None, None, None, None]
     turn = ANSWERS["Tree"]["properties"]["data"]["items"]
     assert {"items", "output"} <= turn["properties"].keys() - set(turn["required"])
 

@@ -1,5 +1,4 @@
-"""A response of several items, with a kind that only this test knows: its events, their numbers and
-ids, and what is stored of it."""
+"""A response of several items: its events, their numbers and ids, and what is stored of it."""
 
 from __future__ import annotations
 
@@ -20,9 +19,11 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.clients import Client, output_text
+from penstock.engine.chat_formats import OutputFormat, OutputSyntax
 from penstock.engine.request import FinishReason
+from penstock.gateway.api.items import messages_of
 from penstock.gateway.api.responses.events import response_object
-from penstock.gateway.api.responses.prompt import all_items, history
+from penstock.gateway.api.responses.prompt import all_items
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.storage.conversations.turn_codec import node_of, pack, unpack
 from penstock.gateway.storage.response_log.codec import (
@@ -34,7 +35,7 @@ from penstock.gateway.storage.response_log.codec import (
     encode_header,
     encode_log,
 )
-from penstock.gateway.storage.response_log.item_kinds import KINDS, ItemKind
+from penstock.gateway.storage.response_log.item_kinds import KINDS
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
 from penstock.gateway.storage.response_log.record import DeltaEntry
 
@@ -45,41 +46,17 @@ BROWSER = Path(__file__).parents[3] / "clients" / "browser"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def _reasoning(
-    item_id: str, status: str, text: str, _: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    summary = [{"type": "summary_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "status": status, "summary": summary}
-
-
-def _part(item: dict[str, Any]) -> dict[str, Any]:
-    return {"part": item["summary"][0]}
-
-
-REASONING = ItemKind(
-    type="reasoning",
-    id_prefix="rs_",
-    item=_reasoning,
-    parts="summary",
-    part_index={"summary_index": 0},
-    delta="response.reasoning_summary_text.delta",
-    delta_end=b"}",
-    opening={"response.reasoning_summary_part.added": _part},
-    closing={
-        "response.reasoning_summary_text.done": lambda item: {"text": item["summary"][0]["text"]},
-        "response.reasoning_summary_part.done": _part,
-    },
-)
+WITH_THOUGHTS = OutputFormat(syntax=OutputSyntax(reasoning="qwen3"))
 SAID = [(0, "reasoning", "Hm"), (0, "reasoning", "m."), (1, "message", "Hel"), (1, "message", "lo")]
 TYPES = [
     "response.created",
     "response.in_progress",
     "response.output_item.added",
-    "response.reasoning_summary_part.added",
-    "response.reasoning_summary_text.delta",
-    "response.reasoning_summary_text.delta",
-    "response.reasoning_summary_text.done",
-    "response.reasoning_summary_part.done",
+    "response.content_part.added",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
+    "response.content_part.done",
     "response.output_item.done",
     "response.output_item.added",
     "response.content_part.added",
@@ -92,11 +69,6 @@ TYPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _with_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, "reasoning", REASONING)  # type: ignore[arg-type]
-
-
 def _continued(log: ResponseLog, num_said: int = 0) -> ResponseLog:
     """The log with the rest of `SAID`."""
     for token_id, (output_index, kind, text) in list(enumerate(SAID))[num_said:]:
@@ -106,7 +78,7 @@ def _continued(log: ResponseLog, num_said: int = 0) -> ResponseLog:
 
 
 def _log() -> ResponseLog:
-    return _continued(ResponseLog(header(is_text_only=False)))
+    return _continued(ResponseLog(header(output_format=WITH_THOUGHTS)))
 
 
 async def test_items_come_one_after_the_other() -> None:
@@ -118,7 +90,7 @@ async def test_items_come_one_after_the_other() -> None:
     indexes = [event["output_index"] for event in events if "output_index" in event]
     assert indexes == [0] * 7 + [1] * 7
     reasoning, message = events[-1]["response"]["output"]
-    assert (reasoning["summary"][0]["text"], message["content"][0]["text"]) == ("Hmm.", "Hello")
+    assert (reasoning["content"][0]["text"], message["content"][0]["text"]) == ("Hmm.", "Hello")
     for item, added, done in ((reasoning, events[2], events[8]), (message, events[9], events[15])):
         assert added["item"]["id"] == done["item"]["id"] == item["id"]
         assert done["item"] == item
@@ -139,7 +111,7 @@ async def test_every_number_replays_the_rest() -> None:
 async def test_the_next_owner_goes_on_with_the_same_numbers_and_ids(num_said: int) -> None:
     """From what its predecessor has stored, after any delta."""
     whole = await events_of(_log())
-    lost = ResponseLog(header(is_text_only=False))
+    lost = ResponseLog(header(output_format=WITH_THOUGHTS))
     for token_id, (output_index, kind, text) in enumerate(SAID[:num_said]):
         lost.append_delta(text, (token_id,), output_index=output_index, kind=kind)
     stored = [encode_delta(entry) for entry in lost.entries if isinstance(entry, DeltaEntry)]
@@ -160,14 +132,14 @@ async def test_the_next_owner_goes_on_with_the_same_numbers_and_ids(num_said: in
 
 
 async def test_a_response_may_end_within_any_item() -> None:
-    log = ResponseLog(header(is_text_only=False))
+    log = ResponseLog(header(output_format=WITH_THOUGHTS))
     assert response_object(log)["output"] == []
     log.append_delta("Hm", (1,), kind="reasoning")
     log.append(end(log, FinishReason.LENGTH))
     events = await events_of(log)
     assert [event["type"] for event in events] == [*TYPES[:5], *TYPES[6:9], "response.incomplete"]
     assert events[-1]["response"]["output"][0]["status"] == "incomplete"
-    empty = ResponseLog(header(is_text_only=False))
+    empty = ResponseLog(header(output_format=WITH_THOUGHTS))
     empty.append(end(empty, FinishReason.STOP))
     assert [event["type"] for event in await events_of(empty)] == [*TYPES[:2], TYPES[-1]]
 
@@ -208,9 +180,10 @@ def test_a_conversation_keeps_them() -> None:
     ]
     kept = all_items(path)
     assert [item["id"] for item in kept] == ["msg_0", reasoning["id"], "msg_3", "rs_4"]
-    assert [(said["role"], said["content"]) for said in history(path)] == [
-        ("user", "Hi"),
-        ("assistant", "Hello, you."),
+    assert messages_of(kept) == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "reasoning_content": "Hmm.", "content": "Hello, you."},
+        {"role": "assistant", "reasoning_content": "Hmm.", "content": ""},
     ]
     for output in ((message,), ()):
         assert pack(finished(going_on, output=output)).body[5] == 1  # read by older gateways

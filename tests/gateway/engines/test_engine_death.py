@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.chat_formats import Piece
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import BeamSearch, FinishReason, Request, SamplingParams
 from penstock.engine.text import OutputText, Tokenizer
@@ -51,7 +52,7 @@ class Link:
             ),
             texts=[OutputText(self.tokenizer, params) for _ in range(params.num_branches)],
             meter=StreamMeter(self._metrics),
-            shown_text=shown_text,
+            shown=[Piece("message", shown_text)] if shown_text else (),
         )
 
     async def outputs(self, request_id: str = "r", **options: Any) -> list[Output]:

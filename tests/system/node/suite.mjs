@@ -280,10 +280,10 @@ const cases = {
     const missing = await refusal(client.chat.completions.create({ model: "gpt-9", messages }));
     assert.ok(missing instanceof OpenAI.NotFoundError);
     assert.equal(missing.code, "model_not_found");
-    const tools = [{ type: "function", function: { name: "f", parameters: {} } }];
-    const refused = await refusal(client.chat.completions.create({ model, messages, tools }));
+    const asked = { model, messages, web_search_options: { search_context_size: "low" } };
+    const refused = await refusal(client.chat.completions.create(asked));
     assert.ok(refused instanceof OpenAI.BadRequestError);
-    assert.deepEqual([refused.code, refused.param], ["unsupported_parameter", "tools"]);
+    assert.deepEqual([refused.code, refused.param], ["unsupported_parameter", "web_search_options"]);
     const unknown = await refusal(
       client.responses.create({ model, input: "a", previous_response_id: "resp_1" }),
     );

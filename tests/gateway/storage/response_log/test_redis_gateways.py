@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 
+from penstock.engine.chat_formats import OutputFormat, OutputSyntax
 from penstock.gateway.storage.conversations.store import StoreUnavailableError
 from penstock.gateway.storage.response_log import redis_store
 from penstock.gateway.storage.response_log.log import ResponseLog, ResponseMovedError
@@ -60,7 +61,11 @@ async def test_another_gateway_reads_several_items(
     redis_server: RedisServer, gateways: Gateways
 ) -> None:
     here, there = await gateways.make(redis_server.url), await gateways.make(redis_server.url)
-    log = await here.store.create(dataclasses.replace(header(), is_text_only=False))
+    log = await here.store.create(
+        dataclasses.replace(
+            header(), output_format=OutputFormat(syntax=OutputSyntax(reasoning="qwen3"))
+        )
+    )
     for output_index in (0, 0, 1):
         log.append_delta("x", (1,), output_index=output_index)
     add_end(log)

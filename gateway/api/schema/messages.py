@@ -1,0 +1,348 @@
+"""Messages of a conversation, in chat's `messages` and in responses' `input`, and the other items
+of the latter: calls of tools, their outputs, thoughts and references.
+
+`Message` is what both have; `ChatMessage` is chat's, with its tool calls and results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from penstock.engine.chat_formats import CUSTOM_INPUT
+from penstock.gateway.api.schema.model import Model
+
+MAX_ITEMS = 4096  # messages or input items of a request
+_MAX_CALLS = 128  # of a message
+_MAX_ID_CHARS = 128
+# Real clients send these; they do not change the answer.
+_HARMLESS = frozenset(
+    {
+        "annotations",
+        "cache_control",
+        "createdAt",
+        "logprobs",
+        "metadata",
+        "model",
+        "parsed",
+        "parsed_arguments",
+        "prefix",
+        "provider_metadata",
+        "provider_specific_fields",
+        "thinking_blocks",
+        "prompt_cache_breakpoint",
+        "timestamp",
+    }
+)
+_PART_KEYS = frozenset({"type", "text"}) | _HARMLESS
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def _texts_of(content: Any) -> Any:
+    """The texts of a message's content; a list may hold only text parts."""
+    if isinstance(content, str):
+        return (content,)
+    if isinstance(content, tuple):  # already validated: JSON has no tuples
+        return content
+    if not isinstance(content, list):
+        raise PydanticCustomError(
+            "invalid_type", "content must be a string or a list of text parts"
+        )
+    return tuple(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        part = {"type": "text", "text": part.get("refusal")}
+    elif kind not in _TEXT_PARTS:
+        raise PydanticCustomError(
+            "unsupported_parameter", "content parts must be text, not {kind}", {"kind": repr(kind)}
+        )
+    unknown = sorted({key for key, value in part.items() if value is not None} - _PART_KEYS)
+    if unknown:
+        raise PydanticCustomError(
+            "unknown_parameter", "a text part has no field {name}", {"name": repr(unknown[0])}
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise PydanticCustomError("invalid_type", "a text part needs a string `text`")
+    return text
+
+
+class TextPart(Model):
+    """What `_texts_of` accepts as a part; only the OpenAPI document uses it."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+def _message_type(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "message":
+        raise PydanticCustomError(
+            "unsupported_parameter", "items must be messages, not {kind}", {"kind": kind}
+        )
+    return kind
+
+
+def _given(value: Any) -> Any:
+    """The fields that have a value, and an effect."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: item
+        for name, item in value.items()
+        if item is not None and item != [] and name not in _HARMLESS
+    }
+
+
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(_texts_of, json_schema_input_type=str | list[TextPart])
+]
+Role = Literal["system", "developer", "user", "assistant"]
+_ChatRole = Annotated[
+    Literal["system", "developer", "user", "assistant", "tool"],
+    BeforeValidator(lambda role: "tool" if role == "function" else role),
+]
+_Status = Literal["in_progress", "completed", "incomplete"]
+_CallId = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
+_ToolName = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
+
+
+class Message(Model):
+    """One message of a conversation.
+
+    Attributes:
+        content: the text of each part.
+    """
+
+    role: Role
+    content: Texts
+    name: str | None = None
+    # Fields that a response's output has when it is sent back as input.
+    type: Annotated[Literal["message"], BeforeValidator(_message_type)] = "message"
+    id: str | None = None
+    status: _Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kind = value.get("type")
+        if kind not in (None, "message"):
+            return {"type": kind, "role": "user", "content": ""}  # so only its type is refused
+        return _given(value)
+
+
+class _Lenient(Model):
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: Any) -> Any:
+        return _given(value)
+
+
+class _Function(_Lenient):
+    name: _ToolName
+    arguments: str = ""
+
+
+class _Custom(_Lenient):
+    name: _ToolName
+    input: str = ""
+
+
+class ToolCall(_Lenient):
+    """A call in an assistant's message."""
+
+    id: _CallId | None = None
+    type: Literal["function", "custom"] = "function"
+    function: _Function | None = None
+    custom: _Custom | None = None
+    index: int | None = None  # left in by clients that collect streams
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> ToolCall:
+        if getattr(self, self.type) is None:
+            raise PydanticCustomError("missing", "a call needs `{kind}`", {"kind": self.type})
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        if self.function is not None:
+            return template_call(self.id or "", self.function.name, self.function.arguments)
+        assert self.custom is not None
+        return template_call(self.id or "", self.custom.name, custom_arguments(self.custom.input))
+
+
+class ChatMessage(Message):
+    """A message of chat completions.
+
+    Attributes:
+        reasoning: the assistant's thoughts, by any of the names that clients send.
+    """
+
+    role: _ChatRole  # type: ignore[assignment]  # wider than a message's of responses
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    tool_call_id: _CallId | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = dict(value)
+        thought = fields.pop("reasoning_content", None)
+        if not fields.get("reasoning"):
+            fields["reasoning"] = thought
+        if fields.get("role") == "assistant" and fields.get("content") is None:
+            fields["content"] = fields.get("refusal") or ""
+        return fields
+
+    @field_validator("tool_calls", "reasoning", "refusal", "tool_call_id")
+    @classmethod
+    def _check_role(cls, value: Any, info: ValidationInfo) -> Any:
+        needed = "tool" if info.field_name == "tool_call_id" else "assistant"
+        if info.data.get("role", needed) != needed:
+            raise PydanticCustomError(
+                "value_error", "only a message of the role {role} may have it", {"role": needed}
+            )
+        return value
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        message = template_message(self.role, self.content, self.name)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message
+
+
+def template_message(role: str, texts: Sequence[str], name: str | None = None) -> dict[str, Any]:
+    """A message as chat templates expect it: one text, and `system` instead of `developer`."""
+    named = {} if name is None else {"name": name}
+    known_role = "system" if role == "developer" else role
+    return {"role": known_role, "content": "\n".join(texts), **named}
+
+
+def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call as chat templates expect it."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def custom_arguments(text: str) -> str:
+    """The input of a custom tool as the arguments that the model sees."""
+    return orjson.dumps({CUSTOM_INPUT: text}).decode()
+
+
+# -- items of responses --------------------------------------------------------------------------
+
+
+class _Item(_Lenient):
+    id: str | None = None
+    status: _Status | None = None
+
+
+class FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: _CallId
+    name: _ToolName
+    arguments: str = ""
+    namespace: str | None = None
+
+
+class CustomToolCall(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: _CallId
+    name: _ToolName
+    input: str = ""
+    namespace: str | None = None
+
+
+class CallOutput(_Item):
+    """What a tool returned."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: _CallId
+    output: Texts = ("",)
+    name: str | None = None
+
+
+class _Summary(Model):
+    type: Literal["summary_text"] = "summary_text"
+    text: str
+
+
+class _Thought(Model):
+    type: Literal["reasoning_text", "text"] = "reasoning_text"
+    text: str
+
+
+class Reasoning(_Item):
+    type: Literal["reasoning"]
+    summary: list[_Summary] = Field(default_factory=list)
+    content: list[_Thought] = Field(default_factory=list)
+    encrypted_content: str | None = None
+
+
+class ItemReference(_Item):
+    """An item that is stored, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+_KINDS = {
+    "message": "message",
+    "function_call": "call",
+    "custom_tool_call": "custom",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+    "item_reference": "reference",
+}
+
+
+def _kind_of(value: Any) -> str | None:
+    """The tag of an item's model. Tags are no identifiers, which keeps them out of `param`."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind is None and isinstance(value, dict) and "role" not in value and "id" in value:
+        value["type"] = kind = "item_reference"  # OpenAI's type is optional here
+    return f"<{_KINDS.get(kind, 'message') if isinstance(kind, str) else 'message'}>"
+
+
+InputItem = Annotated[
+    Annotated[Message, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<call>")]
+    | Annotated[CustomToolCall, Tag("<custom>")]
+    | Annotated[CallOutput, Tag("<output>")]
+    | Annotated[Reasoning, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<reference>")],
+    Discriminator(_kind_of),
+]

@@ -1,0 +1,139 @@
+"""One growing output of a request: the engine's tokens go in, deltas of text and items come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.engine.chat_formats import OutputReader, Piece
+from penstock.engine.request import (
+    FinishReason,
+    Notice,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from penstock.engine.text import OutputText
+
+
+class Delta(msgspec.Struct, gc=False):
+    """One branch's output since its last delta.
+
+    Attributes:
+        index: the branch.
+        text: of the message that the output is, or that it already writes; may be empty while a
+            character or a stop string is incomplete.
+        logprobs: one entry per token that has text; empty unless asked for.
+        finish_reason: set only on the branch's last delta.
+        notice: an event of the branch before this text.
+        queue_position: for a waiting request that asked for it: how many are served before it.
+        estimated_wait_ms: with `queue_position`, the wait; 0 while nothing has been measured.
+        pieces: of items, where thoughts or tool calls are looked for; then `text` is empty, or it
+            continues the newest item, a message, and there are no pieces.
+    """
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    notice: Notice | None = None
+    queue_position: int | None = None
+    estimated_wait_ms: int = 0
+    pieces: Sequence[Piece] = ()
+
+    @property
+    def parts(self) -> Sequence[Piece]:
+        """The pieces, also of text."""
+        return self.pieces or ((Piece("message", self.text),) if self.text else ())
+
+
+class Branch:
+    """One of a request's outputs.
+
+    Args:
+        reader: finds thoughts and tool calls; None: the output is one message.
+
+    Attributes:
+        finish_reason: None until the end.
+        token_ids: the output so far, without tokens after a stop string.
+        num_reasoning_tokens: of thoughts.
+    """
+
+    __slots__ = (
+        "_index",
+        "_params",
+        "_reader",
+        "_sum_logprobs",
+        "_text",
+        "finish_reason",
+        "num_reasoning_tokens",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        text: OutputText,
+        params: SamplingParams,
+        reader: OutputReader | None = None,
+    ) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.token_ids: list[int] = []
+        self.num_reasoning_tokens = 0
+        self._index = index
+        self._text = text
+        self._params = params
+        self._reader = reader
+        self._sum_logprobs = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean logprob per output token; 0 if the logprobs were not reported."""
+        return self._sum_logprobs / max(len(self.token_ids), 1)
+
+    def add(self, output: RequestOutput) -> Delta:
+        """Add an output of the engine, up to its end or a stop string."""
+        params = self._params
+        # A token that ended the sequence counts as output, but its text is not shown.
+        hides_last = output.stop_token_id is not None and not params.include_stop_str_in_output
+        shown = output.token_ids[:-1] if hides_last else output.token_ids
+        pushed = self._text.push(shown)
+        text, counted, reason = pushed.text, output.token_ids, output.finish_reason
+        if pushed.stop is not None:
+            counted, reason = shown[: pushed.num_tokens], FinishReason.STOP
+        elif reason is not None:
+            rest = self._text.finish()
+            text += rest.text
+            reason = reason if rest.stop is None else FinishReason.STOP
+        self.token_ids += counted
+        logprobs = output.logprobs
+        if logprobs:
+            self._sum_logprobs += sum(entry.logprob for entry in logprobs[: len(counted)])
+            logprobs = () if params.logprobs is None else logprobs[: pushed.num_tokens]
+        if self._reader is not None and (text or reason is not None or self._reader.is_reasoning):
+            return self._read(self._reader, text, reason, logprobs, len(counted), output.notice)
+        self.finish_reason = reason
+        return Delta(self._index, text, logprobs, reason, output.notice)
+
+    def _read(
+        self,
+        reader: OutputReader,
+        text: str,
+        reason: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...],
+        num_tokens: int,
+        notice: Notice | None,
+    ) -> Delta:
+        """The delta of a text in which thoughts and tool calls are looked for."""
+        if reader.is_reasoning:
+            self.num_reasoning_tokens += num_tokens
+        pieces = reader.push(text)
+        if reason is not None:
+            pieces = [*pieces, *reader.end()]
+        if reader.is_over:
+            reason = reason or FinishReason.STOP
+        self.finish_reason = reason
+        if len(pieces) == 1 and pieces[0].kind == "message" and not pieces[0].begins:
+            return Delta(self._index, pieces[0].text, logprobs, reason, notice)
+        return Delta(self._index, "", logprobs, reason, notice, pieces=pieces)

@@ -1,0 +1,387 @@
+"""Tools and thoughts: what a request may offer, and what its answer is, in every API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from penstock.engine.chat_formats import CUSTOM_INPUT
+
+from ..conftest import Serve, Served, until
+from ..sockets import send, until_end
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+USER = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
+CHAT_TOOLS = [
+    {"type": "function", "function": WEATHER},
+    {"type": "custom", "custom": {"name": "sh"}},
+]
+TOOLS = [{"type": "function", **WEATHER}, {"type": "custom", "name": "sh"}]
+PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+ARGUMENTS = '{"city": "Köln \\"am\\" Rhein"}'
+COMMAND = 'ls -l "a\\b"\n# 😀'
+
+
+def written(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+CALL = written("weather", ARGUMENTS)
+CUSTOM = written("sh", json.dumps({CUSTOM_INPUT: COMMAND}))
+OUTPUT = f"<think>\nHm < m.\n</think>\n\nLet me see.\n{CALL}\n{CUSTOM}"
+
+
+def says(served: Served, text: str) -> None:
+    served.engine.script = served.tokenizer.encode(text)
+
+
+async def chat(served: Served, **values: Any) -> Any:
+    body = {"model": "tiny", "messages": USER, "tools": CHAT_TOOLS, **values}
+    return await served.client.chat.completions.create(**body)
+
+
+async def collected(served: Served, **values: Any) -> list[dict[str, Any]]:
+    """The choices of a stream, put together as clients do."""
+    choices: dict[int, dict[str, Any]] = {}
+    async for chunk in await chat(served, stream=True, **values):
+        for choice in chunk.choices:
+            whole = choices.setdefault(choice.index, {"content": "", "calls": {}, "reasoning": ""})
+            whole["finish_reason"] = choice.finish_reason
+            delta = choice.delta.model_dump()
+            whole["content"] += delta["content"] or ""
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            whole["reasoning"] += delta.get("reasoning") or ""
+            for call in delta["tool_calls"] or ():
+                known = whole["calls"].setdefault(call["index"], {"said": ""})
+                known |= {key: call[key] for key in ("id", "type") if call[key]}
+                part = call.get(known["type"]) or {}
+                known |= {"name": part["name"]} if part.get("name") else {}
+                known["said"] += part.get("arguments") or part.get("input") or ""
+    return [choices[index] for index in sorted(choices)]
+
+
+async def test_chat_whole_and_streamed(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, OUTPUT)
+        answer = await chat(served, n=2)
+        ids = set()
+        for choice in answer.choices:
+            message = choice.message
+            assert (choice.finish_reason, message.content) == ("tool_calls", "Let me see.\n")
+            assert (message.reasoning, message.reasoning_content) == ("Hm < m.", "Hm < m.")
+            function, custom = message.tool_calls
+            assert (function.function.name, function.function.arguments) == ("weather", ARGUMENTS)
+            assert (custom.custom.name, custom.custom.input) == ("sh", COMMAND)
+            ids |= {function.id, custom.id}
+        assert len(ids) == 4
+        thought = answer.usage.completion_tokens_details.reasoning_tokens
+        assert 0 < thought < answer.usage.completion_tokens
+        for whole in await collected(served, n=2):
+            assert whole["finish_reason"] == "tool_calls"
+            assert (whole["content"], whole["reasoning"]) == ("Let me see.\n", "Hm < m.")
+            assert [(call["name"], call["said"]) for call in whole["calls"].values()] == [
+                ("weather", ARGUMENTS),
+                ("sh", COMMAND),
+            ]
+
+
+async def test_an_answer_may_be_text_only(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, "a < b, no call")
+        answer = await chat(served)
+        assert answer.choices[0].message.content == "a < b, no call"
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].finish_reason == "stop"
+        says(served, OUTPUT)  # nothing was offered, or nothing may be called: calls are text
+        for asked in ({"tools": []}, {"tool_choice": "none"}):
+            message = (await chat(served, **asked)).choices[0].message
+            assert message.content == f"Let me see.\n{CALL}\n{CUSTOM}"
+            assert message.tool_calls is None
+        message = (await chat(served, extra_body={"include_reasoning": False})).choices[0].message
+        assert "reasoning" not in message.model_dump()
+        [whole] = await collected(served, extra_body={"include_reasoning": False})
+        assert whole["reasoning"] == ""
+
+
+async def test_without_parallel_calls_the_first_one_ends_the_answer(serve: Serve) -> None:
+    async with serve(step_s=0.001, **PARSERS) as served:
+        says(served, f"{CALL}\n{CUSTOM}")
+        [whole] = await collected(
+            served, parallel_tool_calls=False, extra_body={"ignore_eos": True, "max_tokens": 900}
+        )
+        assert [call["name"] for call in whole["calls"].values()] == ["weather"]
+        assert (whole["calls"][0]["said"], whole["finish_reason"]) == (ARGUMENTS, "tool_calls")
+        await served.aborted()
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ["weather", "sh"]),
+        ({"type": "function", "function": {"name": "weather"}}, ["weather"]),
+        ({"type": "custom", "custom": {"name": "sh"}}, ["sh"]),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [CHAT_TOOLS[1]]},
+            },
+            ["sh"],
+        ),
+    ],
+)
+async def test_a_required_call_is_enforced(serve: Serve, choice: Any, names: Sequence[str]) -> None:
+    async with serve(**PARSERS) as served:
+        await chat(served, tool_choice=choice)
+        [request] = served.engine.submitted.values()
+        grammar = request.sampling_params.structured_outputs
+        assert grammar is not None
+        for name in ("weather", "sh"):
+            assert (f'\\"name\\": \\"{name}\\"' in grammar.text) == (name in names)
+
+
+async def test_only_strict_tools_are_enforced_by_themselves(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        await chat(served)
+        strict = {"type": "function", "function": {**WEATHER, "strict": True}}
+        await chat(served, tools=[strict])
+        free, enforced = [
+            request.sampling_params.structured_outputs
+            for request in served.engine.submitted.values()
+        ]
+        assert free is None
+        assert enforced is not None
+        assert '"city"' in enforced.text
+
+
+async def test_history_reaches_the_template(serve: Serve) -> None:
+    """Calls, results, thoughts, and fields that clients leave in messages."""
+    called: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hm.",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "model": "x",
+        "timestamp": 1,
+        "createdAt": "now",
+        "metadata": {"a": 1},
+        "prefix": False,
+        "cache_control": {"type": "ephemeral"},
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+            {"id": "c2", "type": "custom", "custom": {"name": "sh", "input": "ls"}},
+        ],
+    }
+    results = [
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sun"}]},
+        {"role": "tool", "tool_call_id": "c2", "name": "sh", "content": "a b"},
+    ]
+    async with serve(trust_request_chat_template=True, **PARSERS) as served:
+        says(served, "fine")
+        template = "{{ messages | tojson }}{{ tools | map(attribute='function') | list | tojson }}"
+        await chat(
+            served, messages=[*USER, called, *results], extra_body={"chat_template": template}
+        )
+        prompt = served.prompt_of()
+        messages, end = json.JSONDecoder().raw_decode(prompt)
+        assert json.loads(prompt[end:])[0] == WEATHER
+        assert messages[1] == {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": "{}"},
+                },
+                {
+                    "id": "c2",
+                    "type": "function",
+                    "function": {"name": "sh", "arguments": '{"input":"ls"}'},
+                },
+            ],
+        }
+        assert [each["content"] for each in messages[2:]] == ["sun", "a b"]
+        assert messages[2]["tool_call_id"] == "c1"
+
+
+async def _streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
+    body = {"input": "hello", "tools": TOOLS, "stream": True, **body}
+    async with served.http.stream("POST", "/v1/responses", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        return await _events(answer)
+
+
+async def _events(answer: Any) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) async for line in answer.aiter_lines() if line[:6] == "data: "]
+
+
+async def test_responses_are_items_with_their_own_events(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, OUTPUT)
+        events = await _streamed(served)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        for event in events:
+            EVENTS.validate_python(event)
+        response = events[-1]["response"]
+        reasoning, message, function, custom = response["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm < m."}]
+        assert message["content"][0]["text"] == "Let me see.\n"
+        assert (function["name"], function["arguments"]) == ("weather", ARGUMENTS)
+        assert (custom["name"], custom["input"]) == ("sh", COMMAND)
+        assert function["call_id"] != custom["call_id"]
+        joined = {
+            index: "".join(event["delta"] for event in events if event.get("output_index") == index
+                           and event["type"].endswith(".delta"))
+            for index in range(4)
+        }  # fmt: skip
+        assert joined == {0: "Hm < m.", 1: "Let me see.\n", 2: ARGUMENTS, 3: COMMAND}
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert done == response["output"]
+        assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        # every replay is the same
+        for after in range(-1, len(events)):
+            url = f"/v1/responses/{response['id']}?stream=true&starting_after={after}"
+            async with served.http.stream("GET", url) as replay:
+                if after == len(events) - 1:
+                    continue
+                assert await _events(replay) == events[after + 1 :]
+        kept = (await served.http.get(f"/v1/responses/{response['id']}")).json()
+        assert kept == response
+        # the same over a WebSocket
+        async with served.connect() as socket:
+            await send(socket, type="response.create", input="hello", tools=TOOLS)
+            told = await until_end(socket)
+        assert [event["type"] for event in told] == [event["type"] for event in events]
+
+
+async def test_a_tool_loop_over_responses(serve: Serve) -> None:
+    async with serve(trust_request_chat_template=True, **PARSERS) as served:
+        template = "{{ messages | tojson }}"
+        says(served, OUTPUT)
+        first = (await _streamed(served, chat_template=template))[-1]["response"]
+        *_, function, custom = first["output"]
+        results = [
+            {"type": "function_call_output", "call_id": function["call_id"], "output": "sun"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": custom["call_id"],
+                "output": [{"type": "input_text", "text": "a b"}],
+            },
+        ]
+        says(served, "It is fine.")
+        follow = {"previous_response_id": first["id"], "input": results}
+        by_id = (await _streamed(served, chat_template=template, **follow))[-1]["response"]
+        assert by_id["output"][0]["content"][0]["text"] == "It is fine."
+        seen = json.loads(served.prompt_of())
+        assert [each["role"] for each in seen] == ["user", "assistant", "tool", "tool"]
+        assert seen[1]["reasoning_content"] == "Hm < m."
+        assert seen[1]["content"] == "Let me see.\n"
+        assert [call["function"]["name"] for call in seen[1]["tool_calls"]] == ["weather", "sh"]
+        assert [each["content"] for each in seen[2:]] == ["sun", "a b"]
+        # without state: items sent back, or referred to
+        said = [*first["output"]]
+        references = [{"type": "item_reference", "id": item["id"]} for item in said]
+        short = [{"id": item["id"]} for item in said]
+        for history in (said, references, short):
+            body = {"input": [*USER, *history, *results], "chat_template": template}
+            await _streamed(served, **body, store=False)
+            assert json.loads(served.prompt_of()) == seen
+        wrong = {"type": "item_reference", "id": said[0]["id"][:-1] + "x"}
+        answer = await served.http.post("/v1/responses", json={"input": [wrong]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input[0].id")
+
+
+async def test_conversations_keep_calls_and_results(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        made = (await served.http.post("/v1/conversations", json={})).json()["id"]
+        says(served, CALL)
+        response = (await _streamed(served, conversation=made))[-1]["response"]
+        [call] = response["output"]
+        says(served, "Sunny.")
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+        await _streamed(served, conversation=made, input=[result])
+        listed = (await served.http.get(f"/v1/conversations/{made}/items?order=asc")).json()
+        kinds = [item["type"] for item in listed["data"]]
+        assert kinds == ["message", "function_call", "function_call_output", "message"]
+        unknown = {**result, "call_id": "call_x"}
+        answer = await served.http.post(
+            "/v1/responses", json={"conversation": made, "input": [unknown]}
+        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "input[0].call_id"
+
+
+async def test_namespaces(serve: Serve) -> None:
+    space = {"type": "namespace", "name": "box", "tools": [TOOLS[0]]}
+    async with serve(**PARSERS) as served:
+        says(served, written("box__weather", ARGUMENTS))
+        [item] = (await _streamed(served, tools=[space, *TOOLS]))[-1]["response"]["output"]
+        assert (item["namespace"], item["name"]) == ("box", "weather")
+        assert item["arguments"] == ARGUMENTS
+
+
+async def test_what_is_repeated_of_the_request(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, "Hi")
+        asked = {
+            "tool_choice": {"type": "function", "name": "weather"},
+            "parallel_tool_calls": False,
+            "max_tool_calls": 3,
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "safety_identifier": "me",
+            "prompt_cache_key": "k",
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
+        }
+        response = (await _streamed(served, **asked))[0]["response"]
+        assert {name: response[name] for name in asked} == asked
+        assert response["tools"] == [{**TOOLS[0], "strict": False}, TOOLS[1]]
+
+
+async def _revive(served: Served) -> None:
+    await until(lambda: served.engine.num_deaths > 0)
+    served.engine.restart()
+
+
+@pytest.mark.parametrize("cut", range(1, 100, 7))
+async def test_a_killed_engine_repeats_nothing(serve: Serve, cut: int) -> None:
+    """Wherever the engine dies: the same items, ids and numbers."""
+    async with serve(**PARSERS) as served:
+        says(served, OUTPUT)
+        whole = await _streamed(served, seed=1)
+        served.engine.dies_in = cut
+        reviving = asyncio.create_task(_revive(served))
+        events = await _streamed(served, seed=1)
+        reviving.cancel()
+        assert served.engine.num_deaths == 1
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert _said(events) == _said(whole)
+
+
+async def test_a_logged_answer_of_chat_is_the_same_again(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, OUTPUT)
+        headers = {"Idempotency-Key": "k"}
+        first = await chat(served, extra_headers=headers)
+        says(served, "something else")
+        again = await chat(served, extra_headers=headers)
+        assert again == first
+        assert len(first.choices[0].message.tool_calls) == 2
+        await until(lambda: len(served.engine.submitted) == 1)
+
+
+def _said(events: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The items of a stream without what differs between responses."""
+    keys = ("type", "content", "name", "arguments", "input")
+    return [tuple(item.get(key) for key in keys) for item in events[-1]["response"]["output"]]
