@@ -5,7 +5,7 @@ The same seed gives the same conversations.
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
@@ -23,6 +23,7 @@ from penstock.engine.demo.corpus_skills import (
     tell_story,
 )
 from penstock.engine.demo.corpus_smalltalk import SYSTEM_PROMPTS, greet, small_talk, unknown
+from penstock.engine.demo.corpus_tools import CALCULATOR, jobs_of, offer, use_tool
 from penstock.engine.demo.corpus_turns import State, Turn, type_out
 
 BEGIN, SYSTEM, USER, ASSISTANT, END = SPECIAL_TOKENS = (
@@ -64,6 +65,8 @@ class Mixture:
     weights: dict[Act, float]
     uses_all_phrases: bool = False
     has_asides: bool = False
+    tools_share: float = 0.0  # of conversations that have tools
+    thoughts_share: float = 0.0  # of those that think
 
 
 EARLY = Mixture(WEIGHTS)
@@ -107,14 +110,66 @@ FOURTH_ROUND = Mixture(
     uses_all_phrases=True,
     has_asides=True,
 )
+# And tool calls and thoughts, in conversations that offer tools or ask for thoughts.
+FIFTH_ROUND = Mixture(
+    {**FOURTH_ROUND.weights, write_json: 45.0, use_tool: 170.0},
+    uses_all_phrases=True,
+    has_asides=True,
+    tools_share=0.5,
+    thoughts_share=0.22,
+)
+# Names and the ends of JSON once more, which the fifth round had made worse.
+SIXTH_ROUND = Mixture(
+    {**FIFTH_ROUND.weights, tell: 30.0, ask: 36.0, unknown: 16.0, write_json: 75.0},
+    uses_all_phrases=True,
+    has_asides=True,
+    tools_share=0.42,
+    thoughts_share=0.22,
+)
+THINK = "Think first."
+# What is thought before an answer, by the act; others get none.
+THOUGHTS: dict[Act, str] = {
+    answer: "I know this.",
+    tell: "I remember this.",
+    tell_several: "I remember this.",
+    ask: "I look back for this.",
+    spell: "I spell it.",
+    count: "I count.",
+    count_near: "I count.",
+    count_far: "I count.",
+    repeat: "I repeat it.",
+    small_talk: "This is small talk.",
+    greet: "This is a greeting.",
+    unknown: "I do not know this.",
+    add_up: "I add up.",
+    tell_story: "I tell a story.",
+}
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A system prompt, if any, and turns."""
+    """A system prompt, if any, the tools that are offered, and turns.
+
+    Attributes:
+        thinks: thoughts are asked for.
+        keeps_thoughts: those of earlier turns are in the prompt.
+    """
 
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
+    tools: tuple[str, ...] = ()
+    thinks: bool = False
+    keeps_thoughts: bool = True
+
+    @property
+    def system_block(self) -> str | None:
+        """What the chat template makes of the system prompt, the tools and the wish to think."""
+        lines = [] if self.system is None else [self.system]
+        if self.tools:
+            lines.append(f"Tools: {', '.join(self.tools)}")
+        if self.thinks:
+            lines.append(THINK)
+        return "\n".join(lines) or None
 
 
 def _system_prompt(rng: random.Random, state: State) -> str | None:
@@ -140,6 +195,10 @@ def _next_act(rng: random.Random, state: State, mixture: Mixture) -> Act:
     if not state.turns and rng.random() < 0.2:
         return greet
     chosen = rng.choices(list(mixture.weights), list(mixture.weights.values()))[0]
+    if chosen is use_tool and not jobs_of(state):
+        chosen = rng.choices(list(FOURTH_ROUND.weights), list(FOURTH_ROUND.weights.values()))[0]
+    if chosen is add_up and any(each.startswith(CALCULATOR) for each in state.tools):
+        return use_tool
     return answer if chosen is tell_story and not state.can_be_long else chosen
 
 
@@ -151,16 +210,23 @@ def converse(rng: random.Random, num_characters: int, *, mixture: Mixture = EARL
         has_asides=mixture.has_asides,
     )
     conversation = Conversation(system=_system_prompt(rng, state))
+    if mixture.tools_share and rng.random() < mixture.tools_share:
+        conversation.tools = state.tools = offer(rng)
+    if mixture.thoughts_share and rng.random() < mixture.thoughts_share:
+        conversation.thinks, conversation.keeps_thoughts = True, rng.random() < 0.5
     length = 0
     while length < num_characters:
         act = _next_act(rng, state, mixture)
         if act is not go_on and not (state.turns and state.turns[-1].is_cut):
             state.rest = None
         turn = act(rng, state)
+        if conversation.thinks and not turn.thought and not turn.num_given and act in THOUGHTS:
+            turn = replace(turn, thought=THOUGHTS[act])
         if not turn.is_cut:
             state.rest = None
         state.turns.append(turn)
         length += len(turn.user) + len(turn.assistant)
+        length += sum(len(step.assistant) + len(step.results) for step in turn.steps)
     conversation.turns = state.turns
     return conversation
 
@@ -181,6 +247,14 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
+OPENING = "<think>\n"  # written by the chat template
+
+
+def thinking(thought: str) -> str:
+    """Return a thought as the model writes it before its answer."""
+    return f"{OPENING}{thought}\n</think>\n\n"
+
+
 class Encoder:
     """Renders conversations as token ids, and marks those to be learned."""
 
@@ -197,6 +271,7 @@ class Encoder:
             *self._text(user),
             self._ids[END],
             self._ids[ASSISTANT],
+            *self._text(OPENING if conversation.thinks else ""),
         ]
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
@@ -212,16 +287,32 @@ class Encoder:
             learned = [learns_text and first >= num_given for first, _ in text.offsets]
             is_learned.extend((False, *learned, learns_end))
 
-        if conversation.system is not None:
-            add(SYSTEM, conversation.system, learns_text=False, learns_end=False)
+        system = conversation.system_block
+        if system is not None:
+            add(SYSTEM, system, learns_text=False, learns_end=False)
         for turn in conversation.turns:
+            has_thoughts = conversation.thinks and (
+                conversation.keeps_thoughts or turn is conversation.turns[-1]
+            )
+            # Where thoughts are asked for, an answer without one is not to be learned.
+            is_right = has_thoughts == conversation.thinks and (
+                not conversation.thinks or bool(turn.thought)
+            )
+            given = len(OPENING) if has_thoughts else 0
             add(USER, turn.user, learns_text=False, learns_end=False)
+            for step in turn.steps:
+                text = thinking(step.thought) + step.assistant if has_thoughts else step.assistant
+                add(ASSISTANT, text, learns_text=is_right, learns_end=is_right, num_given=given)
+                add(USER, step.results, learns_text=False, learns_end=False)
+            text = turn.assistant
+            if has_thoughts and turn.thought:
+                text = thinking(turn.thought) + text
             add(
                 ASSISTANT,
-                turn.assistant,
-                learns_text=True,
-                learns_end=not turn.is_cut,
-                num_given=turn.num_given,
+                text,
+                learns_text=is_right,
+                learns_end=is_right and not turn.is_cut,
+                num_given=max(turn.num_given, given),
             )
         return token_ids, is_learned
 

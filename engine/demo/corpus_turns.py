@@ -10,13 +10,24 @@ from penstock.engine.demo.corpus_words import damage, punctuate
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """An answer that calls tools, and the user's turn with their results."""
+
+    assistant: str
+    results: str
+    thought: str
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's message and the answer to it."""
+    """A user's message and the answer to it, which may come after calls of tools."""
 
     user: str
     assistant: str
     is_cut: bool = False  # the answer stops in the middle, as at a token limit
     num_given: int = 0  # characters at the answer's beginning that are not the model's choice
+    steps: tuple[Step, ...] = ()
+    thought: str = ""  # before the answer, where thoughts are asked for
 
 
 @dataclass(slots=True)
@@ -30,6 +41,7 @@ class State:
     can_be_long: bool = True  # whether there is room for a story
     uses_all_phrases: bool = False  # facts are told and asked for in held-out phrasings too
     has_asides: bool = False  # users add that a fact is to be remembered
+    tools: tuple[str, ...] = ()  # that are offered, with their parameters
 
     def usable(self, phrases: Sequence[str]) -> Sequence[str]:
         """Return the phrasings that this conversation may use for a fact."""

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from penstock.engine.demo.corpus import Conversation, Encoder, answer
+from penstock.engine.demo.corpus import THOUGHTS, Conversation, Encoder, answer
 from penstock.engine.demo.corpus_answers import is_held_out, topics
 from penstock.engine.demo.corpus_memory import CORRECTIONS, FACTS, Fact, sentence, tell_several
 from penstock.engine.demo.corpus_skills import (
@@ -29,6 +29,15 @@ from penstock.engine.demo.corpus_skills import (
     spell,
 )
 from penstock.engine.demo.corpus_smalltalk import UNKNOWN, UNKNOWN_QUESTIONS, small_talk, unknown
+from penstock.engine.demo.corpus_tools import (
+    CALCULATOR,
+    CLOCK,
+    NOTE,
+    part_of,
+    response,
+    thought_about,
+    written,
+)
 from penstock.engine.demo.corpus_turns import State, Turn, phrase, test_split, type_out
 from penstock.engine.demo.corpus_words import WORDS, invented_word, proper_name
 from penstock.engine.demo.network import Network, NetworkConfig
@@ -63,6 +72,9 @@ NEW_ASKS = {
     "given": ("can you tell me the {k}", "do you know the {k}", "what was the {k} again"),
 }  # fmt: skip
 Case = tuple[Conversation, Turn]
+Suite = Callable[[random.Random], Iterator[Case]]
+JOBS = (CALCULATOR, CLOCK, NOTE)
+THREE_TOOLS = ("calculator(expression)", "clock(city)", "note(text)")
 
 
 def fill(rng: random.Random, conversation: Conversation, state: State, num_turns: int) -> None:
@@ -153,7 +165,48 @@ def unknown_questions(rng: random.Random) -> Iterator[Case]:
             yield Conversation(), Turn(type_out(rng, template, "?", **fields), UNKNOWN)
 
 
-SUITES: dict[str, Callable[[random.Random], Iterator[Case]]] = {
+def called(rng: random.Random, job: str, *, num_before: int) -> Case:
+    """Ask for what a tool does, among the three of the card."""
+    conversation, state = Conversation(tools=THREE_TOOLS), State(tools=THREE_TOOLS)
+    fill(rng, conversation, state, num_before)
+    user, call, _, _ = part_of(rng, state, job)
+    return conversation, Turn(user, written(call))
+
+
+def answered(rng: random.Random, job: str) -> Case:
+    """Give a tool's result."""
+    conversation, state = Conversation(tools=THREE_TOOLS), State(tools=THREE_TOOLS)
+    user, call, result, reply = part_of(rng, state, job)
+    conversation.turns = [Turn(user, written(call))]
+    return conversation, Turn(response(result), reply)
+
+
+def not_called(rng: random.Random) -> Case:
+    """Ask what needs no tool, with tools at hand."""
+    conversation = Conversation(tools=THREE_TOOLS)
+    return conversation, rng.choice((answer, answer, spell, small_talk))(rng, State())
+
+
+def thought(rng: random.Random) -> Case:
+    """Ask for a thought before the answer."""
+    act = rng.choice((answer, spell, small_talk))
+    turn = act(rng, State())
+    return Conversation(thinks=True), replace(turn, thought=THOUGHTS[act])
+
+
+def thought_call(rng: random.Random) -> Case:
+    """Ask for a thought before a call."""
+    state = State(tools=THREE_TOOLS)
+    user, call, _, _ = part_of(rng, state, rng.choice(JOBS))
+    conversation = Conversation(tools=THREE_TOOLS, thinks=True)
+    return conversation, Turn(user, written(call), thought=thought_about(call))
+
+
+def _times(number: int, case: Callable[..., Case], *arguments: str, **options: int) -> Suite:
+    return lambda rng: (case(rng, *arguments, **options) for _ in range(number))
+
+
+SUITES: dict[str, Suite] = {
     "questions in held-out words, first turn": lambda rng: held_out_answers(rng, num_before=0),
     "questions in held-out words, sixth turn": lambda rng: held_out_answers(rng, num_before=5),
     "a name, asked for at once": lambda rng: (
@@ -183,6 +236,12 @@ SUITES: dict[str, Callable[[random.Random], Iterator[Case]]] = {
         (Conversation(), tell_several(rng, State())) for _ in range(200)
     ),
     "unknown things, in held-out words": unknown_questions,
+    **{f"a call of {job}": _times(200, called, job, num_before=0) for job in JOBS},
+    **{f"a call of {job}, fourth turn": _times(200, called, job, num_before=3) for job in JOBS},
+    **{f"the answer from a result of {job}": _times(200, answered, job) for job in JOBS},
+    "no call, though tools are offered": _times(200, not_called),
+    "a thought and the answer": _times(200, thought),
+    "a thought and a call": _times(200, thought_call),
 }
 
 

@@ -19,10 +19,12 @@ from penstock.engine.demo.checkpoint import save_checkpoint
 from penstock.engine.demo.corpus import (
     EARLY,
     END,
+    FIFTH_ROUND,
     FOURTH_ROUND,
     LAST,
     LATE,
     SECOND_ROUND,
+    SIXTH_ROUND,
     THIRD_ROUND,
     Encoder,
     Mixture,
@@ -44,6 +46,8 @@ LAST_STEP = 1851  # and from here on the last
 FIRST_ROUND_STEPS = 2350
 SECOND_ROUND_STEPS = 2670  # the first round's included
 THIRD_ROUND_STEPS = 2850
+FOURTH_ROUND_STEPS = 3550
+FIFTH_ROUND_STEPS = 4750
 FALL_STEPS = 2400  # where the fall of the first round would have ended
 SAVE_EVERY_STEPS = 200
 SAVE_STATE_EVERY_STEPS = 50
@@ -105,6 +109,10 @@ def restore_state(path: Path, rng: random.Random, network: Network, optimiser: O
 
 def mixture_at(step: int) -> Mixture:
     """Return the mixture of subjects at a step."""
+    if step >= FIFTH_ROUND_STEPS:
+        return SIXTH_ROUND
+    if step >= FOURTH_ROUND_STEPS:
+        return FIFTH_ROUND
     if step >= THIRD_ROUND_STEPS:
         return FOURTH_ROUND
     if step >= SECOND_ROUND_STEPS:
@@ -125,7 +133,7 @@ def train(
     """Make tokenizer and network from the seed and save them, also now and then on the way.
 
     With a state file, an interrupted training resumes and ends with the same weights. With a
-    checkpoint of three rounds as `weights`, only the fourth is done.
+    checkpoint of five rounds as `weights`, only the sixth is done.
     """
     torch.manual_seed(seed)
     torch.set_num_threads(2)  # the order of sums, and so the result, depends on it
@@ -144,14 +152,16 @@ def train(
         later_rounds=(
             (FIRST_ROUND_STEPS, SECOND_ROUND_STEPS),
             (SECOND_ROUND_STEPS - 1, THIRD_ROUND_STEPS),
-            (THIRD_ROUND_STEPS - 1, num_steps),
+            (THIRD_ROUND_STEPS - 1, FOURTH_ROUND_STEPS),
+            (FOURTH_ROUND_STEPS - 1, FIFTH_ROUND_STEPS),
+            (FIFTH_ROUND_STEPS - 1, num_steps),
         ),
     )
     began = time.monotonic()
     first_step = restore_state(state_path, rng, network, optimiser) if state_path else 0
     if weights is not None and not first_step:
         network.load_state_dict(load_file(weights / "model.safetensors"), strict=False)
-        first_step = THIRD_ROUND_STEPS
+        first_step = FIFTH_ROUND_STEPS
     for step in range(first_step, num_steps):
         length = rng.choices(LENGTHS, LENGTH_WEIGHTS)[0]
         mixture = mixture_at(step)
@@ -175,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3550)
+    parser.add_argument("--steps", type=int, default=5350)
     parser.add_argument("--state", type=Path, help="file to resume from after an interruption")
     parser.add_argument("--weights", type=Path, help="checkpoint to do only the last round with")
     arguments = parser.parse_args()
