@@ -25,6 +25,7 @@ from .events import ResponseEvent
 from .objects import output_text
 from .responses_socket import ResponsesSocket
 from .retries import RetryPolicy
+from .tools import Tool, ToolRun, calls_of
 
 __all__ = [
     "AsyncClient",
@@ -48,7 +49,10 @@ __all__ = [
     "RetryPolicy",
     "ServerError",
     "TransportError",
+    "Tool",
+    "ToolRun",
     "UnfinishedOutputError",
     "UnreachableError",
+    "calls_of",
     "output_text",
 ]

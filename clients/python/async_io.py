@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,21 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from .steps import Action, Answer, Ask, Close, Dial, Locked, Read, Request, Send, Sleep, Steps, T
+from .steps import (
+    Action,
+    Answer,
+    Ask,
+    Close,
+    Dial,
+    Invoke,
+    Locked,
+    Read,
+    Request,
+    Send,
+    Sleep,
+    Steps,
+    T,
+)
 from .transport import (
     http_failure,
     http_request,
@@ -67,6 +82,11 @@ class AsyncIO:
                 return await source.close()
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
+            case Invoke(function, arguments):
+                # A function that blocks must not hold up the other streams.
+                if inspect.iscoroutinefunction(function):
+                    return await function(**arguments)
+                return await asyncio.to_thread(function, **arguments)
             case Locked(lock, steps):
                 async with lock:
                     return await self.run(steps)

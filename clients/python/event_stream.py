@@ -33,6 +33,7 @@ class EventStream(Resource[R], Generic[R]):
 
     Attributes:
         text: all text that was read.
+        reasoning: the same of thoughts.
         response: from the terminal event; None before.
         on_wait: called with every failure that will be retried, and the seconds until then.
     """
@@ -45,7 +46,7 @@ class EventStream(Resource[R], Generic[R]):
         output_format: OutputFormat | None = None,
     ) -> None:
         super().__init__(runner)
-        self.text = ""
+        self.text = self.reasoning = ""
         self.response: Response | None = None
         self.on_wait = retries.on_wait
         self._source = source
@@ -135,6 +136,10 @@ class EventStream(Resource[R], Generic[R]):
     async def __aexit__(self: EventStream[AsyncRunner], *_: object) -> None:
         await self.close()
 
+    def next_steps(self) -> Steps[ResponseEvent | None]:
+        """The next event; None at the end."""
+        return self._next_locked()
+
     def _next_locked(self) -> Steps[ResponseEvent | None]:
         event: ResponseEvent | None = yield Locked(self._reading, self._next())
         return event
@@ -152,6 +157,8 @@ class EventStream(Resource[R], Generic[R]):
             event = yield from self._patiently(self._read)
         if event["type"] == "response.output_text.delta":
             self.text += event["delta"]
+        elif event["type"] == "response.reasoning_text.delta":
+            self.reasoning += event["delta"]
         elif event["type"] in TERMINAL:
             self.response = event["response"]
             yield from self._source.close()

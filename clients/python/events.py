@@ -52,6 +52,58 @@ class TextDone(TypedDict):
     logprobs: list[dict[str, Any]]
 
 
+class ReasoningDelta(TypedDict):
+    type: Literal["response.reasoning_text.delta"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningDone(TypedDict):
+    type: Literal["response.reasoning_text.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class ArgumentsDelta(TypedDict):
+    type: Literal["response.function_call_arguments.delta", "response.custom_tool_call_input.delta"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(TypedDict):
+    type: Literal["response.function_call_arguments.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class InputDone(TypedDict):
+    type: Literal["response.custom_tool_call_input.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
+
+
+class ToolOutput(TypedDict):
+    """What a tool returned; only from `run_tools`."""
+
+    type: Literal["penstock.tool_output"]
+    call_id: str
+    name: str
+    output: str
+
+
 class ResponseEnded(TypedDict):
     """The terminal event; there is exactly one."""
 
@@ -82,6 +134,12 @@ ResponseEvent: TypeAlias = (
     | PartChanged
     | TextDelta
     | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | InputDone
+    | ToolOutput
     | ResponseEnded
     | Queued
     | Parked

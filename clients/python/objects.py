@@ -37,6 +37,9 @@ class Item(TypedDict):
     role: Role
     status: str
     content: list[TextPart]
+    call_id: NotRequired[str]  # of a tool call, with the next two
+    name: NotRequired[str]
+    arguments: NotRequired[str]
 
 
 class ItemPage(TypedDict):

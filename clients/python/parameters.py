@@ -20,7 +20,8 @@ class Message(_Message, total=False):
     type: Literal["message"]
 
 
-Messages: TypeAlias = Sequence[Message]
+# Messages, or items that an answer had: calls and their outputs, thoughts, references.
+Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
 
 
 Extensions = TypedDict(
@@ -60,7 +61,14 @@ class ResponseParams(SamplingParams, total=False):
     background: bool
     include: Sequence[str]
     top_logprobs: int
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    reasoning: Mapping[str, Any]
     penstock: Extensions
+
+
+class ToolResponseParams(ResponseParams, total=False):
+    tools: Sequence[Mapping[str, Any]]
 
 
 class ChatParams(SamplingParams, total=False):
@@ -69,6 +77,10 @@ class ChatParams(SamplingParams, total=False):
     n: int
     logprobs: bool
     top_logprobs: int
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    reasoning_effort: str
     stream_options: Mapping[str, bool]
 
 

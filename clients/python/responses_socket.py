@@ -23,7 +23,7 @@ from .errors import ConnectionLostError, PenstockError, ProtocolError, refused
 from .event_stream import EventStream
 from .operation import AsyncRunner, R, Resource, SyncRunner, operation
 from .output_format import OutputFormat, OutputType
-from .parameters import Messages, ResponseParams, body_of
+from .parameters import Messages, ToolResponseParams, body_of
 from .server import Server, error_of, json_text
 from .sources import Event, leaves_a_turn, parse_event
 from .steps import Close, Locked, Send, Steps, read_text
@@ -51,7 +51,7 @@ class ResponsesSocket(Resource[R], Generic[R]):
         input: str | Messages | None = None,  # noqa: A002 (OpenAI's name)
         generate: bool | None = None,
         text_format: OutputType | None = None,
-        **params: Unpack[ResponseParams],
+        **params: Unpack[ToolResponseParams],
     ) -> Steps[EventStream[R]]:
         """Request a response, and return its stream.
 

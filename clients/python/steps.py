@@ -11,7 +11,7 @@ So every rule is written once, and tests drive it without a network.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -98,6 +98,14 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
+class Invoke:
+    """→ what a tool returns. Raises whatever it raises."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Locked:
     """→ the result of `steps`, which run under the lock."""
 
@@ -105,7 +113,7 @@ class Locked:
     steps: Steps[Any]
 
 
-Action: TypeAlias = Ask | Dial | Read | Send | Close | Sleep | Locked
+Action: TypeAlias = Ask | Dial | Read | Send | Close | Sleep | Invoke | Locked
 Steps: TypeAlias = Generator[Action, Any, T]
 
 

@@ -12,7 +12,21 @@ import httpx
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from .steps import Action, Answer, Ask, Close, Dial, Locked, Read, Request, Send, Sleep, Steps, T
+from .steps import (
+    Action,
+    Answer,
+    Ask,
+    Close,
+    Dial,
+    Invoke,
+    Locked,
+    Read,
+    Request,
+    Send,
+    Sleep,
+    Steps,
+    T,
+)
 from .transport import (
     http_failure,
     http_request,
@@ -68,6 +82,8 @@ class SyncIO:
                 return source.close()
             case Sleep(seconds):
                 return time.sleep(seconds)
+            case Invoke(function, arguments):
+                return function(**arguments)
             case Locked(lock, steps):
                 with lock:
                     return self.run(steps)

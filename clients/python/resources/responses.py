@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Unpack
 
 from ..event_stream import EventStream
 from ..objects import Deleted, ItemPage, Response
 from ..operation import R, Resource, operation
 from ..output_format import OutputFormat, OutputType
-from ..parameters import Messages, ResponseParams, body_of
+from ..parameters import Messages, ResponseParams, ToolResponseParams, body_of
 from ..server import Server
 from ..sources import SseSource, leaves_a_turn
 from ..steps import Steps
+from ..tools import Tool, ToolRun
 from ..track import Track
 
 
@@ -29,7 +30,7 @@ class Responses(Resource[R], Generic[R]):
         *,
         model: str,
         input: str | Messages | None = None,  # noqa: A002 (OpenAI's name)
-        **params: Unpack[ResponseParams],
+        **params: Unpack[ToolResponseParams],
     ) -> Steps[Response]:
         """A whole answer; with `background=True`, returns as soon as it has started."""
         return (yield from self._create(body_of(params, model=model, input=input)))
@@ -41,7 +42,7 @@ class Responses(Resource[R], Generic[R]):
         model: str,
         text_format: OutputType,
         input: str | Messages | None = None,  # noqa: A002
-        **params: Unpack[ResponseParams],
+        **params: Unpack[ToolResponseParams],
     ) -> Steps[Response]:
         """A whole answer; its `output_parsed` is of the `text_format`.
 
@@ -60,7 +61,7 @@ class Responses(Resource[R], Generic[R]):
         model: str,
         input: str | Messages | None = None,  # noqa: A002
         text_format: OutputType | None = None,
-        **params: Unpack[ResponseParams],
+        **params: Unpack[ToolResponseParams],
     ) -> EventStream[R]:
         """A streamed answer, requested with the first read; with a `text_format`, `final` parses
         its output."""
@@ -70,6 +71,33 @@ class Responses(Resource[R], Generic[R]):
             body["text"] = output_format.text(body.get("text"))
         source = SseSource(self._server, body, Track())
         return EventStream(self._runner, source, self._server.retries, output_format)
+
+    def run_tools(
+        self,
+        *,
+        model: str,
+        tools: Sequence[Tool | Callable[..., Any]],
+        input: str | Messages | None = None,  # noqa: A002
+        max_rounds: int = 16,
+        **params: Unpack[ResponseParams],
+    ) -> ToolRun[R]:
+        """An answer for which the model may call these functions; each call is executed once.
+
+        Iterate over it for the events of all rounds, or call `final` for the last response.
+
+        Args:
+            tools: functions with annotations and documentation, or `Tool`s.
+            max_rounds: answers, of which the last one's calls are not executed.
+        """
+        known = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in tools]
+        body = body_of(params, model=model, input=input)
+        body["tools"] = [tool.definition for tool in known]
+
+        def ask(body: Mapping[str, Any]) -> EventStream[R]:
+            source = SseSource(self._server, dict(body), Track())
+            return EventStream(self._runner, source, self._server.retries)
+
+        return ToolRun(self._runner, ask, body, known, max_rounds=max_rounds)
 
     def follow(
         self, response_id: str, *, starting_after: int = -1, text_format: OutputType | None = None
