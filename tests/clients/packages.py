@@ -14,7 +14,7 @@ import pytest
 
 PACKAGES = Path(__file__).parent / "examples"
 CACHE = Path(__file__).parents[2] / "build" / "examples"
-LANGCHAIN = "langchain-openai==1.7.3"
+PYTHON_CLIENTS = ("langchain-openai==1.7.3", "litellm==1.106.2", "openai-agents==0.20.0")
 
 
 @contextmanager
@@ -49,12 +49,13 @@ def node_modules() -> Path:
 
 @pytest.fixture(scope="session")
 def langchain() -> Path:
-    """A Python that has LangChain, apart from the project's own packages."""
+    """A Python that has LangChain and other clients, apart from the project's own packages."""
     folder = CACHE / "langchain"
     python = folder / "bin" / "python"
-    with stale(folder, LANGCHAIN.encode()) as is_stale:
+    with stale(folder, "\n".join(PYTHON_CLIENTS).encode()) as is_stale:
         if is_stale:
             subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=240)
             command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-            subprocess.run([*command, LANGCHAIN], check=True, capture_output=True, timeout=240)
+            command += PYTHON_CLIENTS
+            subprocess.run(command, check=True, capture_output=True, timeout=240)
     return python

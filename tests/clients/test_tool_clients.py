@@ -1,0 +1,28 @@
+"""Tool loops by third-party clients: openai for Node, the AI SDK, LangChain, litellm and OpenAI's
+agents, unedited."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ..system.processes import Served
+from .packages import PACKAGES
+from .test_structured_clients import run
+
+
+@pytest.mark.node
+def test_node(real_server: Served, node_modules: Path) -> None:
+    shutil.copy(PACKAGES / "tools.mjs", node_modules)
+    outcomes = json.loads(run(["node", "tools.mjs"], real_server, cwd=node_modules))
+    assert {name: fault for name, fault in outcomes.items() if fault} == {}
+    assert len(outcomes) == 11
+
+
+@pytest.mark.slow
+def test_python(real_server: Served, langchain: Path, tmp_path: Path) -> None:
+    said = run([langchain, PACKAGES / "tools.py"], real_server, cwd=tmp_path)
+    assert said.endswith("done\n")
