@@ -63,7 +63,7 @@ class ResponseParams(SamplingParams, total=False):
     top_logprobs: int
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
-    reasoning: Mapping[str, Any]
+    reasoning: Mapping[str, Any] | None
     penstock: Extensions
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,9 @@ from .events import ResponseEvent
 from .operation import AsyncRunner
 from .retries import RetryPolicy
 from .terminal_input import Messages
-from .terminal_screen import Answer, Screen, Timing
+from .terminal_screen import Screen, Timing, clean
+from .terminal_tools import local_tools
+from .tools import Tool
 from .transcript import Transcript, Turn
 
 HELP = """\
@@ -50,6 +52,7 @@ HELP = """\
 A message of several lines: end a line with \\, or put it between \"\"\" and \"\"\"."""
 
 _POLL_S = 0.05
+_MAX_LINE_CHARS = 300  # of a thought, or what a tool gets and returns
 _NOTICES = {
     "penstock.preempted": "[paused: the server is short of memory]",
     "penstock.resumed": "",
@@ -62,8 +65,15 @@ def run(
     api_key: str | None = None,
     model: str | None = None,
     retries: RetryPolicy | None = None,
+    has_tools: bool = False,
+    thinks: bool = False,
 ) -> int:
-    """Chats until the input ends; returns the exit code (1: no server, or a turn failed)."""
+    """Chats until the input ends; returns the exit code (1: no server, or a turn failed).
+
+    Args:
+        has_tools: the model may call the tools of `terminal_tools`.
+        thinks: it is asked to think before it answers.
+    """
     reconfigure = getattr(sys.stdin, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")
@@ -71,7 +81,8 @@ def run(
     try:
         with LoopThread() as loop:
             client = AsyncClient(base_url, api_key=api_key, retries=retries)
-            return TerminalChat(client, screen, loop).run(model)
+            tools = local_tools() if has_tools else []
+            return TerminalChat(client, screen, loop, tools=tools, thinks=thinks).run(model)
     except (PenstockError, ValueError) as error:
         screen.complain(str(error))
         return 1
@@ -95,7 +106,18 @@ def choose_model(offered: list[str], wanted: str | None) -> str:
 class TerminalChat:
     """The conversation."""
 
-    def __init__(self, client: AsyncClient, screen: Screen, loop: LoopThread) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        screen: Screen,
+        loop: LoopThread,
+        *,
+        tools: Sequence[Tool] = (),
+        thinks: bool = False,
+    ) -> None:
+        self._tools = tools
+        self._reasoning = {"effort": "low"} if thinks else None
+        self._calls: dict[str, str] = {}  # arguments of the current turn's, by `call_id`
         self._client = client
         self._socket = self._client.connect()
         self._screen = screen
@@ -229,15 +251,48 @@ class TerminalChat:
 
     async def _turn(self) -> None:
         timing = Timing(time.monotonic())
-        answer = self._screen.answer()
+        self._answer = self._screen.answer()
+        self._calls = {}
+        is_new = self._stream is None
         try:
-            self._stream = stream = await self._begin()
-            stream.on_wait = lambda error, _: answer.note(f"[{error}; reconnecting]")
-            async for event in stream:
-                self._show(event, answer, timing)
+            if is_new and self._tools:
+                await self._run_tools(timing)
+            else:
+                self._stream = stream = await self._begin()
+                stream.on_wait = self._note_wait
+                async for event in stream:
+                    self._show(event, timing)
         finally:
-            answer.end()
-        self._conclude(stream, timing)
+            self._answer.end()
+        assert self._stream is not None
+        self._conclude(self._stream, timing)
+
+    async def _run_tools(self, timing: Timing) -> None:
+        assert self._asked is not None
+        question, after = self._asked
+        run = self._client.responses.run_tools(
+            model=self._model,
+            input=question,
+            tools=self._tools,
+            previous_response_id=None if after is None else after.response_id,
+            penstock={"events": ["preempted", "resumed", "queue"]},
+            reasoning=self._reasoning,
+        )
+        self._stream = run.stream
+        run.stream.on_wait = self._note_wait
+        async for event in run:
+            if self._stream is not run.stream:
+                self._stream, run.stream.on_wait = run.stream, self._note_wait
+            self._show(event, timing)
+
+    def _note_wait(self, error: PenstockError, _: float) -> None:
+        self._answer.note(f"[{error}; reconnecting]")
+
+    def _tell(self, line: str) -> None:
+        """A line between parts of the answer."""
+        self._answer.end()
+        self._screen.say(line)
+        self._answer = self._screen.answer()
 
     async def _begin(self) -> EventStream[AsyncRunner]:
         """The stream of a new answer, or of the rest of an interrupted one."""
@@ -251,17 +306,30 @@ class TerminalChat:
             input=question,
             previous_response_id=None if after is None else after.response_id,
             penstock={"events": ["preempted", "resumed", "queue"]},
+            reasoning=self._reasoning,
         )
 
-    def _show(self, event: ResponseEvent, answer: Answer, timing: Timing) -> None:
+    def _show(self, event: ResponseEvent, timing: Timing) -> None:
         if event["type"] == "response.output_text.delta":
             timing.note_piece()
             self._text += event["delta"]
-            answer.write(event["delta"])
+            self._answer.write(event["delta"])
+        elif event["type"] == "response.reasoning_text.delta":
+            timing.note_piece()
+            self._answer.note("[thinking]")
+        elif event["type"] == "response.reasoning_text.done":
+            self._tell(f"thought: {_on_one_line(event['text'])}")
+        elif event["type"] == "response.output_item.done":
+            item = event["item"]
+            if item["type"] == "function_call":
+                self._calls[item["call_id"]] = item["arguments"]
+        elif event["type"] == "penstock.tool_output":
+            arguments = _on_one_line(self._calls.get(event["call_id"], ""))
+            self._tell(f"{event['name']} {arguments} → {_on_one_line(event['output'])}")
         elif event["type"] == "penstock.queue":
-            answer.note(f"[waiting: {event['position']} before this one]")
+            self._answer.note(f"[waiting: {event['position']} before this one]")
         elif event["type"] in _NOTICES:
-            answer.note(_NOTICES[event["type"]])
+            self._answer.note(_NOTICES[event["type"]])
 
     def _conclude(self, stream: EventStream[AsyncRunner], timing: Timing) -> None:
         response = stream.response
@@ -300,6 +368,12 @@ class TerminalChat:
         for farewell in (self._socket.close, self._client.close):
             with contextlib.suppress(Exception):
                 self._loop.start(farewell()).result(timeout=3)
+
+
+def _on_one_line(text: str) -> str:
+    """The beginning of a text, clean for the terminal."""
+    line = " ".join(clean(text).split())
+    return line if len(line) <= _MAX_LINE_CHARS else line[:_MAX_LINE_CHARS] + "…"
 
 
 T = TypeVar("T")

@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
                       help="default: %(default)s")  # fmt: skip
     chat.add_argument("--api-key", metavar="TEXT", help="default: the first in PENSTOCK_API_KEY")
     chat.add_argument("--model", metavar="NAME", help="default: the server's first")
+    chat.add_argument(
+        "--tools",
+        action="store_true",
+        help="let the model call a calculator, a clock and a note keeper",
+    )
+    chat.add_argument("--think", action="store_true", help="ask it to think before it answers")
     chat.set_defaults(run=_chat)
     text = "measure parts of penstock on this machine"
     add_benches(commands.add_parser("bench", help=text, description=f"{text.capitalize()}."))
@@ -250,4 +256,10 @@ def _chat(parsed: argparse.Namespace) -> int:
     from penstock.clients.python import terminal_chat
 
     key = parsed.api_key or os.environ.get("PENSTOCK_API_KEY", "").split(",")[0].strip() or None
-    return terminal_chat.run(parsed.base_url, api_key=key, model=parsed.model)
+    return terminal_chat.run(
+        parsed.base_url,
+        api_key=key,
+        model=parsed.model,
+        has_tools=parsed.tools,
+        thinks=parsed.think,
+    )

@@ -29,9 +29,11 @@ from .real_server import KEY
 CHAT = """
 import fcntl, os, sys, termios, penstock.clients
 from penstock.clients.python import responses_socket
+from penstock.clients.python.resources import responses
 def body_of(params, **asked):
     return body(params, **asked) | {"temperature": 0, "ignore_eos": "without end" in asked["input"]}
-body, responses_socket.body_of = responses_socket.body_of, body_of
+body = responses_socket.body_of
+responses_socket.body_of = responses.body_of = body_of
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from penstock.clients.python.terminal_chat import run
@@ -48,8 +50,9 @@ LONG = "Tell me a long story about a lighthouse."
 COLOURS = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
-def command(url: str, key: str = "", model: str = "") -> list[str]:
-    return [sys.executable, "-c", CHAT, url, key, model]
+def command(url: str, key: str = "", model: str = "", **options: bool) -> list[str]:
+    code = CHAT.replace("model=model", f"model=model, **{options!r}") if options else CHAT
+    return [sys.executable, "-c", code, url, key, model]
 
 
 def started(
@@ -84,10 +87,11 @@ def pipe(
 class Terminal:
     """A pseudo-terminal with the chat in it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, **options: bool) -> None:
         self._ours, theirs = pty.openpty()
         self._process = subprocess.Popen(
-            command(url), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            command(url, **options), stdin=theirs, stdout=theirs, stderr=theirs,
+            start_new_session=True,
             env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
         )  # fmt: skip
         os.close(theirs)
