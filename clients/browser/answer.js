@@ -22,6 +22,20 @@
  */
 /** @typedef {{ position: number, estimatedWaitMs: number }} QueuePlace */
 
+/**
+ * A thought, or a tool call with its arguments as JSON.
+ * @typedef {object} Block
+ * @property {"reasoning" | "call"} kind
+ * @property {string} id  of the item
+ * @property {string} callId
+ * @property {string} name  of the tool
+ * @property {string} text
+ * @property {boolean} isDone
+ */
+
+const BLOCK_DELTAS = new Set([
+  "response.reasoning_text.delta", "response.function_call_arguments.delta", "response.custom_tool_call_input.delta",
+]);
 const TERMINAL = new Set(["response.completed", "response.incomplete", "response.failed"]);
 
 /**
@@ -42,7 +56,7 @@ export class AnswerError extends Error {
 }
 
 /**
- * Events: `started`, `delta` (detail: the new text), `queue` (detail: QueuePlace), `pause` (detail:
+ * Events: `started`, `delta` (detail: the new text), `block` (detail: a Block that has changed), `queue` (detail: QueuePlace), `pause` (detail:
  * true when the server has paused it for lack of memory, false when it continues), `end` (detail:
  * Outcome).
  *
@@ -53,6 +67,7 @@ export class AnswerError extends Error {
 export class Answer extends EventTarget {
   /** @type {string | null} */ responseId;
   text = "";
+  /** Its thoughts and tool calls. @type {Block[]} */ blocks = [];
   /** The last event seen; a resumed stream continues after it. */
   lastSequenceNumber = -1;
   /** False once an event has said that the server could not store the answer. */
@@ -109,6 +124,9 @@ export class Answer extends EventTarget {
     if (event.penstock?.resumable === false) this.isResumable = false;
     if (event.type === "response.output_text.delta") this.#grow(event.delta);
     else if (event.type === "response.created") this.#start(event.response.id);
+    else if (BLOCK_DELTAS.has(event.type)) this.#fill(event.item_id, event.delta);
+    else if (event.type === "response.output_item.added") this.#take(event.item, false);
+    else if (event.type === "response.output_item.done") this.#take(event.item, true);
     else if (event.type === "penstock.queue") {
       this.#tell("queue", { position: event.position, estimatedWaitMs: event.estimated_wait_ms });
     } else if (event.type === "penstock.preempted" || event.type === "penstock.resumed") {
@@ -118,6 +136,7 @@ export class Answer extends EventTarget {
 
   /** Takes the rest from the finished Response. */
   settle(/** @type {any} */ response) {
+    for (const item of response.output ?? []) this.#take(item, true);
     const text = textOf(response);
     if (text.length > this.text.length) this.#grow(text.slice(this.text.length));
     /** @type {Record<string, Outcome["kind"]>} */
@@ -184,9 +203,40 @@ export class Answer extends EventTarget {
     this.#tell("delta", delta);
   }
 
+  /** Takes an item that is shown as a block, as it is now. */
+  #take(/** @type {any} */ item, /** @type {boolean} */ isDone) {
+    const fresh = blockOf(item, isDone);
+    if (!fresh) return;
+    const known = this.blocks.find((block) => block.id === fresh.id);
+    if (known?.isDone) return;
+    if (known) Object.assign(known, fresh);
+    else this.blocks.push(fresh);
+    this.#tell("block", known ?? fresh);
+  }
+
+  #fill(/** @type {string} */ id, /** @type {string} */ delta) {
+    const block = this.blocks.find((each) => each.id === id);
+    if (!block) return;
+    this.lastDeltaAt = performance.now();
+    this.firstDeltaAt ??= this.lastDeltaAt;
+    block.text += delta;
+    this.#tell("block", block);
+  }
+
   #tell(/** @type {string} */ name, /** @type {unknown} */ detail = null) {
     this.dispatchEvent(new CustomEvent(name, { detail }));
   }
+}
+
+/** An item as a block; null for a message. @returns {Block | null} */
+export function blockOf(/** @type {any} */ item, isDone = true) {
+  const { id, type, call_id: callId = "", name = "" } = item;
+  if (type === "reasoning") {
+    const text = [...(item.content ?? []), ...(item.summary ?? [])].map((part) => part.text).join("\n");
+    return { kind: "reasoning", id, callId, name, text, isDone };
+  }
+  if (type !== "function_call" && type !== "custom_tool_call") return null;
+  return { kind: "call", id, callId, name, text: item.arguments ?? item.input ?? "", isDone };
 }
 
 /** The text of a Response's messages; its other items have none to show. */

@@ -61,6 +61,7 @@ const pane = new ConversationPane({
   client,
   transcript: page.transcript,
   parameters: () => settings.parameters(),
+  hasTools: () => settings.hasTools,
   announce,
   mayAsk,
   write: () => page.text.focus(),

@@ -12,7 +12,8 @@ import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept }
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
-import { answersOf, grouped, inputOf, numShown, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { outputsOf } from "./tools.js";
+import { answersOf, blocksOf, grouped, openCalls, inputOf, numShown, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -23,6 +24,7 @@ import { answersOf, grouped, inputOf, numShown, pathShown, placeOf, runningOf, t
  * @property {import("./penstock-client.js").PenstockClient} client
  * @property {HTMLElement} transcript
  * @property {() => Record<string, any> & { model: string }} parameters  of the next request
+ * @property {() => boolean} hasTools  whether the page runs the tools that the model calls
  * @property {(text: string) => void} announce
  * @property {(id: string | null, text: string, reason: string) => void} onLost  a message of this conversation could
  *     not be sent: the writer has it back
@@ -100,6 +102,10 @@ export class ConversationPane extends EventTarget {
     }
     this.#followRunning(path.at(-1));
     this.#changed();
+    const view = this.views.at(-1);
+    const calls = openCalls(path);
+    // A tab was closed, or this page reloaded, before the outputs were sent.
+    if (view && calls.length > 0 && !this.answer && !runningOf(tree)) void this.#runTools(view, calls);
   }
 
   /** Makes the page show these turns, keeping what it shows of them already. */
@@ -113,7 +119,11 @@ export class ConversationPane extends EventTarget {
   #viewOf(/** @type {Turn[]} */ group) {
     const view = new TurnView(this.#around.transcript, group[0].items ?? [], this.#wishes);
     view.turnIds = group.map((turn) => turn.turn);
-    for (const message of group.flatMap(answersOf)) view.show(messageText(message));
+    for (const turn of group) {
+      for (const { call_id, output } of /** @type {any[]} */ (turn.items ?? [])) if (call_id) view.showResult(call_id, output);
+      for (const block of blocksOf(turn)) view.showBlock(block);
+      for (const message of answersOf(turn)) view.show(messageText(message));
+    }
     this.#noteEnd(view, group[group.length - 1].status, null);
     return view;
   }
@@ -215,15 +225,37 @@ export class ConversationPane extends EventTarget {
     const { responseId } = outcome;
     const isKept = wasKept(outcome);
     if (isKept && responseId && !view.turnIds.includes(responseId)) view.turnIds.push(responseId);
-    if (outcome.problem?.code === "conversation_locked") this.#giveBack(view, outcome.problem);
-    else if (isKept) this.#noteEnd(view, outcome.kind, outcome.reason);
+    if (outcome.problem?.code === "conversation_locked") {
+      if (view.turnIds.length > 0) return this.#leaveToOther(); // another tab has sent the outputs
+      this.#giveBack(view, outcome.problem);
+    } else if (isKept) this.#noteEnd(view, outcome.kind, outcome.reason);
     else await this.#noteProblem(view, outcome);
     if (this.answer !== answer) return; // another conversation was opened meanwhile
-    if (isKept && !answer.text) view.addNote("The model ended its answer without a word.");
+    if (isKept && !answer.text && answer.blocks.length === 0) view.addNote("The model ended its answer without a word.");
     this.answer = null;
     this.#around.announce([answer.text.slice(0, MAX_ANNOUNCED_CHARACTERS), view.noteText].filter(Boolean).join("\n"));
     this.#changed();
+    const calls = outcome.kind === "completed" ? answer.blocks.filter((block) => block.kind === "call") : [];
+    if (calls.length > 0 && await this.#runTools(view, calls)) return;
     await quietly(() => this.#compare());
+  }
+
+  async #leaveToOther() {
+    this.answer = null;
+    this.#changed();
+    await quietly(() => this.refresh());
+  }
+
+  /** Runs the tools that an answer calls, and sends their outputs; whether it did. */
+  async #runTools(/** @type {TurnView} */ view, /** @type {import("./answer.js").Block[]} */ calls) {
+    const { id } = this;
+    const epoch = this.#epoch;
+    if (!id || !this.#around.hasTools()) return false;
+    const outputs = await outputsOf(calls);
+    if (epoch !== this.#epoch || this.answer) return false;
+    for (const { call_id, output } of outputs) view.showResult(call_id, output);
+    this.#watch(view, this.#around.client.respond({ ...this.#around.parameters(), input: outputs, conversation: id }));
+    return true;
   }
 
   /** Fetches the tree, and updates the page where it differs. */

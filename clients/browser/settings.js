@@ -4,9 +4,11 @@
  */
 
 import { byId } from "./dom.js";
+import { TOOLS } from "./tools.js";
 
 const ITEM = "penstock.settings";
 const NUMBERS = ["temperature", "top_p", "max_output_tokens"];
+const SWITCHES = ["tools", "think"];
 const dialog = /** @type {HTMLDialogElement} */ (byId("settings-dialog"));
 const form = /** @type {HTMLFormElement} */ (byId("settings-form"));
 const models = /** @type {HTMLSelectElement} */ (byId("setting-model"));
@@ -51,7 +53,14 @@ export class Settings {
     /** @type {Record<string, any> & { model: string }} */ const found = { model: this.model };
     if (this.#values.instructions?.trim()) found.instructions = this.#values.instructions;
     for (const name of NUMBERS) if (this.#values[name]) found[name] = Number(this.#values[name]);
+    if (this.hasTools) found.tools = TOOLS;
+    if (this.#values.think) found.reasoning = { effort: "low" };
     return found;
+  }
+
+  /** Whether the model may call the page's tools. */
+  get hasTools() {
+    return Boolean(this.#values.tools);
   }
 
   #take() {
@@ -60,6 +69,7 @@ export class Settings {
       // A radio group has no validity of its own; a number that is out of range is not taken.
       if (field instanceof RadioNodeList || field.validity.valid) this.#values[name] = String(value);
     }
+    for (const name of SWITCHES) this.#values[name] = switchOf(name).checked ? "on" : "";
     this.#keep();
   }
 
@@ -74,6 +84,7 @@ export class Settings {
     for (const name of ["instructions", ...NUMBERS]) {
       /** @type {HTMLInputElement} */ (form.elements.namedItem(name)).value = this.#values[name] ?? "";
     }
+    for (const name of SWITCHES) switchOf(name).checked = Boolean(this.#values[name]);
     models.value = this.model;
     /** @type {RadioNodeList} */ (form.elements.namedItem("theme")).value = this.#values.theme ?? "auto";
   }
@@ -89,6 +100,10 @@ export class Settings {
   #applyTheme() {
     document.documentElement.dataset.theme = this.#values.theme ?? "auto";
   }
+}
+
+function switchOf(/** @type {string} */ name) {
+  return /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
 }
 
 /** Whether a number that was kept is one that its field would take. */

@@ -4,6 +4,7 @@
  * What it does not know: servers, and what comes next in the conversation.
  */
 
+import { Blocks } from "./blocks.js";
 import { button, confirmOn, copyText, make } from "./dom.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
@@ -48,6 +49,7 @@ export class TurnView {
   #wishes;
   #section = make("section", "turn");
   #article = make("article", "message assistant");
+  #blocks = new Blocks();
   #body = make("div", "prose");
   #foot = make("div", "foot");
   #notes = make("div", "notes");
@@ -67,12 +69,12 @@ export class TurnView {
    * @param {Wishes} wishes
    */
   constructor(parent, items, wishes) {
-    this.items = items;
+    this.items = items.filter((item) => item.content);
     this.#wishes = wishes;
-    this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#body, this.#foot);
+    this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#blocks.element, this.#body, this.#foot);
     this.#stats.hidden = true;
     this.#foot.append(this.#notes, this.#tools, this.#stats);
-    this.#section.append(...items.map((item) => this.#itemElement(item)));
+    this.#section.append(...this.items.map((item) => this.#itemElement(item)));
     parent.append(this.#section);
     this.#addTools();
   }
@@ -91,6 +93,16 @@ export class TurnView {
     this.#flush();
   }
 
+  /** Shows a thought or a tool call as it is now. */
+  showBlock(/** @type {import("./answer.js").Block} */ block) {
+    this.#section.append(this.#article);
+    this.#blocks.show(block);
+  }
+
+  showResult(/** @type {string} */ callId, /** @type {string} */ output) {
+    this.#blocks.showResult(callId, output);
+  }
+
   /** Shows an answer as it comes, behind what is there. */
   attach(/** @type {Answer} */ answer) {
     const { signal } = this.#watching;
@@ -101,6 +113,8 @@ export class TurnView {
     this.#notes.replaceChildren();
     this.noteText = "";
     this.#take(answer.text);
+    answer.blocks.forEach((block) => this.showBlock(block));
+    answer.addEventListener("block", (event) => this.showBlock(/** @type {CustomEvent} */ (event).detail), { signal });
     answer.addEventListener("delta", (event) => this.#take(/** @type {CustomEvent<string>} */ (event).detail), { signal });
   }
 

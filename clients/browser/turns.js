@@ -2,6 +2,7 @@
  * Reading a tree of turns as a transcript.
  */
 
+import { blockOf } from "./answer.js";
 import { childrenOf, pathTo } from "./penstock-client.js";
 
 /** @typedef {import("./conversations.js").Tree} Tree */
@@ -23,11 +24,12 @@ export function placeOf(/** @type {Tree | null} */ tree, /** @type {{ turnIds: s
   return { siblings, index: siblings.findIndex((turn) => turn === own) };
 }
 
-/** Turns as they are shown: one without input continues the answer before it. */
+/** Turns as they are shown: one without input, or with nothing but tools' outputs, continues the answer before it. */
 export function grouped(/** @type {Turn[]} */ path) {
   /** @type {Turn[][]} */ const groups = [];
   for (const turn of path) {
-    const isContinuation = turn.response_id && turn.items?.length === 0 && groups.at(-1)?.at(-1)?.output;
+    const isFollowUp = turn.items?.every((item) => item.type === "function_call_output");
+    const isContinuation = turn.response_id && isFollowUp && groups.at(-1)?.at(-1)?.output;
     if (isContinuation) groups[groups.length - 1].push(turn);
     else groups.push([turn]);
   }
@@ -37,6 +39,17 @@ export function grouped(/** @type {Turn[]} */ path) {
 /** The messages of a turn's answer. @returns {Item[]} */
 export function answersOf(/** @type {Turn} */ { output }) {
   return [output ?? []].flat().filter((item) => item.type === "message");
+}
+
+/** The thoughts and calls of a turn's answer. */
+export function blocksOf(/** @type {Turn} */ { output }) {
+  return [output ?? []].flat().map((item) => blockOf(item)).filter((block) => block !== null);
+}
+
+/** The calls that the last of these turns waits for. */
+export function openCalls(/** @type {Turn[]} */ path) {
+  const last = path.at(-1);
+  return last?.status === "completed" ? blocksOf(last).filter((block) => block.kind === "call") : [];
 }
 
 /** How many of the views, from the first on, show just these turns. */
