@@ -139,32 +139,25 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Items as chat templates expect them: what the assistant thought, said and called in one go
     is one message."""
     messages: list[dict[str, Any]] = []
-    is_open = False  # the last message is the assistant's, and may get more
+    done: set[str] | None = None  # what the last message has, if it is the assistant's
     for item in items:
         kind = item["type"]
         if kind == "message" and item["role"] != "assistant":
             texts = [part["text"] for part in item["content"]]
             messages.append(template_message(item["role"], texts, item.get("name")))
-            is_open = False
+            done = None
             continue
         if kind in _OUTPUTS:
             message = template_message("tool", [item["output"]])
             messages.append(message | {"tool_call_id": item["call_id"]})
-            is_open = False
+            done = None
             continue
-        if not is_open or _begins_anew(kind, messages[-1]):
+        if done is None or (kind not in _CALLS and done - {"reasoning"} | done & {kind}):
             messages.append({"role": "assistant", "content": ""})
-            is_open = True
+            done = set()
         _add(item, messages[-1])
+        done.add(kind)
     return messages
-
-
-def _begins_anew(kind: str, message: Mapping[str, Any]) -> bool:
-    """Whether an item of the assistant's belongs to its next message."""
-    if kind in _CALLS:
-        return False
-    has_spoken = bool(message["content"]) or "tool_calls" in message
-    return has_spoken or (kind == "reasoning" and "reasoning_content" in message)
 
 
 def _add(item: Item, message: dict[str, Any]) -> None:
