@@ -94,6 +94,8 @@ class Branch:
 
     def add(self, output: RequestOutput) -> Delta:
         """Add an output of the engine, up to its end or a stop string."""
+        if self._reader is not None and len(output.token_ids) > 1:
+            return self._add_singly(output)
         params = self._params
         # A token that ended the sequence counts as output, but its text is not shown.
         hides_last = output.stop_token_id is not None and not params.include_stop_str_in_output
@@ -134,6 +136,38 @@ class Branch:
         if reader.is_over:
             reason = reason or FinishReason.STOP
         self.finish_reason = reason
+        return self._delta(pieces, logprobs, notice)
+
+    def _add_singly(self, output: RequestOutput) -> Delta:
+        """As if each token came alone: which tokens are thoughts, and which is the last, must not
+        depend on how they arrive."""
+        merged: list[tuple[Piece, list[str]]] = []
+        logprobs: list[TokenLogprobs] = []
+        num_tokens = len(output.token_ids)
+        for index, token_id in enumerate(output.token_ids):
+            is_last = index == num_tokens - 1
+            delta = self.add(
+                RequestOutput(
+                    request_id=output.request_id,
+                    token_ids=(token_id,),
+                    logprobs=output.logprobs[index : index + 1],
+                    finish_reason=output.finish_reason if is_last else None,
+                    stop_token_id=output.stop_token_id if is_last else None,
+                )
+            )
+            logprobs += delta.logprobs
+            for piece in delta.parts:
+                if piece.begins or not merged or merged[-1][0].kind != piece.kind:
+                    merged.append((piece, []))
+                merged[-1][1].append(piece.text)
+            if delta.finish_reason is not None:
+                break
+        pieces = [Piece(each.kind, "".join(t), each.begins, each.name) for each, t in merged]
+        return self._delta(pieces, tuple(logprobs), output.notice)
+
+    def _delta(
+        self, pieces: list[Piece], logprobs: tuple[TokenLogprobs, ...], notice: Notice | None
+    ) -> Delta:
         if len(pieces) == 1 and pieces[0].kind == "message" and not pieces[0].begins:
-            return Delta(self._index, pieces[0].text, logprobs, reason, notice)
-        return Delta(self._index, "", logprobs, reason, notice, pieces=pieces)
+            return Delta(self._index, pieces[0].text, logprobs, self.finish_reason, notice)
+        return Delta(self._index, "", logprobs, self.finish_reason, notice, pieces=pieces)
