@@ -14,6 +14,7 @@ import pytest
 
 PACKAGES = Path(__file__).parent / "examples"
 CACHE = Path(__file__).parents[2] / "build" / "examples"
+CODEX = "@openai/codex@0.169.0"
 PYTHON_CLIENTS = ("langchain-openai==1.7.3", "litellm==1.106.2", "openai-agents==0.20.0")
 
 
@@ -59,3 +60,14 @@ def langchain() -> Path:
             command += PYTHON_CLIENTS
             subprocess.run(command, check=True, capture_output=True, timeout=240)
     return python
+
+
+@pytest.fixture(scope="session")
+def codex() -> Path:
+    """The command of OpenAI's Codex."""
+    folder = CACHE / "codex"
+    with stale(folder, CODEX.encode()) as is_stale:
+        if is_stale:
+            command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", CODEX]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=240)
+    return folder / "node_modules" / ".bin" / "codex"

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "clients" / "examples"
 _PATIENCE_MS = 60_000
 RUN_BY_A_TEST = {
     "openai_python.py", "openai_node.mjs", "ai_sdk.mjs", "langchain_python.py",
-    "penstock_python.py", "curl.sh", "page.html",
+    "penstock_python.py", "curl.sh", "page.html", "codex.toml",
 }  # fmt: skip
 
 
