@@ -107,11 +107,9 @@ def item_object(item: InputItem, index: int) -> Item:
     if isinstance(item, Reasoning):
         thoughts = [{"type": "reasoning_text", "text": each.text} for each in item.content]
         summary = [{"type": "summary_text", "text": each.text} for each in item.summary]
-        return stored | {
-            "summary": summary,
-            "content": thoughts,
-            "encrypted_content": item.encrypted_content,
-        }
+        sealed = item.encrypted_content
+        stored |= {} if sealed is None else {"encrypted_content": sealed}
+        return stored | {"summary": summary, "content": thoughts}
     stored["call_id"] = item.call_id
     if isinstance(item, CallOutput):
         return stored | {"output": "\n".join(item.output)}

@@ -376,11 +376,11 @@ ANSWERS: dict[str, Schema] = {
         "oneOf": [
             ref("MessageItem"),
             _object(
+                {"encrypted_content": STRING},
                 **_ITEM,
                 type=_one_of("reasoning"),
                 summary=_list(_object(type=_one_of("summary_text"), text=STRING)),
                 content=_list(_object(type=_one_of("reasoning_text"), text=STRING)),
-                encrypted_content=nullable(STRING),
             ),
             _object(_SPACE, **_CALL, type=_one_of("function_call"), arguments=STRING),
             _object(_SPACE, **_CALL, type=_one_of("custom_tool_call"), input=STRING),

@@ -94,7 +94,6 @@ def _reasoning(content: ItemContent) -> JsonObject:
         "status": content.status,
         "summary": [],
         "content": [{"type": "reasoning_text", "text": content.text}],
-        "encrypted_content": None,
     }
 
 
