@@ -30,6 +30,7 @@
  * @property {string} callId
  * @property {string} name  of the tool
  * @property {string} text
+ * @property {number} textBefore  how long the answer's text was when it began
  * @property {boolean} isDone
  */
 
@@ -68,6 +69,7 @@ export class Answer extends EventTarget {
   /** @type {string | null} */ responseId;
   text = "";
   /** Its thoughts and tool calls. @type {Block[]} */ blocks = [];
+  /** All that it consists of, as the API has it, once it has ended. @type {any[]} */ items = [];
   /** The last event seen; a resumed stream continues after it. */
   lastSequenceNumber = -1;
   /** False once an event has said that the server could not store the answer. */
@@ -136,9 +138,13 @@ export class Answer extends EventTarget {
 
   /** Takes the rest from the finished Response. */
   settle(/** @type {any} */ response) {
-    for (const item of response.output ?? []) this.#take(item, true);
-    const text = textOf(response);
-    if (text.length > this.text.length) this.#grow(text.slice(this.text.length));
+    let text = "";
+    this.items = response.output ?? [];
+    for (const item of this.items) {
+      this.#take(item, true);
+      text += textOf({ output: [item] });
+      if (text.length > this.text.length) this.#grow(text.slice(this.text.length));
+    }
     /** @type {Record<string, Outcome["kind"]>} */
     const kinds = { completed: "completed", cancelled: "cancelled", failed: "failed" };
     this.end({
@@ -205,10 +211,9 @@ export class Answer extends EventTarget {
 
   /** Takes an item that is shown as a block, as it is now. */
   #take(/** @type {any} */ item, /** @type {boolean} */ isDone) {
-    const fresh = blockOf(item, isDone);
-    if (!fresh) return;
-    const known = this.blocks.find((block) => block.id === fresh.id);
-    if (known?.isDone) return;
+    const known = this.blocks.find((block) => block.id === item.id);
+    const fresh = blockOf(item, isDone, known ? known.textBefore : this.text.length);
+    if (!fresh || known?.isDone) return;
     if (known) Object.assign(known, fresh);
     else this.blocks.push(fresh);
     this.#tell("block", known ?? fresh);
@@ -229,14 +234,14 @@ export class Answer extends EventTarget {
 }
 
 /** An item as a block; null for a message. @returns {Block | null} */
-export function blockOf(/** @type {any} */ item, isDone = true) {
+export function blockOf(/** @type {any} */ item, isDone = true, textBefore = 0) {
   const { id, type, call_id: callId = "", name = "" } = item;
   if (type === "reasoning") {
     const text = [...(item.content ?? []), ...(item.summary ?? [])].map((part) => part.text).join("\n");
-    return { kind: "reasoning", id, callId, name, text, isDone };
+    return { kind: "reasoning", id, callId, name, text, textBefore, isDone };
   }
   if (type !== "function_call" && type !== "custom_tool_call") return null;
-  return { kind: "call", id, callId, name, text: item.arguments ?? item.input ?? "", isDone };
+  return { kind: "call", id, callId, name, text: item.arguments ?? item.input ?? "", textBefore, isDone };
 }
 
 /** The text of a Response's messages; its other items have none to show. */

@@ -6,11 +6,21 @@ import { make } from "./dom.js";
 
 /** @typedef {import("./answer.js").Block} Block */
 
-/** The blocks of one turn, in the order in which they came. */
+/** The blocks of one turn, in the order in which they came: groups of them, with text between. */
 export class Blocks {
-  element = make("div", "blocks");
+  #group = make("div", "blocks");
   /** @type {Map<string, { details: HTMLDetailsElement, title: HTMLElement, body: HTMLElement, isTouched: boolean }>} */
   #shown = new Map();
+
+  /** Where the next blocks will be. */
+  newGroup() {
+    this.#group = make("div", "blocks");
+    return this.#group;
+  }
+
+  has(/** @type {Block} */ block) {
+    return this.#shown.has(block.id);
+  }
 
   /** Shows a block as it is now. */
   show(/** @type {Block} */ block) {
@@ -45,7 +55,7 @@ export class Blocks {
     const view = { details, title, body, isTouched: false };
     title.addEventListener("click", () => { view.isTouched = true; });
     this.#shown.set(block.id, view);
-    this.element.append(details);
+    this.#group.append(details);
     return view;
   }
 }

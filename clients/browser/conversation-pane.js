@@ -7,13 +7,14 @@
  * interfering.
  */
 
+import { blockOf } from "./answer.js";
 import { stepBefore, stepBeside } from "./branches.js";
 import { cutText, NOT_LOADED, NOT_SENT, problemOf, refusalText, TAKEN, wasKept } from "./endings.js";
 import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { answersOf, blocksOf, grouped, openCalls, inputOf, numShown, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { grouped, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -121,8 +122,11 @@ export class ConversationPane extends EventTarget {
     view.turnIds = group.map((turn) => turn.turn);
     for (const turn of group) {
       for (const { call_id, output } of /** @type {any[]} */ (turn.items ?? [])) if (call_id) view.showResult(call_id, output);
-      for (const block of blocksOf(turn)) view.showBlock(block);
-      for (const message of answersOf(turn)) view.show(messageText(message));
+      for (const item of outputOf(turn)) {
+        const block = blockOf(item);
+        if (block) view.showBlock(block);
+        else view.show(messageText(item));
+      }
     }
     this.#noteEnd(view, group[group.length - 1].status, null);
     return view;

@@ -32,6 +32,16 @@ export { isSendableKey, PenstockError } from "./http.js";
  * @typedef {Record<string, any> & { model: string }} RespondParameters
  */
 /**
+ * A function that the model may call. `run` gets the arguments, and may return a promise; what is not
+ * text is sent as JSON.
+ * @typedef {object} Tool
+ * @property {string} name
+ * @property {string} [description]
+ * @property {object} [parameters]  a JSON Schema
+ * @property {boolean} [strict]
+ * @property {(given: any) => unknown} run
+ */
+/**
  * @typedef {object} ClientOptions
  * @property {string} baseUrl
  * @property {string | null} [apiKey]
@@ -137,6 +147,33 @@ export class PenstockClient extends EventTarget {
    */
   parse(/** @type {RespondParameters & { schema: any }} */ parameters) {
     return this.respond(parameters).parsed();
+  }
+
+  /**
+   * The answers of a model that calls tools, one after the other, until one calls none. Each call is
+   * run once, however often the connection breaks: it is read from an answer that is complete. What a
+   * tool throws is told to the model.
+   * @param {RespondParameters & { tools: Tool[], maxRounds?: number }} parameters
+   * @returns {AsyncGenerator<Answer, void>}
+   */
+  async *runTools({ tools, maxRounds = 10, ...parameters }) {
+    const definitions = tools.map(({ run: _, ...tool }) => ({ type: "function", ...tool }));
+    /** @type {RespondParameters} */ let next = { ...parameters, tools: definitions };
+    for (let round = 1; ; round += 1) {
+      const answer = this.respond(next);
+      yield answer;
+      const { kind, responseId } = await answer.done;
+      const calls = answer.blocks.filter((block) => block.kind === "call");
+      if (kind !== "completed" || calls.length === 0 || round === maxRounds) return;
+      const outputs = [];
+      for (const call of calls) {
+        outputs.push({ type: "function_call_output", call_id: call.callId, output: await outputOf(call, tools) });
+      }
+      const { tool_choice: _, ...same } = next; // a call that was required has been made
+      const said = typeof next.input === "string" ? [{ role: "user", content: next.input }] : (next.input ?? []);
+      if (next.store === false) next = { ...same, input: [...said, ...answer.items, ...outputs] };
+      else next = { ...same, input: outputs, ...(!next.conversation && { previous_response_id: responseId }) };
+    }
   }
 
   /** Follows a response that runs, or ended lately, from its first word. @returns {Answer} */
@@ -319,6 +356,18 @@ export class PenstockClient extends EventTarget {
     setTimeout(() => {
       if (this.state === "open" && !answer.isEnded) void this.#carry(answer);
     }, backoffDelayMs(1));
+  }
+}
+
+/** What a call returns, or why it does not. @returns {Promise<string>} */
+async function outputOf(/** @type {import("./answer.js").Block} */ call, /** @type {Tool[]} */ tools) {
+  const tool = tools.find(({ name }) => name === call.name);
+  if (!tool) return `error: there is no tool ${call.name}`;
+  try {
+    const value = await tool.run(JSON.parse(call.text || "{}"));
+    return typeof value === "string" ? value : (JSON.stringify(value) ?? "");
+  } catch (error) {
+    return `error: ${error instanceof Error ? error.message : error}`;
   }
 }
 

@@ -50,13 +50,14 @@ export class TurnView {
   #section = make("section", "turn");
   #article = make("article", "message assistant");
   #blocks = new Blocks();
-  #body = make("div", "prose");
   #foot = make("div", "foot");
   #notes = make("div", "notes");
   #tools = make("div", "tools");
   #branches = make("span", "branches");
   #stats = make("p", "stats");
-  #markdown = new MarkdownStream(this.#body);
+  /** The text behind the newest blocks, and how much comes before it. */
+  #markdown;
+  #partStart = 0;
   #pending = "";
   #frame = 0;
   #watching = new AbortController();
@@ -71,7 +72,8 @@ export class TurnView {
   constructor(parent, items, wishes) {
     this.items = items.filter((item) => item.content);
     this.#wishes = wishes;
-    this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#blocks.element, this.#body, this.#foot);
+    this.#article.append(make("h3", "visually-hidden", NAMES.assistant), this.#foot);
+    this.#markdown = this.#newPart();
     this.#stats.hidden = true;
     this.#foot.append(this.#notes, this.#tools, this.#stats);
     this.#section.append(...this.items.map((item) => this.#itemElement(item)));
@@ -96,6 +98,10 @@ export class TurnView {
   /** Shows a thought or a tool call as it is now. */
   showBlock(/** @type {import("./answer.js").Block} */ block) {
     this.#section.append(this.#article);
+    if (!this.#blocks.has(block)) {
+      this.#flush();
+      if (this.text.length > this.#partStart) this.#markdown = this.#newPart();
+    }
     this.#blocks.show(block);
   }
 
@@ -112,8 +118,13 @@ export class TurnView {
     this.#foot.hidden = true; // it would move with every line
     this.#notes.replaceChildren();
     this.noteText = "";
-    this.#take(answer.text);
-    answer.blocks.forEach((block) => this.showBlock(block));
+    let taken = 0;
+    for (const block of answer.blocks) {
+      this.#take(answer.text.slice(taken, block.textBefore));
+      taken = block.textBefore;
+      this.showBlock(block);
+    }
+    this.#take(answer.text.slice(taken));
     answer.addEventListener("block", (event) => this.showBlock(/** @type {CustomEvent} */ (event).detail), { signal });
     answer.addEventListener("delta", (event) => this.#take(/** @type {CustomEvent<string>} */ (event).detail), { signal });
   }
@@ -220,6 +231,15 @@ export class TurnView {
     this.#article.classList.replace("is-waiting", "is-streaming");
     this.#markdown.append(this.#pending);
     this.#pending = "";
+  }
+
+  /** Room for blocks, and for text behind them. */
+  #newPart() {
+    const prose = make("div", "prose");
+    this.#foot.before(this.#blocks.newGroup(), prose);
+    if (this.text) this.text += "\n\n";
+    this.#partStart = this.text.length;
+    return new MarkdownStream(prose);
   }
 
   // ---- around it -----------------------------------------------------------------------------

@@ -36,20 +36,16 @@ export function grouped(/** @type {Turn[]} */ path) {
   return groups;
 }
 
-/** The messages of a turn's answer. @returns {Item[]} */
-export function answersOf(/** @type {Turn} */ { output }) {
-  return [output ?? []].flat().filter((item) => item.type === "message");
-}
-
-/** The thoughts and calls of a turn's answer. */
-export function blocksOf(/** @type {Turn} */ { output }) {
-  return [output ?? []].flat().map((item) => blockOf(item)).filter((block) => block !== null);
+/** The items of a turn's answer. @returns {Item[]} */
+export function outputOf(/** @type {Turn} */ { output }) {
+  return [output ?? []].flat();
 }
 
 /** The calls that the last of these turns waits for. */
 export function openCalls(/** @type {Turn[]} */ path) {
   const last = path.at(-1);
-  return last?.status === "completed" ? blocksOf(last).filter((block) => block.kind === "call") : [];
+  const items = last?.status === "completed" ? outputOf(last) : [];
+  return items.flatMap((item) => blockOf(item) ?? []).filter((block) => block.kind === "call");
 }
 
 /** How many of the views, from the first on, show just these turns. */

@@ -118,6 +118,27 @@ for (const transport of ["websocket", "sse"]) {
     assert.equal(tree.data.length, 1);
     assert.equal(tree.head, answer.responseId);
   });
+
+  for (const store of [true, false]) {
+    test(`${transport}: a tool is run once${store ? ", with cuts" : " without storage"}`, async () => {
+      const client = connect({ transport, ...(store && { baseUrl: PENSTOCK_CUT_URL }) });
+      const given = [];
+      const calculator = {
+        name: "calculator",
+        parameters: { type: "object", properties: { expression: { type: "string" } } },
+        run: async ({ expression }) => { given.push(expression); return 4711; },
+      };
+      const texts = [];
+      const asked = { model: "demo", input: "what is 12 plus 30?", temperature: 0, store, tool_choice: "required" };
+      for await (const answer of client.runTools({ ...asked, tools: [calculator] })) {
+        if (store) await until(() => answer.lastSequenceNumber > 3).then(cut);
+        texts.push(await read(answer));
+      }
+      assert.deepEqual(given, ["12 + 30"]);
+      assert.equal(texts.length, 2);
+      assert.match(texts[1], /4711/);
+    });
+  }
 }
 
 test("a line that is dead and does not say so is found out", { timeout: 60_000 }, async () => {

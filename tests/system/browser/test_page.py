@@ -159,7 +159,7 @@ async def test_markup_and_unicode_are_text(
 
 
 async def test_an_answer_of_several_items(page: Page, demo_server: Served) -> None:
-    """Its messages are shown, in order; an item of another type is not."""
+    """They are shown in order: text, a call, text; and copied as paragraphs."""
 
     async def add_items(route: Route) -> None:
         tree = await (await route.fetch()).json()
@@ -169,12 +169,19 @@ async def test_an_answer_of_several_items(page: Page, demo_server: Served) -> No
         tree["data"][0]["output"] = [said, call, more]
         await route.fulfill(json=tree)
 
+    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     await page.route("**/tree?items=true", add_items)
     await open_page(page, demo_server.base_url, temperature=0)
     answer = await ask(page, "What is penstock?")
     await page.reload()
-    await expect(page.locator(".turn .prose")).to_have_text(f"{answer} And more.")
+    parts = page.locator(".turn .assistant").locator(".prose, .block summary")
+    await expect(parts).to_have_text([answer, "Called f", "And more."])
     await expect(page.locator(".prose strong")).to_have_text("more")
+    await page.get_by_role("button", name="Copy answer").click()
+    copied = f"{answer}\n\n And **more**."
+    await page.wait_for_function(
+        "async (text) => (await navigator.clipboard.readText()) === text", arg=copied
+    )
 
 
 async def test_settings_and_figures(
