@@ -204,7 +204,7 @@ class LLM:
                 self.tokenizer,
                 prompt=text,
                 output_format=output_format,
-                shown=frozenset(self._formats.token_of(output_format.syntax).values())
+                shown=frozenset(self._formats.marker_tokens(output_format.syntax).values())
                 if output_format
                 else frozenset(),
             )

@@ -178,10 +178,13 @@ class OutputCollector:
     def _output(self, index: int, branch: _Branch) -> CompletionOutput:
         assert branch.finish_reason is not None
         params = self.request.sampling_params
-        text, items = branch.text, list[OutputItem]()
+        text, items, reason = branch.text, list[OutputItem](), branch.finish_reason
         if self._output_format is not None:
             reader = OutputReader(self._output_format)
-            items = items_of([*reader.push(text), *reader.end()])
+            is_cut = reason is not FinishReason.STOP or isinstance(branch.stop_reason, str)
+            items = items_of([*reader.push(text), *reader.end(is_cut=is_cut)])
+            if reason is FinishReason.STOP and reader.is_calling:
+                reason = FinishReason.LENGTH  # a call that a stop string cut off must not be run
             text = "\n".join(item.text for item in items if item.kind == "message")
         return CompletionOutput(
             index=index,
@@ -192,7 +195,7 @@ class OutputCollector:
             if params.num_logprobs is None
             else sum(entry.logprob for entry in branch.logprobs),
             score=branch.score,
-            finish_reason=branch.finish_reason.value,
+            finish_reason=reason.value,
             stop_reason=branch.stop_reason,
             items=tuple(items),
         )

@@ -169,7 +169,7 @@ export class PenstockClient extends EventTarget {
       for (const call of calls) {
         outputs.push({ type: "function_call_output", call_id: call.callId, output: await outputOf(call, tools) });
       }
-      const { tool_choice: _, ...same } = next; // a call that was required has been made
+      const same = { ...next, tool_choice: relaxed(next.tool_choice) };
       const said = typeof next.input === "string" ? [{ role: "user", content: next.input }] : (next.input ?? []);
       if (next.store === false) next = { ...same, input: [...said, ...answer.items, ...outputs] };
       else next = { ...same, input: outputs, ...(!next.conversation && { previous_response_id: responseId }) };
@@ -357,6 +357,12 @@ export class PenstockClient extends EventTarget {
       if (this.state === "open" && !answer.isEnded) void this.#carry(answer);
     }, backoffDelayMs(1));
   }
+}
+
+/** A call that was required has been made; which tools may be called stays. */
+function relaxed(/** @type {any} */ choice) {
+  if (choice?.type === "allowed_tools") return { ...choice, mode: "auto" };
+  return choice === "none" ? choice : undefined;
 }
 
 /** What a call returns, or why it does not. @returns {Promise<string>} */

@@ -1,6 +1,6 @@
 /**
  * The page's own tools: a calculator, a clock and a note keeper. They run in this browser, each call
- * once: its output is kept until it has been sent, also over a reload and for the other tabs.
+ * once: its output is kept, also over a reload and for the other tabs, until there are 50 newer ones.
  */
 
 /** @typedef {import("./answer.js").Block} Block */

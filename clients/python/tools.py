@@ -7,6 +7,7 @@ terminal event, and its outputs are kept until the next round has them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import types
@@ -43,11 +44,13 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
-        """A function's tool: its name, its documentation, and a schema of its annotations."""
+        """A function's tool: its name, its documentation, and a schema of its annotations. A
+        parameter that is annotated with a pydantic model gets one."""
         hints = typing.get_type_hints(function)
         properties, required = {}, []
+        definitions: dict[str, Any] = {}
         for name, parameter in inspect.signature(function).parameters.items():
-            properties[name] = schema_of(hints.get(name, str))
+            properties[name] = _hoisted(schema_of(hints.get(name, str)), definitions)
             if parameter.default is inspect.Parameter.empty:
                 required.append(name)
         parameters = {
@@ -55,12 +58,14 @@ class Tool:
             "properties": properties,
             "required": required,
             "additionalProperties": False,
+            **({"$defs": definitions} if definitions else {}),
         }
+        models = {name: each for name, each in hints.items() if hasattr(each, "model_validate")}
         return cls(
             name=function.__name__,
             description=inspect.getdoc(function) or "",
             parameters=parameters,
-            call=function,
+            call=_with_models(function, models) if models else function,
         )
 
     @property
@@ -98,6 +103,36 @@ def schema_of(annotation: Any) -> dict[str, Any]:
         schema: dict[str, Any] = annotation.model_json_schema()
         return schema
     raise TypeError(f"no JSON Schema is known of {annotation!r}; make a Tool with one")
+
+
+def _hoisted(schema: Any, definitions: dict[str, Any]) -> Any:
+    """A schema without its `$defs`, which references look for at the root."""
+    if isinstance(schema, list):
+        return [_hoisted(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    definitions.update(schema.get("$defs") or {})
+    return {key: _hoisted(each, definitions) for key, each in schema.items() if key != "$defs"}
+
+
+def _with_models(function: Callable[..., Any], models: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function, called with models made of plain values."""
+
+    def made(given: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: models[name].model_validate(value) if name in models else value
+            for name, value in given.items()
+        }
+
+    @functools.wraps(function)
+    async def call_async(**given: Any) -> Any:
+        return await function(**made(given))
+
+    @functools.wraps(function)
+    def call(**given: Any) -> Any:
+        return function(**made(given))
+
+    return call_async if inspect.iscoroutinefunction(function) else call
 
 
 class ToolRun(Resource[R], Generic[R]):
@@ -176,7 +211,7 @@ class ToolRun(Resource[R], Generic[R]):
     def _go_on(self, response: Response, outputs: Sequence[Mapping[str, Any]]) -> None:
         """Begin the next round."""
         body = self._body
-        body.pop("tool_choice", None)  # a required call was made
+        relax_choice(body)
         if body.get("store") is False:
             said = body.get("input") or []
             said = [{"role": "user", "content": said}] if isinstance(said, str) else said
@@ -196,6 +231,15 @@ class ToolRun(Resource[R], Generic[R]):
             }
             for each in outputs
         ]
+
+
+def relax_choice(body: dict[str, Any]) -> None:
+    """A call that was required has been made; which tools may be called stays."""
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        body["tool_choice"] = {**choice, "mode": "auto"}
+    elif choice != "none":
+        body.pop("tool_choice", None)
 
 
 def calls_of(response: Response) -> list[Mapping[str, Any]]:

@@ -15,6 +15,7 @@ from penstock.engine.chat_formats.history import template_messages
 from penstock.engine.chat_formats.offered_tools import ModelFormats, OfferedTools, ToolMode
 from penstock.engine.chat_formats.output_format import (
     CUSTOM_INPUT,
+    NAMESPACE_END,
     OutputFormat,
     OutputItem,
     OutputReader,
@@ -26,6 +27,7 @@ from penstock.engine.chat_formats.syntax import REASONING_FORMATS, OutputSyntax,
 
 __all__ = [
     "CUSTOM_INPUT",
+    "NAMESPACE_END",
     "REASONING_FORMATS",
     "TOOL_FORMATS",
     "ModelFormats",

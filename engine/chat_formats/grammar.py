@@ -4,6 +4,7 @@ schemas; and other grammars, begun only after the thoughts."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from penstock.engine.chat_formats.formats import TOOL_FORMATS
@@ -13,7 +14,17 @@ from penstock.engine.chat_formats.tool_format import Frame, json_options
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.forms import closed
 
-_TEXT = "TEXT: /(?s:.*)/"
+# Names of the rules made here, which those of a user's grammar must not have.
+_OWN = re.compile(
+    r"start|answer|ANSWER|ANY|TEXT|OTHER|SPACE|THOUGHT|before|thought|calls?|rest"
+    r"|(?:call|rest|value|argument)_\d+"
+)
+# What is left as it is in a Lark grammar: texts, regular expressions, comments; and names.
+_LARK_TOKEN = re.compile(
+    r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^>\s]*>|%?[A-Za-z_][A-Za-z0-9_]*'
+)
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
+_ANY = "(?s:.*)"
 
 
 def call_grammar(
@@ -30,13 +41,13 @@ def call_grammar(
     Args:
         tools: those that may be called.
         required: there is a call, and no text. Otherwise there may be, and only the arguments of
-            strict tools are constrained.
+            strict tools are constrained; where arguments are not JSON, the others by their names.
         parallel: there may be several calls.
         tokens: markers that are single tokens.
         otherwise: what an output without calls must match.
     """
     tool_format = TOOL_FORMATS[syntax.tools]
-    frame, write, rules = tool_format.frame, _Writer(tokens), [_TEXT]
+    frame, write, rules = tool_format.frame, _Writer(tokens), list[str]()
     for index, tool in enumerate(tools):
         is_free = not (required or tool.strict or otherwise is not None)
         arguments = _arguments(frame, tool, rules, is_free=is_free)
@@ -47,25 +58,34 @@ def call_grammar(
     more = f" ({write(frame.between)} call)*" if parallel else ""
     several = f"call{more} {write(frame.last)}"
     rules.append(f"calls: {write(frame.first)} {several}")
+    opening = [*frame.first, *frame.begin("")][0]
     if required:
         start = "calls"
     elif otherwise is not None:
         others, name = embedded(otherwise)
         rules += others
-        start = f"calls | {name}"
+        start = f"calls | {write(frame.answer)} {name}"
+    elif tool_format.starts or frame.answer:  # an output that begins like a call is one
+        first = f"/[^{re.escape(tool_format.starts)}\\s]{_ANY}/ & " if tool_format.starts else ""
+        rules.append(f"OTHER: {first}{_without(tool_format.openings)}")
+        start = f"calls | {write(frame.answer)} OTHER"
     else:
-        opening = [*frame.first, *frame.begin("")][0]
-        if opening in tool_format.markers:
-            is_token = opening in tokens
-            rules.append(f"before{'' if is_token else '[lazy]'}: TEXT {write([opening])}")
-            if frame.first:
-                start = f"(before {write(frame.first[1:])} {several})? TEXT"
-            else:
-                start = f"(before rest){'*' if parallel else '?'} TEXT"
-        else:  # an output that begins like a call is one
-            rules.append("OTHER: /[^{\\[\\s](?s:.*)/")
-            start = "calls | OTHER"
+        rules.append(f"TEXT: {_without(tool_format.openings)}")
+        is_token = opening in tokens
+        rules.append(f"before{'' if is_token else '[lazy]'}: TEXT {write([opening])}")
+        if frame.first:
+            start = f"(before {write(frame.first[1:])} {several})? TEXT"
+        else:
+            start = f"(before rest){'*' if parallel else '?'} TEXT"
     return _after_thoughts(syntax, start, rules, write)
+
+
+def _without(openings: Sequence[str]) -> str:
+    """Any text in which no call begins: also one that is spelled, where it is a token."""
+    if not openings:
+        return f"/{_ANY}/"
+    spelled = "|".join(re.escape(opening).replace("/", "\\/") for opening in openings)
+    return f"/{_ANY}/ & ~/{_ANY}({spelled}){_ANY}/"
 
 
 def _one_of(name: str, tools: Sequence[Tool]) -> str:
@@ -76,10 +96,13 @@ def after_thoughts(
     syntax: OutputSyntax, grammar: StructuredOutputs, tokens: Mapping[str, int]
 ) -> StructuredOutputs:
     """A grammar that begins where the thoughts end."""
-    if syntax.thoughts is None:
+    if _thought_of(syntax) is None:
         return grammar
     rules, name = embedded(grammar)
-    return _after_thoughts(syntax, name, [_TEXT, *rules], _Writer(tokens))
+    write = _Writer(tokens)
+    frame = TOOL_FORMATS[syntax.tools].frame if syntax.tools else None
+    answer = write(frame.answer) if frame is not None else ""
+    return _after_thoughts(syntax, f"{answer} {name}", rules, write)
 
 
 def embedded(grammar: StructuredOutputs) -> tuple[list[str], str]:
@@ -87,31 +110,52 @@ def embedded(grammar: StructuredOutputs) -> tuple[list[str], str]:
     if grammar.kind == "json_schema":
         return [f"answer: %json {grammar.text}"], "answer"
     if grammar.kind == "regex":
-        pattern = grammar.text.replace("/", "\\/")
+        pattern = _SLASH.sub(
+            lambda found: found[0].replace("/", "\\/", found[0] == "/"), grammar.text
+        )
         return ["answer: ANSWER", f"ANSWER: /{pattern}/"], "answer"
-    renamed = [
-        "answer" + line.removeprefix("start") if line.startswith("start") else line
-        for line in grammar.text.splitlines()
-    ]
-    return renamed, "answer"
+
+    def renamed(found: re.Match[str]) -> str:
+        name = found[0]
+        if name == "start":
+            return "answer"
+        if not _OWN.fullmatch(name):
+            return name
+        return f"OF_USER_{name}" if name.isupper() else f"of_user_{name}"
+
+    return [_LARK_TOKEN.sub(renamed, grammar.text)], "answer"
+
+
+_Thought = tuple[Sequence[str], str, Sequence[str]]  # what begins it, its end, what follows
+
+
+def _thought_of(syntax: OutputSyntax) -> _Thought | None:
+    frame = TOOL_FORMATS[syntax.tools].frame if syntax.tools else None
+    if frame is not None and frame.thought is not None:
+        return frame.thought
+    if syntax.thoughts is None:
+        return None
+    return syntax.thoughts.begins[:1], syntax.thoughts.end, ()
 
 
 def _after_thoughts(
     syntax: OutputSyntax, start: str, rules: Sequence[str], write: _Writer
 ) -> StructuredOutputs:
-    thoughts = syntax.thoughts
-    if thoughts is None:
+    thought = _thought_of(syntax)
+    if thought is None:
         return StructuredOutputs("lark", "\n".join([f"start: {start}", *rules]))
-    if thoughts.end in write.tokens:
-        thought = f"thought: TEXT {write([thoughts.end])}"
+    begin, end, following = thought
+    after = write(following) or "SPACE"
+    own = [
+        f"THOUGHT: {_without([end])}",
+        f"thought{'' if end in write.tokens else '[lazy]'}: THOUGHT {write([end])}",
+        'SPACE: "\\n\\n" | "\\n" | ""',
+    ]
+    if syntax.begins_in_reasoning:
+        whole = f"thought {after} ({start})"
     else:
-        thought = f"thought[lazy]: TEXT {json.dumps(thoughts.end)}"
-    space = 'SPACE: "\\n\\n" | "\\n" | ""'
-    begin = "" if syntax.begins_in_reasoning else write([thoughts.begins[0]])
-    whole = f"{begin} thought SPACE ({start})".strip()
-    if not syntax.begins_in_reasoning:
-        whole = f"{whole} | ({start})"
-    return StructuredOutputs("lark", "\n".join([f"start: {whole}", thought, space, *rules]))
+        whole = f"{write(begin)} thought {after} ({start}) | ({start})"
+    return StructuredOutputs("lark", "\n".join([f"start: {whole}", *own, *rules]))
 
 
 def _arguments(frame: Frame, tool: Tool, rules: list[str], *, is_free: bool) -> str:

@@ -76,10 +76,18 @@ def _numbered(call_id: str, name: str, number: int) -> str:
     return f"functions.{name}:{number}"
 
 
+def _without_surrogates(text: str) -> str:
+    """JSON text whose texts are Unicode: half of a surrogate pair is none."""
+    if "\\ud" not in text.lower():
+        return text
+    whole = json.dumps(json.loads(text), ensure_ascii=False)
+    return whole.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _parsed(arguments: str) -> Any:
     """The object that the text is, or the text if it is none."""
     try:
-        value = json.loads(arguments or "{}")
+        value = json.loads(_without_surrogates(arguments or "{}"))
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

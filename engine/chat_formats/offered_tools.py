@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from penstock.engine.chat_formats.formats import TOOL_FORMATS
 from penstock.engine.chat_formats.grammar import after_thoughts, call_grammar
 from penstock.engine.chat_formats.output_format import OutputFormat
 from penstock.engine.chat_formats.parser import Tool
@@ -65,13 +66,13 @@ class ModelFormats:
             return OutputSyntax(syntax.tools)  # the prompt would have begun the thought
         return syntax
 
-    def token_of(self, syntax: OutputSyntax) -> Mapping[str, int]:
+    def marker_tokens(self, syntax: OutputSyntax) -> Mapping[str, int]:
         """The markers of thoughts and calls that are tokens of their own."""
-        return _token_of(self, syntax)
+        return _marker_tokens(self, syntax)
 
 
 @lru_cache(maxsize=64)
-def _token_of(formats: ModelFormats, syntax: OutputSyntax) -> Mapping[str, int]:
+def _marker_tokens(formats: ModelFormats, syntax: OutputSyntax) -> Mapping[str, int]:
     known = formats.added_tokens
     return {marker: known[marker] for marker in markers_of(syntax) if marker in known}
 
@@ -154,6 +155,27 @@ class OfferedTools:
             max_calls=None if self.is_parallel else 1,
         )
 
+    def format_within_message(self, formats: ModelFormats) -> OutputFormat | None:
+        """How an output is read that continues a message; None if it is all text.
+
+        Raises:
+            InvalidRequestError: a call is required, which cannot follow text in this format.
+        """
+        tools = self.callable if formats.tools else ()
+        if tools and not TOOL_FORMATS[formats.tools].starts:
+            return OutputFormat(
+                syntax=OutputSyntax(formats.tools),
+                tools=tools,
+                custom=self.custom,
+                aliases=self.aliases,
+                max_calls=None if self.is_parallel else 1,
+            )
+        if self.choice == "required":
+            raise InvalidRequestError(
+                "this model cannot call a tool in the middle of a message", param="tool_choice"
+            )
+        return None
+
     def grammar(
         self,
         output_format: OutputFormat,
@@ -162,7 +184,8 @@ class OfferedTools:
     ) -> StructuredOutputs | None:
         """What the output must match; None: anything.
 
-        A call that is required is enforced; what else is asked is then without effect. Where a call
+        A call that is required is enforced, and so are limits to which tools may be called; what
+        else is asked is without effect where a call is required. Where a call
         is possible, the output is either calls or what is asked.
 
         Args:
@@ -172,13 +195,17 @@ class OfferedTools:
             InvalidRequestError: a strict tool's schema cannot be enforced.
         """
         syntax = output_format.syntax
-        tokens = formats.token_of(syntax)
+        tokens = formats.marker_tokens(syntax)
         is_required = bool(self.named) or self.choice == "required"
-        is_strict = any(tool.strict for tool in output_format.tools)
+        is_limited = self.allowed is not None or any(tool.strict for tool in output_format.tools)
         for tool in output_format.tools:
             if tool.strict:
                 _check(tool)
-        if is_required or is_strict or (asked is not None and output_format.tools):
+        if (
+            is_required
+            or (is_limited and output_format.tools)
+            or (asked is not None and output_format.tools)
+        ):
             return call_grammar(
                 syntax,
                 output_format.tools,

@@ -8,6 +8,7 @@ another process finds the same items.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,9 @@ from penstock.engine.chat_formats.parser import OutputParser, Piece, Tool
 from penstock.engine.chat_formats.syntax import OutputSyntax
 
 CUSTOM_INPUT = "input"  # the one argument of a custom tool, as the model sees it
+NAMESPACE_END = "\0"  # between a namespace and a name, for callers: no tool's name has it
+_BEFORE_INPUT = f'{{"{CUSTOM_INPUT}":"'  # white space aside
+_INPUT = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +93,18 @@ class OutputReader:
             return pieces  # as nearly always
         return self._named(pieces)
 
-    def end(self) -> list[Piece]:
-        """What was held back."""
-        return self._named(self._parser.end())
+    @property
+    def is_calling(self) -> bool:
+        """Whether the text so far ends inside a call."""
+        return self._parser.is_calling and not self.is_over
+
+    def end(self, *, is_cut: bool) -> list[Piece]:
+        """What was held back.
+
+        Args:
+            is_cut: the output did not end by itself.
+        """
+        return self._named(self._parser.end(is_cut=is_cut))
 
     def _named(self, pieces: list[Piece]) -> list[Piece]:
         found: list[Piece] = []
@@ -124,31 +137,31 @@ class OutputReader:
 
 
 class _InputReader:
-    """Reads the string in `{"input": "…"}` while it is written. Whatever else a model writes there
-    is passed on as it is."""
+    """Reads the string in `{"input": "…"}` while it is written. Arguments of any other form are
+    passed on as they are."""
 
-    __slots__ = ("_held", "_is_over", "_is_within")
+    __slots__ = ("_held", "_is_other", "_is_over", "_is_within")
 
     def __init__(self) -> None:
         self._held = ""  # an escape sequence, or the beginning of the object, that is not whole
         self._is_within = False
+        self._is_other = False
         self._is_over = False
 
     def push(self, text: str) -> str:
         text, self._held = self._held + text, ""
         if self._is_over:
             return ""
+        if self._is_other:
+            return text
         if not self._is_within:
-            _, colon, value = text.partition(":")
-            value = value.lstrip()
-            if not (colon and value):
-                self._held = text
-                return ""
-            self._is_within = value.startswith('"')
-            if not self._is_within:  # not a string: all that follows is shown as it is
-                self._is_over = True
-                return value.removesuffix("}")
-            text = value[1:]
+            begun = _INPUT.match(text)
+            if begun is None:
+                self._is_other = not _BEFORE_INPUT.startswith("".join(text.split()))
+                self._held = "" if self._is_other else text
+                return text if self._is_other else ""
+            self._is_within = True
+            text = text[begun.end() :]
         end = _end_of_text(text)
         self._is_over = text[end : end + 1] == '"'
         self._held = "" if self._is_over else text[end:]

@@ -2,7 +2,8 @@
 
 A format is a generator (`Steps`) that reads from a `Scanner` and gets more text whenever it yields.
 What it finds depends on the text alone, not on how the text arrives in parts. Held back are at
-most the beginning of a marker, white space before a call, and a call until its name is known.
+most the beginning of a marker, white space before a call, a call until its name is known, and a
+value that is not written as JSON, unless it is a text.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Scanner:
     Attributes:
         text: not read yet.
         is_over: no more text will come.
+        is_cut: the output was cut off there: it did not end by itself.
+        is_calling: the newest call is not whole yet.
         tools: by name.
         is_thinking: the text read last is within a thought.
         is_saying: the text to come is a message's, as long as no marker begins.
@@ -76,6 +79,8 @@ class Scanner:
         "_begun",
         "_kind",
         "_space",
+        "is_calling",
+        "is_cut",
         "is_over",
         "is_saying",
         "is_thinking",
@@ -87,6 +92,8 @@ class Scanner:
     def __init__(self, tools: Sequence[Tool]) -> None:
         self.text = ""
         self.is_over = False
+        self.is_cut = False
+        self.is_calling = False
         self.is_thinking = False
         self.is_saying = False
         self.pieces: list[Piece] = []
@@ -125,16 +132,34 @@ class Scanner:
         """A call begins."""
         self._begin(Piece("function_call", "", True, name))
         self._begun = False
+        self.is_calling = True
 
     def arguments(self, text: str) -> None:
         """JSON text of the newest call's arguments."""
         self._begun = self._begun or bool(text)
         self._add(text)
 
-    def end_call(self) -> None:
-        """The newest call is whole. Without arguments it has an empty object."""
-        if self._kind == "function_call" and not self._begun:
+    def end_call(self, closing: str = "") -> None:
+        """The newest call is whole, unless the output was cut off within it. Without arguments it
+        has an empty object.
+
+        Args:
+            closing: the end of its arguments, where the format has none.
+        """
+        if self.is_cut:
+            return
+        self.arguments(closing)
+        if not self._begun:
             self.arguments("{}")
+        self.is_calling = False
+
+    def say_unless_cut(self, text: str) -> None:
+        """Say text that begins like a call and turned out to be none; it may be one that was cut
+        off before its name."""
+        if self.is_cut:
+            self.text = ""
+        else:
+            self.say(text)
 
     def end_item(self) -> None:
         """The next text begins a new item."""
@@ -169,7 +194,8 @@ class Scanner:
                     write(text)
                     return marker
             num_held = 0
-            if not self.is_over:
+            is_half = self.is_cut and write not in (self.say, self.think)  # a marker, probably
+            if is_half or not self.is_over:
                 num_held = max(_overlap(self.text, marker) for marker in markers)
                 if found:
                     num_held = max(num_held, len(self.text) - found[0][0])
@@ -177,6 +203,7 @@ class Scanner:
             text, self.text = self.text[:end], self.text[end:]
             write(text)
             if self.is_over:
+                self.text = ""
                 return ""
             self.is_saying = self._kind == "message" and not self.text and write == self.say
             yield
@@ -311,9 +338,18 @@ class OutputParser:
         scanner.text += text
         return self._advance()
 
-    def end(self) -> list[Piece]:
-        """What was held back."""
-        self._scanner.is_over = True
+    @property
+    def is_calling(self) -> bool:
+        """Whether the text so far ends inside a call whose name is known."""
+        return self._scanner.is_calling
+
+    def end(self, *, is_cut: bool = False) -> list[Piece]:
+        """What was held back.
+
+        Args:
+            is_cut: the output did not end by itself, so that a call in it may not be whole.
+        """
+        self._scanner.is_over, self._scanner.is_cut = True, is_cut
         return self._advance()
 
     def _advance(self) -> list[Piece]:

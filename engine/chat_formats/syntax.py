@@ -18,7 +18,7 @@ class ReasoningFormat:
 
     Attributes:
         begins: the markers of which one begins a thought.
-        ends: the marker after it.
+        end: the marker after it.
         is_open: outputs begin inside a thought, whatever the prompt says.
     """
 
@@ -67,7 +67,8 @@ class OutputSyntax:
     @property
     def first_characters(self) -> str:
         """In a message, nothing else begins without one of them."""
-        return TOOL_FORMATS[self.tools].first_characters if self.tools else ""
+        openings = TOOL_FORMATS[self.tools].openings if self.tools else ()
+        return "".join({opening[0] for opening in openings})
 
     def steps(self, scanner: Scanner, *, has_tools: bool) -> Steps[None]:
         """Reads an output."""
@@ -107,24 +108,11 @@ def _thoughts(scanner: Scanner, thoughts: ReasoningFormat, *, is_open: bool) -> 
 def formats_of(template: str | None) -> tuple[str, str]:
     """The formats of tool calls and of thoughts that a chat template shows."""
     source = template or ""
-    return _first_of(_TOOLS_IN_TEMPLATES, source), _first_of(_REASONING_IN_TEMPLATES, source)
+    marks_of_tools = {name: each.template_marks for name, each in TOOL_FORMATS.items()}
+    return _first_of(marks_of_tools, source), _first_of(_REASONING_IN_TEMPLATES, source)
 
 
 # Format → texts of which all are in the template; the first that fits counts.
-_TOOLS_IN_TEMPLATES = {
-    _HARMONY: ("<|channel|>", "<|message|>"),
-    "qwen3_coder": ("<tool_call>", "<function="),
-    "glm45": ("<tool_call>", "<arg_key>"),
-    "kimi_k2": ("<|tool_calls_section_begin|>",),
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "```json"),
-    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "granite": ("<|start_of_role|>", "tool_call"),
-    "llama4_pythonic": ("<|python_start|>",),
-    "llama3_json": ("<|start_header_id|>", '"parameters": '),
-    "pythonic": ("<|start_header_id|>", "func_name1(params_name1"),
-    "hermes": ("<tool_call>",),
-}
 _REASONING_IN_TEMPLATES = {
     "openai_gptoss": ("<|channel|>", "<|message|>"),
     "mistral": ("[THINK]",),

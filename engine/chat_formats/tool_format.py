@@ -4,14 +4,16 @@ function, values in XML, and the grammar of arguments."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.chat_formats.parser import Scanner, Steps, Tool
+from penstock.engine.errors import InvalidRequestError
 
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
+_MAX_REFERENCES = 16  # of a schema to another one, in a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,8 @@ class Frame:
     Attributes:
         first, between, last: around all calls of an output.
         arguments: makes the rule of a tool's arguments, and may add rules; None: a JSON object.
+        thought: what begins a thought, its end, and what follows, where the format has its own.
+        answer: before a message that is all of the output.
     """
 
     begin: Callable[[str], Sequence[str]]
@@ -30,6 +34,8 @@ class Frame:
     between: Sequence[str] = ()
     last: Sequence[str] = ()
     arguments: Callable[[Tool, list[str]], str] | None = None
+    thought: tuple[Sequence[str], str, Sequence[str]] | None = None
+    answer: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +44,18 @@ class ToolFormat:
 
     Attributes:
         steps: reads an output after its first thought.
+        template_marks: texts that are all in the chat template of a model that writes so.
         markers: texts that may be special tokens.
-        first_characters: no call begins without one of them.
+        openings: texts of which one begins a call, wherever it stands.
+        starts: characters of which one begins a call at the beginning of an output.
         frame: for grammars.
     """
 
     steps: Callable[[Scanner], Steps[None]]
-    markers: tuple[str, ...]
-    first_characters: str
+    template_marks: tuple[str, ...]
+    markers: tuple[str, ...] = ()
+    openings: tuple[str, ...] = ()
+    starts: str = ""
     frame: Frame
 
 
@@ -61,7 +71,7 @@ def read_object(scanner: Scanner, *, begun: str = "") -> Steps[bool]:
     """Read `{"name": …, "arguments": {…}}`, whichever comes first, and the call that it is.
 
     Args:
-        begun: what was read before, which is text if this is no call.
+        begun: what was read before, which is text if this is no call; a marker, if it is not empty.
 
     Returns: whether it is one.
     """
@@ -71,7 +81,8 @@ def read_object(scanner: Scanner, *, begun: str = "") -> Steps[bool]:
 
     def failed() -> bool:
         if name is None:
-            scanner.say("".join(read))
+            say = scanner.say_unless_cut if begun else scanner.say
+            say("".join(read))
         return name is not None
 
     def fetch(marker: str) -> Steps[bool]:
@@ -150,13 +161,12 @@ def _split(marker: str) -> list[str]:
     return [part for part in (before, bare, after) if part]
 
 
-def typed(schema: Mapping[str, Any], text: str) -> str:
-    """JSON text of a parameter's value that is written without quotes.
+def typed(kinds: set[str], text: str) -> str:
+    """JSON text of a value that is written without quotes.
 
     Args:
-        schema: of the parameter; a text if it says nothing.
+        kinds: JSON types that it may have; a text if there are none.
     """
-    kinds = types_of(schema)
     if not kinds or kinds == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     bare = text.strip()
@@ -173,21 +183,48 @@ def typed(schema: Mapping[str, Any], text: str) -> str:
     return bare
 
 
-def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema admits, as far as it says so plainly."""
+def kinds_of(tool: Tool, parameter: str) -> set[str]:
+    """The JSON types that a parameter may have, as far as its schema says so plainly."""
+    return _types_of(tool.schema_of(parameter), tool.parameters or {}, _MAX_REFERENCES)
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return set()
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
     if isinstance(kind, list):
         return {each for each in kind if isinstance(each, str)}
-    found: set[str] = set()
-    for key in ("anyOf", "oneOf"):
-        for each in schema.get(key) or ():
-            found |= types_of(each) if isinstance(each, Mapping) else set()
-    if not found and isinstance(schema.get("enum"), list):
-        names = {str: "string", bool: "boolean", int: "integer", float: "number"}
-        found = {names.get(type(value), "null") for value in schema["enum"]}
+    if isinstance(schema.get("$ref"), str):
+        return _types_of(_target(schema["$ref"], root), root, depth - 1)
+
+    def parts(key: str) -> Iterator[set[str]]:
+        listed = schema.get(key)
+        for each in listed if isinstance(listed, list) else ():
+            yield _types_of(each, root, depth - 1)
+
+    found = set[str]().union(*parts("anyOf"), *parts("oneOf"))
+    for own in parts("allOf"):
+        found = found & own if found and own else found | own
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not found and isinstance(values, list):
+        found = {_type_of(value) for value in values}
     return found
+
+
+def _type_of(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number"}
+    return names.get(type(value), "null" if value is None else "object")
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference within a schema names; None if there is nothing."""
+    where: Any = root if reference.startswith("#") else None
+    for step in reference.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        where = where.get(name) if isinstance(where, Mapping) else None
+    return where
 
 
 def escaped(text: str) -> str:
@@ -195,47 +232,91 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def xml_value(scanner: Scanner, schema: Mapping[str, Any], *, ends: Sequence[str]) -> Steps[None]:
-    """Read a value up to one of its ends, and write it as JSON. A text is written as it comes."""
-    kinds = types_of(schema)
+def xml_value(scanner: Scanner, kinds: set[str], *, ends: Sequence[str]) -> Steps[None]:
+    """Read a value up to one of its ends, and write it as JSON. A text is written as it comes.
+
+    Args:
+        kinds: see `typed`.
+    """
     if not kinds or kinds == {"string"}:
         scanner.arguments('"')
         yield from scanner.read_until(ends, lambda text: scanner.arguments(escaped(text)))
-        scanner.arguments('"')
+        scanner.arguments("" if scanner.is_cut else '"')
         return
     read: list[str] = []
     yield from scanner.read_until(ends, read.append)
-    scanner.arguments(typed(schema, "".join(read)))
+    scanner.arguments("" if scanner.is_cut else typed(kinds, "".join(read)))
 
 
 def xml_arguments(tool: Tool, rules: list[str], *, begin: Callable[[str], str], end: str) -> str:
     """The grammar of arguments with a tag each, in the schema's order: those that are required, and
-    any of the others. Texts are free, other values JSON.
+    any of the others; where the schema names none, any. Texts are free, other values JSON.
 
     Args:
         rules: gets the rules that the result refers to.
+
+    Raises:
+        InvalidRequestError: the tool is strict, and a text's schema cannot be enforced.
     """
     parameters = tool.parameters or {}
-    required = parameters.get("required") or ()
+    properties, required = _named(parameters)
+    if not properties and not _is_closed(parameters):
+        before, _, after = begin("\0").partition("\0")
+        value = _suffixed("/(?s:.*)/", end, rules)
+        return f"({_quoted(before)} /[A-Za-z_][A-Za-z0-9_.-]*/ {_quoted(after)} {value})*"
     parts: list[str] = []
-    for key, schema in (parameters.get("properties") or {}).items():
-        number = len(rules)
-        texts = types_of(schema) <= {"string"} and not {"enum", "const", "pattern"} & set(schema)
-        if texts:
-            rules.append(f"value_{number}[suffix={json.dumps(end)}]: /(?s:.*)/")
-            part = f"{json.dumps(begin(key), ensure_ascii=False)} value_{number}"
-        else:
+    for key, schema in properties.items():
+        kinds = kinds_of(tool, key)
+        if kinds and kinds != {"string"}:
             whole = {**schema, **_definitions(parameters)}
-            value = f"%json {json_options(whole, is_strict=tool.strict)}"
-            if types_of(schema) <= {"string"}:  # written without quotes
-                value = _choices(schema)
-            part = f"{json.dumps(begin(key), ensure_ascii=False)} {value} {json.dumps(end)}"
-        parts.append(f"({part})" if key in required else f"({part})?")
+            value = f"%json {json_options(whole, is_strict=tool.strict)} {_quoted(end)}"
+        elif {"enum", "const", "pattern"} & set(schema):  # written without quotes
+            value = f"{_choices(schema)} {_quoted(end)}"
+        else:
+            value = _suffixed(_free_text(tool, key), end, rules)
+        part = f"({_quoted(begin(key))} {value})"
+        parts.append(part if key in required else f"{part}?")
     return " ".join(parts)
+
+
+def _suffixed(pattern: str, end: str, rules: list[str]) -> str:
+    """The name of a new rule: the pattern up to its first end."""
+    name = f"value_{len(rules)}"
+    rules.append(f"{name}[suffix={json.dumps(end)}]: {pattern}")
+    return name
+
+
+def _free_text(tool: Tool, key: str) -> str:
+    """The pattern of a text of which only the length may be limited."""
+    schema = tool.schema_of(key)
+    beyond = sorted({"format", "allOf", "anyOf", "oneOf", "$ref", "not"} & set(schema))
+    if tool.strict and beyond:
+        raise InvalidRequestError(
+            f"the parameters of the strict tool {tool.name!r} are not supported: in this model's "
+            f"format of calls, {beyond[0]!r} of the text {key!r} cannot be enforced",
+            param="tools",
+        )
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"/(?s:.{{{least},{most}}})/" if least or most != "" else "/(?s:.*)/"
+
+
+def _named(parameters: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
+    """The schemas of named parameters, and those that are required."""
+    properties = parameters.get("properties") or {}
+    schemas = {key: each if isinstance(each, Mapping) else {} for key, each in properties.items()}
+    return schemas, set(parameters.get("required") or ())
+
+
+def _is_closed(parameters: Mapping[str, Any]) -> bool:
+    return parameters.get("additionalProperties") is False
 
 
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _choices(schema: Mapping[str, Any]) -> str:
@@ -244,29 +325,35 @@ def _choices(schema: Mapping[str, Any]) -> str:
     if values is None:
         pattern = str(schema["pattern"]).removeprefix("^").removesuffix("$").replace("/", "\\/")
         return f"/{pattern}/"
-    return "(" + " | ".join(json.dumps(str(each), ensure_ascii=False) for each in values) + ")"
+    return "(" + " | ".join(_quoted(str(each)) for each in values) + ")"
 
 
 def python_arguments(tool: Tool, rules: list[str]) -> str:
-    """The grammar of named arguments. Their values are JSON's, of which `true`, `false` and `null`
-    are read too."""
+    """The grammar of named arguments, first those that are required; where the schema names none,
+    any. Their values are JSON's, of which `true`, `false` and `null` are read too.
+
+    Args:
+        rules: gets the rules that the result refers to.
+    """
     parameters = tool.parameters or {}
-    required = parameters.get("required") or ()
-    properties = parameters.get("properties") or {}
-    ordered = [key for key in properties if key in required]
-    optional = [key for key in properties if key not in required]
-    parts = []
-    for index, key in enumerate([*ordered, *optional]):
-        value = {**properties[key], **_definitions(parameters)}
-        rule = json_options(value, is_strict=tool.strict)
-        text = f"{json.dumps(f'{key}=')} %json {rule}"
-        comma = '", " ' if index else ""
-        if key in required:
-            parts.append(comma + text)
-        elif ordered:
-            parts.append(f"({comma}{text})?")
-    del rules
-    return " ".join(parts)
+    properties, required = _named(parameters)
+    if not properties and not _is_closed(parameters):
+        pair = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" %json {json_options({}, is_strict=False)}'
+        return f'({pair} (", " {pair})*)?'
+    names = {}
+    for key, schema in properties.items():
+        value = json_options({**schema, **_definitions(parameters)}, is_strict=tool.strict)
+        names[key] = f"argument_{len(rules)}"
+        rules.append(f"{names[key]}: {_quoted(f'{key}=')} %json {value}")
+    needed = [names[key] for key in properties if key in required]
+    optional = [names[key] for key in properties if key not in required]
+    rest = [
+        " ".join(f'(", " {name})?' for name in optional[at:]) for at in range(len(optional) + 1)
+    ]
+    if needed:
+        return f"""{' ", " '.join(needed)} {rest[0]}"""
+    first = [f"{name} {rest[at + 1]}" for at, name in enumerate(optional)]
+    return f"({' | '.join(first)})?" if first else ""
 
 
 def json_options(schema: Mapping[str, Any], *, is_strict: bool) -> str:

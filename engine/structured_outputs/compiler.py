@@ -17,6 +17,7 @@ from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.native_panics import is_panic
 from penstock.engine.request import StructuredOutputs
 from penstock.engine.structured_outputs.json_schema import check_schema, subschemas
+from penstock.engine.structured_outputs.patterns import check_lark, repetition_fault
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -132,8 +133,12 @@ class GrammarCompiler:
                 check_schema(json.loads(grammar.text))
                 source = library.LLMatcher.grammar_from_json_schema(grammar.text)
             elif grammar.kind == "regex":
+                fault = repetition_fault(grammar.text)
+                if fault is not None:
+                    raise InvalidRequestError(f"it {fault}", param="")
                 source = library.LLMatcher.grammar_from_regex(grammar.text)
             else:
+                check_lark(grammar.text)
                 source = library.LLMatcher.grammar_from_lark(grammar.text)
         except (ValueError, RecursionError) as error:  # nested too deeply
             raise InvalidRequestError(_first_line(str(error)), param="") from error

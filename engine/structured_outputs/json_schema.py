@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.structured_outputs.patterns import repetition_fault
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 FORMATS = frozenset({
@@ -251,7 +252,7 @@ def _pattern_fault(value: Any) -> str | None:
             return f"uses {lookaround!r}, which is not supported"
     if _NESTED_CLASS.search(value):
         return "has a '[', '&&', '--' or '~~' within a class; write it with a backslash"
-    return None
+    return repetition_fault(value)
 
 
 def _patterns_fault(value: Any) -> str | None:

@@ -102,41 +102,33 @@ class Branch:
         shown = output.token_ids[:-1] if hides_last else output.token_ids
         pushed = self._text.push(shown)
         text, counted, reason = pushed.text, output.token_ids, output.finish_reason
+        is_cut = pushed.stop is not None or reason is not FinishReason.STOP
         if pushed.stop is not None:
             counted, reason = shown[: pushed.num_tokens], FinishReason.STOP
         elif reason is not None:
             rest = self._text.finish()
             text += rest.text
             reason = reason if rest.stop is None else FinishReason.STOP
+            is_cut = is_cut or rest.stop is not None
         self.token_ids += counted
         logprobs = output.logprobs
         if logprobs:
             self._sum_logprobs += sum(entry.logprob for entry in logprobs[: len(counted)])
             logprobs = () if params.logprobs is None else logprobs[: pushed.num_tokens]
         if self._reader is not None and (text or reason is not None or self._reader.is_reasoning):
-            return self._read(self._reader, text, reason, logprobs, len(counted), output.notice)
+            if self._reader.is_reasoning:
+                self.num_reasoning_tokens += len(counted)
+            pieces = self._reader.push(text)
+            if reason is not None:
+                pieces = [*pieces, *self._reader.end(is_cut=is_cut)]
+            if self._reader.is_over:
+                reason = reason or FinishReason.STOP
+            elif reason is FinishReason.STOP and self._reader.is_calling:
+                reason = FinishReason.LENGTH  # a call that a stop string cut off must not be run
+            self.finish_reason = reason
+            return self._delta(pieces, logprobs, output.notice)
         self.finish_reason = reason
         return Delta(self._index, text, logprobs, reason, output.notice)
-
-    def _read(
-        self,
-        reader: OutputReader,
-        text: str,
-        reason: FinishReason | None,
-        logprobs: tuple[TokenLogprobs, ...],
-        num_tokens: int,
-        notice: Notice | None,
-    ) -> Delta:
-        """The delta of a text in which thoughts and tool calls are looked for."""
-        if reader.is_reasoning:
-            self.num_reasoning_tokens += num_tokens
-        pieces = reader.push(text)
-        if reason is not None:
-            pieces = [*pieces, *reader.end()]
-        if reader.is_over:
-            reason = reason or FinishReason.STOP
-        self.finish_reason = reason
-        return self._delta(pieces, logprobs, notice)
 
     def _add_singly(self, output: RequestOutput) -> Delta:
         """As if each token came alone: which tokens are thoughts, and which is the last, must not

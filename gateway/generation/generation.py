@@ -300,8 +300,8 @@ class Generation:
         )
 
     def _stop(self, index: int) -> None:
-        """Tell the engine that a branch has ended with a stop string, which only the gateway
-        finds."""
+        """Tell the engine that a branch has ended with a stop string or before one call too many,
+        which only the gateway finds."""
         assert self._stream is not None
         if self.is_finished:
             self._engine.abort(self._stream)

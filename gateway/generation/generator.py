@@ -311,7 +311,7 @@ class Generator:
         context = request.prompt_token_ids[-NUM_CONTEXT_TOKENS:] if continues_prompt else ()
         markers = frozenset[int]()
         if output_format is not None:
-            markers = frozenset(self.model.formats.token_of(output_format.syntax).values())
+            markers = frozenset(self.model.formats.marker_tokens(output_format.syntax).values())
         texts = [
             OutputText(self.model.tokenizer, params, context=context, shown=markers)
             for _ in range(params.num_branches)
@@ -347,11 +347,13 @@ def constrained(
     if grammar == params.structured_outputs:
         return msgspec.structs.replace(options, output_format=output_format)
     assert grammar is not None
+    asked = [name for name, _ in options.grammars]
+    param = asked[-1] if asked and not output_format.tools else "tools"
     return msgspec.structs.replace(
         options,
         output_format=output_format,
         sampling_params=msgspec.structs.replace(params, structured_outputs=grammar),
-        grammars=[*options.grammars, ("tools", grammar)],
+        grammars=[*options.grammars, (param, grammar)],
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from penstock.clients import AsyncClient, Client, Tool, calls_of, output_text
+from penstock.clients.python.tools import relax_choice
 
 from ..system.processes import Served
 from .cutting_proxy import CuttingProxy
@@ -124,3 +126,43 @@ def test_schemas_of_functions() -> None:
 
 def print_all(these: set[str]) -> None:
     """Takes what JSON has no type for."""
+
+
+class Place(BaseModel):
+    name: str
+
+
+class Trip(BaseModel):
+    """Where to go."""
+
+    stops: list[Place]
+
+
+async def test_models_as_arguments(real_server: Served) -> None:
+    """Their definitions are where references look for them, and functions get models."""
+    given: list[Any] = []
+
+    def plan(trip: Trip) -> str:
+        given.append(trip)
+        return "done"
+
+    tool = Tool.of(plan)
+    properties = tool.parameters["properties"]
+    assert tool.parameters["$defs"]["Place"]["properties"].keys() == {"name"}
+    assert properties["trip"]["properties"]["stops"]["items"] == {"$ref": "#/$defs/Place"}
+    assert "$defs" not in properties["trip"]
+    assert tool.call(trip={"stops": [{"name": "Rome"}]}) == "done"
+    assert given == [Trip(stops=[Place(name="Rome")])]
+    with pytest.raises(ValidationError):
+        tool.call(trip={"stops": 1})
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "calculator"}, "none"])
+def test_what_is_asked_of_the_next_round(choice: Any) -> None:
+    body = {"tool_choice": choice}
+    relax_choice(body)
+    assert body == ({"tool_choice": "none"} if choice == "none" else {})
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "f"}]}
+    body = {"tool_choice": allowed}
+    relax_choice(body)
+    assert body == {"tool_choice": {**allowed, "mode": "auto"}}

@@ -27,6 +27,9 @@ def _steps(scanner: Scanner) -> Steps[None]:
         name = "".join(before).strip()
         if (yield from scanner.peek()) != "{":
             code = yield from scanner.take_until(_CODE)
+            if code is None and scanner.is_cut:
+                scanner.text = ""
+                return
             name = name if code is None else code.strip()
         scanner.call(name)
         yield from scanner.read_json(scanner.arguments)
@@ -40,7 +43,8 @@ def _steps(scanner: Scanner) -> Steps[None]:
 V3 = ToolFormat(
     steps=_steps,
     markers=_MARKERS,
-    first_characters="<",
+    template_marks=(_CALLS, _CODE),
+    openings=(_CALLS, _CALL),
     frame=Frame(
         begin=lambda name: [_CALL, "function", _SEPARATOR, f"{name}\n{_CODE}\n"],
         end=["\n```", _CALL_END],
@@ -52,7 +56,8 @@ V3 = ToolFormat(
 V31 = ToolFormat(
     steps=_steps,
     markers=_MARKERS,
-    first_characters="<",
+    template_marks=(_CALLS,),
+    openings=(_CALLS, _CALL),
     frame=Frame(
         begin=lambda name: [_CALL, name, _SEPARATOR],
         end=[_CALL_END],

@@ -6,7 +6,13 @@ from __future__ import annotations
 import json
 
 from penstock.engine.chat_formats.parser import Scanner, Steps, Tool, Write
-from penstock.engine.chat_formats.tool_format import Frame, ToolFormat, xml_arguments, xml_value
+from penstock.engine.chat_formats.tool_format import (
+    Frame,
+    ToolFormat,
+    kinds_of,
+    xml_arguments,
+    xml_value,
+)
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
@@ -20,7 +26,7 @@ def _steps(scanner: Scanner) -> Steps[None]:
         marker = yield from scanner.read_until([_KEY, _END, "\n"], said.append)
         name = "".join(said).strip()
         if not marker or not name:
-            scanner.say(_BEGIN + "".join(said) + marker)
+            scanner.say_unless_cut(_BEGIN + "".join(said) + marker)
             continue
         scanner.call(name)
         if marker == "\n":
@@ -38,15 +44,16 @@ def _arguments(scanner: Scanner, tool: Tool, marker: str) -> Steps[None]:
         key = key.strip()
         scanner.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        yield from xml_value(scanner, tool.schema_of(key), ends=[_VALUE_END])
+        yield from xml_value(scanner, kinds_of(tool, key), ends=[_VALUE_END])
         marker = yield from scanner.read_until([_KEY, _END], len)
-    scanner.arguments("}" if separator == ", " else "{}")
+    scanner.end_call("}" if separator == ", " else "{}")
 
 
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END),
-    first_characters="<",
+    template_marks=(_BEGIN, _KEY),
+    openings=(_BEGIN,),
     frame=Frame(
         begin=lambda name: [_BEGIN, f"{name}\n"],
         end=[_END],

@@ -32,6 +32,7 @@ def _steps(scanner: Scanner) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=_MARKERS,
-    first_characters="<",
+    template_marks=("<|start_of_role|>", "tool_call"),
+    openings=_MARKERS,
     frame=json_frame(first=[_MARKERS[0], "["], between=[", "], last=["]"]),
 )

@@ -20,6 +20,7 @@ def _steps(scanner: Scanner) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _END),
-    first_characters="<",
+    template_marks=(_BEGIN,),
+    openings=(_BEGIN,),
     frame=json_frame(f"{_BEGIN}\n", f"\n{_END}", between=["\n"]),
 )

@@ -35,7 +35,8 @@ def _name(call_id: str) -> str:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_SECTION, _SECTION_END, _CALL, _CALL_END, _ARGUMENTS),
-    first_characters="<",
+    template_marks=(_SECTION,),
+    openings=(_SECTION,),
     frame=Frame(
         begin=lambda name: [_CALL, f"functions.{name}:0", _ARGUMENTS],
         end=[_CALL_END],

@@ -33,6 +33,8 @@ def _steps(scanner: Scanner) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN,),
-    first_characters="<",
+    template_marks=("<|start_header_id|>", '"parameters": '),
+    openings=(_BEGIN,),
+    starts="{",
     frame=json_frame(key="parameters", between=["; "]),
 )

@@ -24,7 +24,7 @@ def _steps(scanner: Scanner) -> Steps[None]:
         if end == _ID:
             end = yield from scanner.read_until([_ARGUMENTS, "{"], len)
         if not end:
-            scanner.say(_BEGIN + "".join(name))
+            scanner.say_unless_cut(_BEGIN + "".join(name))
             return
         if end == "{":
             scanner.text = "{" + scanner.text
@@ -38,6 +38,7 @@ def _steps(scanner: Scanner) -> Steps[None]:
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _ARGUMENTS, _ID),
-    first_characters="[",
+    template_marks=(_BEGIN,),
+    openings=(_BEGIN,),
     frame=json_frame(first=[_BEGIN, "["], between=[", "], last=["]"]),
 )

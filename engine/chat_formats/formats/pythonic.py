@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import json
 
-from penstock.engine.chat_formats.parser import Scanner, Steps
+from penstock.engine.chat_formats.parser import Scanner, Steps, Tool
 from penstock.engine.chat_formats.tool_format import (
     Frame,
     ToolFormat,
@@ -41,7 +41,7 @@ def _steps(scanner: Scanner) -> Steps[None]:
             break
         has_called = True
         scanner.call(name)
-        yield from _arguments(scanner)
+        yield from _arguments(scanner, scanner.tools.get(name, Tool(name)))
         yield from scanner.skip_space()
         if not (yield from scanner.starts_with(",")):
             break
@@ -53,18 +53,19 @@ def _name(scanner: Scanner) -> Steps[str | None]:
     yield from scanner.skip_space()
     while True:
         name, bracket, rest = scanner.text.partition("(")
-        is_name = all(part.isidentifier() for part in name.split("."))
+        is_name = name in scanner.tools or all(part.isidentifier() for part in name.split("."))
         if bracket:
             if is_name:
                 scanner.text = rest
             return name if is_name else None
-        may_grow = is_name or not name or name.endswith(".")
+        is_begun = any(tool.startswith(name) for tool in scanner.tools)
+        may_grow = is_name or is_begun or not name or name.endswith(".")
         if scanner.is_over or not may_grow or len(name) > _MAX_NAME_CHARS:
             return None
         yield
 
 
-def _arguments(scanner: Scanner) -> Steps[None]:
+def _arguments(scanner: Scanner, tool: Tool) -> Steps[None]:
     """Read `key=literal, …)` and write it as a JSON object."""
     separator = "{"
     while True:
@@ -72,15 +73,16 @@ def _arguments(scanner: Scanner) -> Steps[None]:
         if (yield from scanner.peek()) in (")", ""):
             break
         key = yield from scanner.take_until("=")
-        if key is None or not key.strip().isidentifier():
+        key = (key or "").strip()
+        if not (key.isidentifier() or tool.schema_of(key)):
             break
-        scanner.arguments(f"{separator}{json.dumps(key.strip())}: ")
+        scanner.arguments(f"{separator}{json.dumps(key)}: ")
         separator = ", "
         yield from _literal(scanner)
         yield from scanner.skip_space()
         yield from scanner.starts_with(",")
     yield from scanner.starts_with(")")
-    scanner.arguments("}" if separator == ", " else "{}")
+    scanner.end_call("}" if separator == ", " else "{}")
 
 
 def _literal(scanner: Scanner) -> Steps[None]:
@@ -125,6 +127,8 @@ def _word(scanner: Scanner) -> Steps[None]:
             break
         yield
     word, scanner.text = scanner.text[:end], "" if end is None else scanner.text[end:]
+    if scanner.is_cut and end is None:
+        return
     if word in _CONSTANTS:
         scanner.arguments(_CONSTANTS[word])
         return
@@ -159,7 +163,7 @@ def _text(scanner: Scanner) -> Steps[None]:
             scanner.text = ""
             break
         yield
-    scanner.arguments('"')
+    scanner.arguments("" if scanner.is_cut else '"')
 
 
 def _unescaped(sequence: str) -> str:
@@ -172,8 +176,8 @@ def _unescaped(sequence: str) -> str:
 
 FORMAT = ToolFormat(
     steps=_steps,
-    markers=(),
-    first_characters="\0",
+    template_marks=("<|start_header_id|>", "func_name1(params_name1"),
+    starts="[",
     frame=Frame(
         begin=lambda name: [f"{name}("],
         end=[")"],
@@ -186,7 +190,9 @@ FORMAT = ToolFormat(
 LLAMA_4 = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _END),
-    first_characters="\0",
+    template_marks=(_BEGIN,),
+    openings=(_BEGIN,),
+    starts="[",
     frame=Frame(
         begin=lambda name: [f"{name}("],
         end=[")"],

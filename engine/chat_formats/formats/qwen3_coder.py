@@ -14,7 +14,13 @@ from __future__ import annotations
 import json
 
 from penstock.engine.chat_formats.parser import Scanner, Steps, Tool, Write
-from penstock.engine.chat_formats.tool_format import Frame, ToolFormat, xml_arguments, xml_value
+from penstock.engine.chat_formats.tool_format import (
+    Frame,
+    ToolFormat,
+    kinds_of,
+    xml_arguments,
+    xml_value,
+)
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -27,11 +33,11 @@ def _steps(scanner: Scanner) -> Steps[None]:
         if marker == _BEGIN:
             yield from scanner.skip_space()
             if not (yield from scanner.starts_with(_FUNCTION)):
-                scanner.say(_BEGIN)
+                scanner.say_unless_cut(_BEGIN)
                 continue
         name = yield from scanner.take_until(">")
         if name is None:
-            scanner.say(_FUNCTION)
+            scanner.say_unless_cut(_FUNCTION)
             continue
         scanner.call(name.strip())
         yield from _parameters(scanner, scanner.tools.get(name.strip(), Tool(name)))
@@ -51,16 +57,17 @@ def _parameters(scanner: Scanner, tool: Tool) -> Steps[None]:
         yield from scanner.starts_with("\n")
         yield from xml_value(
             scanner,
-            tool.schema_of(key),
+            kinds_of(tool, key),
             ends=[f"\n{_PARAMETER_END}", _PARAMETER_END, f"\n{_FUNCTION_END}", _FUNCTION_END],
         )
-    scanner.arguments("}" if separator == ", " else "{}")
+    scanner.end_call("}" if separator == ", " else "{}")
 
 
 FORMAT = ToolFormat(
     steps=_steps,
     markers=(_BEGIN, _END),
-    first_characters="<",
+    template_marks=(_BEGIN, _FUNCTION),
+    openings=(_BEGIN, _FUNCTION),
     frame=Frame(
         begin=lambda name: [_BEGIN, f"\n{_FUNCTION}{name}>\n"],
         end=[f"{_FUNCTION_END}\n", _END],

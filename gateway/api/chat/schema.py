@@ -62,7 +62,7 @@ class ChatRequest(ChoicesRequest):
     def offered(self) -> OfferedTools:
         """The tools that the model may call. Raises: RequestRefusedError."""
         return offered(
-            [tool.defined for tool in self.tools],
+            [tool.defined(f"tools[{index}]") for index, tool in enumerate(self.tools)],
             choice_of(self.tool_choice),
             is_parallel=self.parallel_tool_calls,
         )

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.engine.chat_formats import OutputFormat
+from penstock.engine.chat_formats import TOOL_FORMATS, OutputFormat
 from penstock.gateway.api.items import item_object, messages_of
 from penstock.gateway.api.responses.schema import ResponsesRequest
 from penstock.gateway.api.schema.messages import ItemReference
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
+from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,
     new_conversation_id,
@@ -106,8 +107,15 @@ class PromptBuilder:
         if position.is_new or (memory is not None and not request.store):
             items = (*all_items(position.path), *new)
         if request.penstock.continues:
-            token_ids = _token_ids_to_continue(position)
-            return Prompt(position=position, items=items, token_ids=token_ids, text=None)
+            model = self._generator.model
+            token_ids = _token_ids_to_continue(position, model)
+            return Prompt(
+                position=position,
+                items=items,
+                token_ids=token_ids,
+                text=None,
+                output_format=request.offered.format_within_message(model.formats),
+            )
         # Instructions apply to this request only: they are not inherited.
         instructions = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -236,7 +244,7 @@ def _check_outputs(path: Sequence[StoredTurn], new: Sequence[Item]) -> None:
             )
 
 
-def _token_ids_to_continue(position: TurnPosition) -> list[int]:
+def _token_ids_to_continue(position: TurnPosition, model: ServedModel) -> list[int]:
     """The ids of a turn that continues as if it had never ended."""
     previous = position.previous
     if (
@@ -244,6 +252,7 @@ def _token_ids_to_continue(position: TurnPosition) -> list[int]:
         or previous.status not in _CONTINUABLE
         or not previous.output
         or previous.output[-1]["type"] != "message"
+        or _has_begun_call(previous, model)
     ):
         raise RequestRefusedError(
             "penstock.continue needs a previous response that is incomplete, cancelled or failed, "
@@ -252,6 +261,15 @@ def _token_ids_to_continue(position: TurnPosition) -> list[int]:
             param="penstock.continue",
         )
     return [*previous.prompt_token_ids, *previous.output_token_ids]
+
+
+def _has_begun_call(turn: StoredTurn, model: ServedModel) -> bool:
+    """Whether an output that ends with a message was cut off in a call behind it."""
+    if not model.formats.tools:
+        return False
+    written = model.tokenizer.decode(turn.output_token_ids, skip_special_tokens=False)
+    _, _, rest = written.rpartition(turn.output[-1]["content"][0]["text"])
+    return any(opening in rest for opening in TOOL_FORMATS[model.formats.tools].openings)
 
 
 def _no_previous(response_id: str) -> NotFoundError:

@@ -139,6 +139,7 @@ class ResponseTask:
         self._settings = settings
         self._num_logged = len(log.token_ids)  # token ids of the branch in the log
         self._logprobs: tuple[dict[str, Any], ...] = ()  # not logged yet
+        self._held_logprobs: tuple[TokenLogprobs, ...] = ()  # of tokens without text so far
         self._newest = _Newest(*(log.open_item or (-1, MESSAGE.type)))
         self._grace: asyncio.TimerHandle | None = None
         self._touch: asyncio.TimerHandle | None = None
@@ -220,17 +221,30 @@ class ResponseTask:
                 self._log(text)
                 text = ""
                 self._notify(delta)
-            if delta.logprobs:
-                self._logprobs += self._written(delta.logprobs)
+            begins = False
             for piece in delta.pieces:
                 if piece.begins:
                     self._log(text)
-                    text = ""
+                    text, begins = "", True
                     self._newest = _Newest(self._newest.output_index + 1, piece.kind, piece)
                 text += piece.text
             text += delta.text
+            self._keep_logprobs(delta, begins=begins)
         self._log(text)
         return self._settings.interval_s <= 0
+
+    def _keep_logprobs(self, delta: Delta, *, begins: bool) -> None:
+        """Keep a delta's logprobs for the newest item. Of an output in which items are looked for,
+        a message has those of the tokens that wrote it, also while its text was held back."""
+        self._held_logprobs += delta.logprobs
+        is_text = self._generation.output_format is None or not self.log.header.is_turn
+        if not (is_text or delta.text or delta.pieces):
+            return
+        held, self._held_logprobs = self._held_logprobs, ()
+        if begins and not is_text:  # what was held back marked the item, and did not write it
+            held = delta.logprobs
+        if held and (is_text or self._newest.kind == MESSAGE.type):
+            self._logprobs += self._written(held)
 
     def _written(self, entries: Sequence[TokenLogprobs]) -> tuple[dict[str, Any], ...]:
         if self.log.header.is_turn:
@@ -258,8 +272,6 @@ class ResponseTask:
         new = tuple(token_ids[self._num_logged :])
         self._num_logged += len(new)
         logprobs, self._logprobs = self._logprobs, ()
-        if self.log.header.is_turn and newest.kind != MESSAGE.type:
-            logprobs = ()  # only messages have a place for them
         name = "" if newest.begun_by is None else newest.begun_by.name
         self._newest = _Newest(newest.output_index, newest.kind)
         index = newest.output_index

@@ -124,7 +124,7 @@ class ResponsesRequest(SamplingRequest):
     def offered(self) -> OfferedTools:
         """The tools that the model may call. Raises: RequestRefusedError."""
         return offered(
-            [defined for tool in self.tools for defined in tool.defined],
+            [d for index, tool in enumerate(self.tools) for d in tool.defined(f"tools[{index}]")],
             choice_of(self.tool_choice),
             is_parallel=self.parallel_tool_calls,
         )

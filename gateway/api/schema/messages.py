@@ -214,8 +214,11 @@ class ChatMessage(Message):
         thought = fields.pop("reasoning_content", None)
         if not fields.get("reasoning"):
             fields["reasoning"] = thought
-        if fields.get("role") == "assistant" and fields.get("content") is None:
-            fields["content"] = fields.get("refusal") or ""
+        if fields.get("content") in (None, []):
+            if fields.get("role") == "assistant":
+                fields["content"] = fields.get("refusal") or ""
+            elif fields.get("role") == "tool":
+                fields["content"] = ""
         return fields
 
     @field_validator("tool_calls", "reasoning", "refusal", "tool_call_id")

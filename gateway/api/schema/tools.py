@@ -4,14 +4,15 @@ to one `OfferedTools`."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.engine.chat_formats import CUSTOM_INPUT, OfferedTools, Tool
+from penstock.engine.chat_formats import CUSTOM_INPUT, NAMESPACE_END, OfferedTools, Tool
+from penstock.engine.structured_outputs.patterns import is_balanced
 from penstock.gateway.api.schema.model import Model, invalid
 from penstock.gateway.api.schema.structured_outputs import MAX_BYTES, MAX_DEPTH, depth_of
 from penstock.gateway.errors import RequestRefusedError
@@ -34,7 +35,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 class _Lenient(Model):
-    """Fields that are null count as absent."""
+    """Fields that are null count as absent, and `cache_control` has no effect."""
 
     @model_validator(mode="before")
     @classmethod
@@ -53,6 +54,16 @@ def _schema(value: Any) -> Any:
         raise PydanticCustomError(
             "value_error", "has more than {max} bytes as JSON", {"max": MAX_BYTES}
         )
+    properties, required = value.get("properties"), value.get("required")
+    if properties is not None and not (
+        isinstance(properties, dict)
+        and all(isinstance(each, dict | bool) for each in properties.values())
+    ):
+        raise PydanticCustomError("value_error", "`properties` must be an object of schemas")
+    if required is not None and not (
+        isinstance(required, list) and all(isinstance(each, str) for each in required)
+    ):
+        raise PydanticCustomError("value_error", "`required` must be a list of names")
     return value
 
 
@@ -80,11 +91,39 @@ class _CustomFormat(_Lenient):
     syntax: Literal["lark", "regex"] | None = None
     definition: Annotated[str, Field(max_length=MAX_BYTES)] | None = None
 
+    @model_validator(mode="after")
+    def _check_grammar(self) -> _CustomFormat:
+        is_flat = self.syntax is not None and self.definition is not None
+        is_given = self.syntax is not None or self.definition is not None
+        if self.type == "text" and (is_given or self.grammar is not None):
+            raise PydanticCustomError("value_error", "has a grammar only with the type 'grammar'")
+        if self.type == "grammar" and (is_given if self.grammar is not None else not is_flat):
+            raise PydanticCustomError(
+                "value_error", "needs `syntax` and `definition`, or both in `grammar`"
+            )
+        if self.regex is not None and not is_balanced(self.regex):
+            raise PydanticCustomError(
+                "value_error", "is not a regular expression: see its brackets"
+            )
+        return self
+
     @property
     def regex(self) -> str | None:
+        """What the input must match."""
+        syntax, definition = self._written
+        return definition if syntax == "regex" else None
+
+    @property
+    def hint(self) -> str:
+        """What the model is told."""
+        syntax, definition = self._written
+        return f"The input must match this {syntax} grammar:\n{definition}" if syntax else ""
+
+    @property
+    def _written(self) -> tuple[str | None, str | None]:
         if self.grammar is not None:
-            return self.grammar.definition if self.grammar.syntax == "regex" else None
-        return self.definition if self.syntax == "regex" else None
+            return self.grammar.syntax, self.grammar.definition
+        return self.syntax, self.definition
 
 
 class CustomDefinition(_Lenient):
@@ -108,15 +147,22 @@ def _supported(kinds: Sequence[str]) -> BeforeValidator:
 
 @dataclass(frozen=True, slots=True)
 class _Defined:
-    """A tool of either API."""
+    """A tool of either API.
+
+    Attributes:
+        place: where it stands in the request.
+    """
 
     definition: FunctionDefinition | CustomDefinition
+    place: str
     namespace: str = ""
+    about_namespace: str = ""
 
     @property
     def alias(self) -> str:
+        """The caller's name of it."""
         name = self.definition.name
-        return f"{self.namespace}/{name}" if self.namespace else name
+        return f"{self.namespace}{NAMESPACE_END}{name}" if self.namespace else name
 
     @property
     def is_custom(self) -> bool:
@@ -127,10 +173,13 @@ class _Defined:
         """As the model sees it."""
         definition = self.definition
         name = seen_name(definition.name, self.namespace)
+        hint = definition.format.hint if isinstance(definition, CustomDefinition) else ""
+        about = (self.about_namespace, definition.description, hint)
+        description = "\n\n".join(filter(None, about))
         if isinstance(definition, FunctionDefinition):
             return Tool(
                 name=name,
-                description=definition.description,
+                description=description,
                 parameters=definition.parameters,
                 strict=definition.strict,
             )
@@ -139,7 +188,7 @@ class _Defined:
             value["pattern"] = f"^(?:{definition.format.regex})$"
         return Tool(
             name=name,
-            description=definition.description,
+            description=description,
             parameters={
                 "type": "object",
                 "properties": {CUSTOM_INPUT: value},
@@ -169,11 +218,10 @@ class ChatTool(_Lenient):
             raise PydanticCustomError("missing", "a tool needs `{kind}`", {"kind": self.type})
         return self
 
-    @property
-    def defined(self) -> _Defined:
+    def defined(self, place: str) -> _Defined:
         definition = self.function if self.type == "function" else self.custom
         assert definition is not None
-        return _Defined(definition)
+        return _Defined(definition, place)
 
 
 class _Named(_Lenient):
@@ -200,6 +248,8 @@ class ChatChoice(_Lenient):
     def _check_kind(self) -> ChatChoice:
         if getattr(self, self.type) is None:
             raise PydanticCustomError("missing", "needs `{kind}`", {"kind": self.type})
+        if sum(each is not None for each in (self.function, self.custom, self.allowed_tools)) > 1:
+            raise PydanticCustomError("value_error", "may only have `{kind}`", {"kind": self.type})
         return self
 
     @property
@@ -213,6 +263,14 @@ class ChatChoice(_Lenient):
 
 
 # -- responses -----------------------------------------------------------------------------------
+
+
+_FIELD_OF = {
+    "parameters": "function",
+    "strict": "function",
+    "format": "custom",
+    "tools": "namespace",
+}
 
 
 class ResponsesTool(_Lenient):
@@ -231,15 +289,28 @@ class ResponsesTool(_Lenient):
     )
     defer_loading: bool = False  # accepted without effect: all tools are shown at once
 
-    @property
-    def defined(self) -> Iterator[_Defined]:
+    @model_validator(mode="after")
+    def _check_fields(self) -> ResponsesTool:
+        for field, kind in _FIELD_OF.items():
+            if kind != self.type and field in self.model_fields_set and getattr(self, field):
+                raise PydanticCustomError(
+                    "value_error",
+                    "a tool of the type {type} has no `{field}`",
+                    {"type": repr(self.type), "field": field},
+                )
+        if any(tool.type == "namespace" for tool in self.tools):
+            raise PydanticCustomError("value_error", "a namespace cannot be in another one")
+        return self
+
+    def defined(self, place: str) -> Iterator[_Defined]:
         if self.type == "namespace":
-            for tool in self.tools:
-                for inner in tool.defined:
-                    yield _Defined(inner.definition, self.name)
+            for index, tool in enumerate(self.tools):
+                for inner in tool.defined(f"{place}.tools[{index}]"):
+                    yield replace(inner, namespace=self.name, about_namespace=self.description)
         elif self.type == "custom":
             yield _Defined(
-                CustomDefinition(name=self.name, description=self.description, format=self.format)
+                CustomDefinition(name=self.name, description=self.description, format=self.format),
+                place,
             )
         else:
             yield _Defined(
@@ -248,7 +319,8 @@ class ResponsesTool(_Lenient):
                     description=self.description,
                     parameters=self.parameters,
                     strict=self.strict,
-                )
+                ),
+                place,
             )
 
 
@@ -320,7 +392,7 @@ def offered(
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise invalid(f"tools[{index}]", f"has the name of another tool: {name!r}")
+            raise invalid(all_defined[index].place, f"has the name of another tool: {name!r}")
     choice = choice or Choice("auto" if tools else "none")
     if not tools and (choice.mode == "required" or choice.names):
         raise invalid("tool_choice", "needs tools")

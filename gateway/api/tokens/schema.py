@@ -44,7 +44,8 @@ class TokenizeChat(Model):
 
     @property
     def offered(self) -> OfferedTools:
-        return offered([tool.defined for tool in self.tools], None, is_parallel=True)
+        defined = [tool.defined(f"tools[{index}]") for index, tool in enumerate(self.tools)]
+        return offered(defined, None, is_parallel=True)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     `delta` …
     those of `closing` · output_item.done      before the next item's first delta, or before the end
 
-To add a kind, add it to `KINDS`.
+To add a kind, add it to `KINDS`; `chat_formats.output_format` finds its text in an output.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from penstock.engine.chat_formats import NAMESPACE_END
 
 JsonObject = dict[str, Any]
 Fields = Callable[[JsonObject], JsonObject]
@@ -26,7 +28,7 @@ class ItemContent:
         number: tells it apart from all other items; its `call_id` is made from it.
         text: of all its deltas.
         logprobs: of all its deltas.
-        name: of the tool that it calls, after its namespace and a slash if it has one.
+        name: of the tool that it calls, after its namespace and `NAMESPACE_END` if it has one.
     """
 
     id: str
@@ -106,7 +108,7 @@ def _custom_tool_call(content: ItemContent) -> JsonObject:
 
 
 def _call(content: ItemContent, kind: str) -> JsonObject:
-    namespace, _, name = content.name.rpartition("/")
+    namespace, _, name = content.name.rpartition(NAMESPACE_END)
     item = {
         "id": content.id,
         "type": kind,

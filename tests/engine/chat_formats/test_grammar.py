@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,7 @@ def test_walks_are_calls(
         if kind == "named":
             assert {call.name for call in calls} == {"weather"}
         if kind == "beside" and not calls:
-            assert set(json.loads(text)) == {"a"}
+            assert [set(json.loads(item.text)) for item in found] == [{"a"}]
     assert num_ended > NUM_WALKS // 4
     assert num_calls or kind == "strict"
 
@@ -183,3 +185,163 @@ def test_what_cannot_be_enforced(compiler: GrammarCompiler) -> None:
             grammar = offered.grammar(output_format, formats, None)
             assert grammar is not None
             compiler.compile(grammar)
+
+
+def accepts(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    offered: OfferedTools,
+    name: str,
+    text: str,
+    *,
+    prompt: str = "",
+    reasoning: str = "",
+    asked: StructuredOutputs | None = None,
+) -> bool:
+    """Whether an output may be this text, and end."""
+    formats = ModelFormats(tools=name, reasoning=reasoning)
+    output_format = offered.output_format(formats, prompt)
+    grammar = asked
+    if output_format is not None:
+        grammar = offered.grammar(output_format, formats, asked)
+    assert grammar is not None
+    matcher = compiler.matcher(grammar)
+    spelled = [tokenizer.encode(part) for part in re.split(r"(?<=\|)", text)]  # no special token
+    token_ids = [*chain.from_iterable(spelled), END]
+    return matcher.validate_tokens(token_ids) == len(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"),
+        ("llama4_pythonic", '[weather(city="Oslo")]'),
+        ("llama3_json", '{"name": "weather", "parameters": {"city": "Oslo"}}'),
+        ("granite", '<tool_call>[{"name": "weather", "arguments": {"city": "Oslo"}}]'),
+        (
+            "deepseek_v31",
+            '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Oslo"}<｜tool▁call▁end｜>',
+        ),
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'),
+    ],
+)
+def test_a_strict_tool_has_no_other_way_in(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, name: str, text: str
+) -> None:
+    offered = OfferedTools(tools=TOOLS)
+    assert items(name, text)[0].kind == "function_call"
+    assert not accepts(compiler, tokenizer, offered, name, text)
+    assert accepts(compiler, tokenizer, offered, name, text.replace("Oslo", "Rome")) == (
+        name in ("hermes", "llama3_json")
+    )
+    assert accepts(compiler, tokenizer, offered, name, "plain < text")
+
+
+@pytest.mark.parametrize("required", [[], ["b"]])
+@pytest.mark.parametrize("given", ["", "a", "b", "ab", "bc", "ac", "abc"])
+def test_optional_arguments_of_python_calls(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, required: list[str], given: str
+) -> None:
+    properties = {key: {"type": "integer"} for key in "abc"}
+    tool = Tool(
+        "get-it", parameters={"type": "object", "properties": properties, "required": required}
+    )
+    offered = OfferedTools(tools=(tool,), choice="required")
+    order = [*required, *(key for key in given if key not in required)]
+    text = f"[get-it({', '.join(f'{key}=1' for key in order if key in given)})]"
+    assert accepts(compiler, tokenizer, offered, "pythonic", text) == (set(required) <= set(given))
+    parser = OutputParser(OutputSyntax("pythonic"), (tool,))
+    [call] = items_of([*parser.push(text), *parser.end()])
+    assert (call.name, json.loads(call.text)) == ("get-it", dict.fromkeys(given, 1))
+
+
+REFERENCE = {
+    "$defs": {
+        "Place": {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+    },
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/Place"}, "b": True},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "pythonic", "hermes"])
+def test_schemas_with_references(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, name: str
+) -> None:
+    """What a parameter is, is said elsewhere in the schema."""
+    tool = Tool("go", parameters=REFERENCE)
+    formats, offered = ModelFormats(tools=name), OfferedTools(tools=(tool,), choice="required")
+    output_format = offered.output_format(formats, "")
+    assert output_format is not None
+    grammar = offered.grammar(output_format, formats, None)
+    assert grammar is not None
+    found = 0
+    for seed in range(NUM_WALKS):
+        token_ids = walk(compiler, grammar, seed)
+        if token_ids is None:
+            continue
+        parser = OutputParser(OutputSyntax(name), (tool,))
+        pieces = [*parser.push(tokenizer.decode(token_ids)), *parser.end()]
+        for call in items_of(pieces):
+            assert isinstance(json.loads(call.text)["a"], dict)
+            found += 1
+    assert found
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        'start: "x" start | "y"',
+        'start: startle\nstartle: "xy"',
+        '  start: TEXT\nTEXT: "xy"',
+        'start: thought SPACE call\nthought: "x"\nSPACE: "y"\ncall: ""',
+        'start: answer "y" // start\nanswer: /x/',
+    ],
+)
+def test_a_grammar_within_another_one(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, asked: str
+) -> None:
+    """Its names are its own, and after the thought it is what it was."""
+    grammar = StructuredOutputs("lark", asked)
+    for name, thinks in (("", True), ("hermes", True), ("hermes", False)):
+        offered = OfferedTools(tools=TOOLS if name else ())
+        for text in ("xy", "xx", "xyy", "free"):
+            thought = "<think>\nfree</think>\n\n" if thinks else ""
+            case: dict[str, Any] = {"reasoning": "qwen3" if thinks else "", "asked": grammar}
+            assert accepts(compiler, tokenizer, offered, name, thought + text, **case) == (
+                text == "xy"
+            )
+
+
+def test_a_slash_in_a_regex(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    for pattern in ("a/b", "a\\/b"):
+        grammar = StructuredOutputs("regex", pattern)
+        text = "<think>\nfree</think>\n\na/b"
+        assert accepts(
+            compiler, tokenizer, OfferedTools(), "", text, reasoning="qwen3", asked=grammar
+        )
+
+
+THOUGHT = "<|channel|>analysis<|message|>Free <tool> text.<|end|><|start|>assistant"
+HARMONY_CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+
+
+def test_thoughts_and_answers_of_gpt_oss(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    final = "<|channel|>final<|message|>"
+    for offered, asked, good, bad in (
+        (OfferedTools(tools=TOOLS, choice="required"), None, HARMONY_CALL, f"{final}Hi"),
+        (OfferedTools(tools=TOOLS), None, f"{final}Hi", HARMONY_CALL.replace("now", "never")),
+        (OfferedTools(tools=TOOLS), ANSWER, f'{final}{{"a": 1}}', f"{final}Hi"),
+        (OfferedTools(), ANSWER, f'{final}{{"a": 1}}', f"{final}Hi"),
+    ):
+        for thought in ("", THOUGHT):
+            case: dict[str, Any] = {"reasoning": "openai_gptoss", "asked": asked}
+            assert accepts(compiler, tokenizer, offered, "openai", thought + good, **case)
+            assert not accepts(compiler, tokenizer, offered, "openai", thought + bad, **case)

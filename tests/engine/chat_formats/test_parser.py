@@ -128,7 +128,9 @@ def test_the_input_of_a_custom_tool(text: str, data: st.DataObject) -> None:
         for piece in reader.push(written[begin : begin + size])
     ]
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert items_of([*pieces, *reader.end()]) == [OutputItem("custom_tool_call", whole, "sh")]
+    assert items_of([*pieces, *reader.end(is_cut=False)]) == [
+        OutputItem("custom_tool_call", whole, "sh")
+    ]
 
 
 def test_what_is_left_after_a_cut() -> None:
@@ -147,3 +149,41 @@ def test_what_is_left_after_a_cut() -> None:
     ):
         with pytest.raises(ValueError, match=r"differs|missing"):
             pieces_after(wrong, pieces)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"input": 12}',
+        '{"input": {"a": 1}}',
+        '{"other": "x"}',
+        '"bare"',
+        "[1]",
+        '{"a:b": 1, "input": "x"}',
+    ],
+)
+def test_other_inputs_of_a_custom_tool_are_passed_on(arguments: str) -> None:
+    written = f'<tool_call>\n{{"name": "sh", "arguments": {arguments}}}\n</tool_call>'
+    output_format = OutputFormat(
+        syntax=OutputSyntax("hermes"), tools=(Tool("sh"),), custom=frozenset({"sh"})
+    )
+    for size in (1, 3, len(written)):
+        reader = OutputReader(output_format)
+        parts = [written[at : at + size] for at in range(0, len(written), size)]
+        pieces = [piece for part in parts for piece in reader.push(part)]
+        found = items_of([*pieces, *reader.end(is_cut=False)])
+        assert found == [OutputItem("custom_tool_call", arguments, "sh")]
+
+
+@pytest.mark.parametrize("text", ['{"role": "assistant"}', "functions.f", "assistant", "a <b"])
+def test_gpt_oss_may_write_no_channels(text: str) -> None:
+    assert read(OutputSyntax("openai"), [text]) == [OutputItem("message", text)]
+    if not text.startswith("assistant"):
+        parser = OutputParser(OutputSyntax("openai"), TOOLS)
+        assert parser.push(text[:3]), "it streams"
+
+
+def test_gpt_oss_calls_nothing_where_nothing_is_offered() -> None:
+    parser = OutputParser(OutputSyntax("openai"), ())
+    text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert items_of([*parser.push(text), *parser.end()]) == [OutputItem("message", "{}")]

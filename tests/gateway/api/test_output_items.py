@@ -228,19 +228,19 @@ async def test_the_python_client_reads_them() -> None:
 
 
 @pytest.mark.node
-async def test_the_page_shows_the_messages_among_them() -> None:
+async def test_the_page_finds_them() -> None:
     node = shutil.which("node") or pytest.skip("node is not installed")
     events = await events_of(_log())
     reasoning, message = output = events[-1]["response"]["output"]
     told = {"events": events, "outputs": [output, message, None, reasoning]}
     script = f"""
         import {{ Answer, textOf }} from "{BROWSER}/answer.js";
-        import {{ answersOf }} from "{BROWSER}/turns.js";
+        import {{ outputOf }} from "{BROWSER}/turns.js";
         const {{ events, outputs }} = {json.dumps(told)};
         const answer = new Answer({{}});
         for (const event of events) answer.feed(event);
         const fetched = textOf(events.at(-1).response);
-        const shown = outputs.map((output) => answersOf({{ output }}).map((item) => item.id));
+        const shown = outputs.map((output) => outputOf({{ output }}).map((item) => item.id));
         console.log(JSON.stringify([answer.text, fetched, answer.lastSequenceNumber, shown]));
     """
     command = [node, "--input-type=module", "--eval", script]
@@ -248,5 +248,6 @@ async def test_the_page_shows_the_messages_among_them() -> None:
         subprocess.run, command, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    shown = [[message["id"]], [message["id"]], [], []]
+    both = [reasoning["id"], message["id"]]
+    shown = [both, [message["id"]], [], [reasoning["id"]]]
     assert json.loads(done.stdout) == ["Hello", "Hello", len(events) - 1, shown]

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from penstock.engine.chat_formats import CUSTOM_INPUT
+from penstock.engine.chat_formats import CUSTOM_INPUT, TOOL_FORMATS
 
 from ..conftest import Serve, Served, until
 from ..sockets import send, until_end
@@ -379,6 +379,184 @@ async def test_a_logged_answer_of_chat_is_the_same_again(serve: Serve) -> None:
         assert again == first
         assert len(first.choices[0].message.tool_calls) == 2
         await until(lambda: len(served.engine.submitted) == 1)
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "qwen3_coder", "glm45", "deepseek_v3"])
+async def test_a_call_that_is_cut_off(serve: Serve, tool_format: str) -> None:
+    """Shown as far as it came, without markup, and nothing is made up."""
+    text = {
+        "hermes": written("weather", '{"city": "Rome"}'),
+        "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "</tool_call>",
+        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        '```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    }[tool_format]
+    async with serve(**{**PARSERS, "tool_call_parser": tool_format}) as served:
+        says(served, text)
+        num_tokens = len(served.tokenizer.encode(text))
+        opening = TOOL_FORMATS[tool_format].openings[0]
+        [call] = (await chat(served)).choices[0].message.tool_calls
+        whole, lengths = call.function.arguments, []
+        for max_tokens in range(len(served.tokenizer.encode(opening)), num_tokens):
+            choice = (await chat(served, max_tokens=max_tokens)).choices[0]
+            assert choice.finish_reason == "length"
+            assert not choice.message.content, max_tokens
+            for call in choice.message.tool_calls or ():
+                assert whole.startswith(call.function.arguments)
+                lengths.append(len(call.function.arguments))
+        assert lengths == sorted(lengths)
+        assert 0 in lengths
+
+
+async def test_a_call_that_a_stop_string_cuts_off_is_not_whole(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, CALL)
+        for stop in ("Rhein", "arguments"):
+            choice = (await chat(served, stop=[stop])).choices[0]
+            assert choice.finish_reason == "length"
+            response = (await _streamed(served, stop=[stop]))[-1]["response"]
+            assert response["status"] == "incomplete"
+            assert [item["status"] for item in response["output"]] == ["incomplete"]
+        choice = (await chat(served, stop=["name"])).choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert not choice.message.content
+
+
+async def test_logprobs_are_those_of_the_message(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, OUTPUT)
+        asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        events = await _streamed(served, **asked)
+        [message] = [i for i in events[-1]["response"]["output"] if i["type"] == "message"]
+        [part] = message["content"]
+        entries = [entry for event in events for entry in event.get("logprobs") or ()]
+        streamed = [e for e in events if e["type"] == "response.output_text.delta"]
+        assert (
+            "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Let me see.\n"
+        )
+        assert [e for event in streamed for e in event["logprobs"]] == part["logprobs"]
+        assert len(entries) == 2 * len(part["logprobs"])  # the deltas', and those of `done`
+        texts = [e["delta"] for e in events if e["type"].endswith("_text.delta")]
+        assert all(texts)
+
+
+async def test_which_tools_may_be_called_is_enforced(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, "Hi")
+        await chat(served)
+        choice = {"mode": "auto", "tools": [CHAT_TOOLS[1]]}
+        await chat(served, tool_choice={"type": "allowed_tools", "allowed_tools": choice})
+        free, limited = served.engine.submitted.values()
+        assert free.sampling_params.structured_outputs is None
+        grammar = limited.sampling_params.structured_outputs
+        assert "sh" in grammar.text
+        assert "weather" not in grammar.text
+
+
+async def test_what_the_model_is_told_of_tools(serve: Serve) -> None:
+    template = "{{ tools | tojson }}"
+    async with serve(trust_request_chat_template=True, **PARSERS) as served:
+        says(served, "Hi")
+        grammar = {"type": "grammar", "syntax": "lark", "definition": "start: MARK"}
+        custom = {"type": "custom", "name": "f", "format": grammar}
+        space = {"type": "namespace", "name": "box", "description": "of boxes", "tools": [custom]}
+        await _streamed(served, tools=[space], chat_template=template)
+        prompt = served.prompt_of()
+        assert "start: MARK" in prompt
+        assert "of boxes" in prompt
+
+
+BAD_GRAMMAR = {"type": "grammar", "syntax": "regex", "definition": "a)|(b"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "custom", "name": "f", "format": BAD_GRAMMAR}], "tools[0].format"),
+        ([{"type": "custom", "name": "f", "format": {"type": "grammar"}}], "tools[0].format"),
+        (
+            [{"type": "custom", "name": "f", "format": {**BAD_GRAMMAR, "type": "text"}}],
+            "tools[0].format",
+        ),
+        ([{"type": "custom", "name": "f", "strict": True}], "tools[0]"),
+        (
+            [{"type": "function", "name": "f", "parameters": {"properties": [1]}}],
+            "tools[0].parameters",
+        ),
+        ([{"type": "function", "name": "f", "parameters": {"required": 5}}], "tools[0].parameters"),
+        (
+            [{"type": "namespace", "name": "a", "tools": [{"type": "namespace", "name": "b"}]}],
+            "tools[0]",
+        ),
+        (
+            [
+                {"type": "namespace", "name": "a", "tools": [TOOLS[0], TOOLS[0]]},
+            ],
+            "tools[0].tools[1]",
+        ),
+        ([{"type": "namespace", "name": "a", "tools": TOOLS}, TOOLS[0], TOOLS[0]], "tools[2]"),
+    ],
+)
+async def test_tools_that_are_refused(serve: Serve, tools: Any, param: str) -> None:
+    async with serve(**PARSERS) as served:
+        answer = await served.http.post("/v1/responses", json={"input": "hi", "tools": tools})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+
+
+async def test_what_no_grammar_can_bear(serve: Serve) -> None:
+    """Small regular expressions that are huge automata, wherever they are."""
+    huge = "(a{1000}){1000}"
+    regex = {"type": "grammar", "syntax": "regex", "definition": huge}
+    text = {"type": "object", "properties": {"a": {"type": "string", "pattern": huge}}}
+    async with serve(**PARSERS) as served:
+        for body in (
+            {"tools": [{"type": "custom", "name": "f", "format": regex}]},
+            {"tools": [{"type": "function", "name": "f", "parameters": text, "strict": True}]},
+            {"structured_outputs": {"json": text}},
+            {"structured_outputs": {"regex": huge}},
+            {"structured_outputs": {"grammar": f'start: "b" /{huge}/'}},
+        ):
+            answer = await served.http.post("/v1/responses", json={"input": "hi", **body})
+            assert answer.status_code == 400, body
+            assert "repeats more than" in answer.json()["error"]["message"]
+        assert not served.engine.submitted
+
+
+async def test_odd_histories(serve: Serve) -> None:
+    """An empty result, and arguments with half a surrogate pair."""
+    template = (
+        "{{ messages[1].tool_calls[0].function.arguments | tojson }}{{ messages[2].content }}"
+    )
+    async with serve(trust_request_chat_template=True, **PARSERS) as served:
+        says(served, "Hi")
+        call = {"name": "weather", "arguments": '{"city": "\\ud800"}'}
+        history = [
+            {"role": "assistant", "content": [], "tool_calls": [{"id": "c", "function": call}]},
+            {"role": "tool", "tool_call_id": "c", "content": []},
+        ]
+        extra = {"chat_template": template}
+        await chat(served, messages=[*USER, *history], extra_body=extra)
+        assert json.loads(served.prompt_of()) == {"city": "\ufffd"}
+
+
+async def test_a_continued_message_may_call(serve: Serve) -> None:
+    async with serve(**PARSERS) as served:
+        says(served, f"Let me see.\n{CALL}")
+        cut = (await _streamed(served, max_output_tokens=4))[-1]["response"]
+        assert [item["type"] for item in cut["output"]] == ["message"]
+        said = len(served.tokenizer.encode("Let me see."))
+        served.engine.script = served.tokenizer.encode(f"Let me see.\n{CALL}")[4:]
+        follow = {"previous_response_id": cut["id"], "input": [], "penstock": {"continue": True}}
+        rest = (await _streamed(served, **follow))[-1]["response"]
+        assert [item["type"] for item in rest["output"]] == ["message", "function_call"]
+        says(served, f"Let me see.\n{CALL}")
+        cut = (await _streamed(served, max_output_tokens=said + 15))[-1]["response"]
+        body = {**follow, "previous_response_id": cut["id"]}
+        answer = await served.http.post("/v1/responses", json=body)
+        assert answer.json()["error"]["param"] == "penstock.continue"
 
 
 def _said(events: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
