@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class ConfigFields:
         self._values = values
         self.path = path
         self._prefix = f"{within}." if within else ""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -92,6 +95,14 @@ class ConfigFields:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, f"expected a list of strings, not {shown(value)}")
         return tuple(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Positive integers."""
+        values = self._get(name, ())
+        is_list = isinstance(values, list | tuple)
+        if not is_list or not all(type(each) is int and each > 0 for each in values):
+            raise self.error(name, f"expected a list of positive integers, not {shown(values)}")
+        return tuple(values)
 
     def token_ids(self, name: str, *, num_tokens: int, lowest: int = 0) -> tuple[int, ...]:
         """An id or a list of ids, each from `lowest` to below `num_tokens`; empty if absent."""

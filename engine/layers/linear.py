@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, is_int8_by_row
 from penstock.kernels.linear import linear
 from penstock.kernels.linear_int8_reference import linear_int8_reference
 
@@ -51,7 +51,8 @@ class Linear(nn.Module):
         if isinstance(matrix, DenseMatrix):
             self.weight, self.scales = constant(matrix.values), None
         else:
-            self.weight, self.scales = constant(matrix.codes), constant(matrix.scales)
+            assert is_int8_by_row(matrix), "torch has no products for other codes"
+            self.weight, self.scales = constant(matrix.codes), constant(matrix.scales[:, 0])
 
     def take(self) -> Matrix:
         """The matrix, which the layer loses."""
@@ -59,7 +60,8 @@ class Linear(nn.Module):
         self.hold(DenseMatrix(weight.new_empty(0)))
         if scales is None:
             return DenseMatrix(weight)
-        return QuantizedMatrix(codes=weight, scales=scales.data)
+        size = weight.shape[1]
+        return QuantizedMatrix(codes=weight, scales=scales.data[:, None], columns_per_scale=size)
 
 
 def constant(values: Tensor) -> nn.Parameter:

@@ -59,7 +59,7 @@ class Int8Linear:
 
     def __init__(self, library: CpuLibrary, matrix: QuantizedMatrix, bias: Tensor | None) -> None:
         self.out_features, self.in_features = matrix.codes.shape
-        self.weight = pack_int8(library, matrix.codes, matrix.scales)
+        self.weight = pack_int8(library, matrix.codes, matrix.scales[:, 0])
         self.bias = bias
 
     @property

@@ -69,6 +69,29 @@ class Checkpoint:
         self.unread.discard(name)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, for formats whose tensors' shapes follow from others'.
+
+        Raises:
+            ModelLoadError: there is no such tensor.
+        """
+        if name not in self._where:
+            raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor that is there, as safetensors names it."""
+        found: str = self._files[self._where[name]].get_slice(name).get_dtype()
+        return found
+
+    def fault(self, name: str, what: str) -> ModelLoadError:
+        """An error that names a tensor and its file."""
+        return ModelLoadError(f"{self.path / self._where[name]}: tensor {name} {what}")
+
+    def ignore(self, *names: str) -> None:
+        """Take tensors for read that say nothing about the numbers."""
+        self.unread -= set(names)
+
     def __contains__(self, name: str) -> bool:
         return name in self._where
 

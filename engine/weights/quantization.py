@@ -27,7 +27,7 @@ def _to_int8(parts: Sequence[Matrix], like: Tensor) -> Matrix:
         end = start + len(rows)
         codes[start:end], scales[start:end] = quantize_rows_reference(rows.to(like.dtype))
         start = end
-    return QuantizedMatrix(codes=codes, scales=scales)
+    return QuantizedMatrix(codes=codes, scales=scales[:, None], columns_per_scale=size)
 
 
 Quantizer = Callable[[Sequence[Matrix], Tensor], Matrix]

@@ -6,7 +6,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from penstock.engine.weights.checkpoint import Checkpoint
+from penstock.engine.weights.formats.awq import read_awq
+from penstock.engine.weights.formats.bitsandbytes import read_bitsandbytes
+from penstock.engine.weights.formats.compressed_tensors import read_compressed_tensors
 from penstock.engine.weights.formats.dense import read_dense
+from penstock.engine.weights.formats.fp4 import read_modelopt
+from penstock.engine.weights.formats.fp8 import read_fp8
+from penstock.engine.weights.formats.gptq import read_gptq
 from penstock.engine.weights.matrix import Matrix
 
 
@@ -25,7 +31,16 @@ class ReadMatrix(Protocol):
         ...
 
 
-FORMATS: dict[str, ReadMatrix] = {"dense": read_dense}
+FORMATS: dict[str, ReadMatrix] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed_tensors,
+    "dense": read_dense,
+    "fbgemm_fp8": read_fp8,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "modelopt": read_modelopt,
+}
 
 
 def choose_format(checkpoint: Checkpoint) -> ReadMatrix:

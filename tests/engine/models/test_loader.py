@@ -74,7 +74,7 @@ def assert_refused(path: Path, *words: str) -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor", "missing")),
         ({"rope_parameters": [1]}, ("rope_parameters", "object")),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
-        ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
+        ({"quantization_config": {"quant_method": "hqq"}}, ("quantization_config",)),
         ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings", "'yes'")),
         ({"dtype": "float8_e4m3fn"}, ("float8_e4m3fn", "--dtype")),
         ({"vocab_size": True}, ("vocab_size", "True")),

@@ -32,7 +32,8 @@ def read_rows(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Ma
     if prefix in checkpoint.config.section("quantization_config").texts("ignore"):
         return read_dense(checkpoint, prefix, shape)
     codes = checkpoint.read(f"{prefix}.codes", shape, dtypes=("I8",))
-    return QuantizedMatrix(codes=codes, scales=checkpoint.read(f"{prefix}.scales", shape[:1]))
+    scales = checkpoint.read(f"{prefix}.scales", shape[:1])
+    return QuantizedMatrix(codes=codes, scales=scales[:, None], columns_per_scale=shape[1])
 
 
 @pytest.fixture(autouse=True)
@@ -125,5 +126,5 @@ def test_quantizing_at_load_takes_the_model_s_dtype_first():
     assert whole.dtype == torch.bfloat16
     codes, scales = quantize_rows_reference(whole)
     assert torch.equal(found.codes, codes)
-    assert torch.equal(found.scales, scales)
+    assert torch.equal(found.scales[:, 0], scales)
     assert (found.dequantize() - whole).abs().max() <= scales.max() * 0.51
