@@ -147,9 +147,12 @@ class OfferedTools:
             )
         if syntax == OutputSyntax():
             return None
+        return self._format(syntax)
+
+    def _format(self, syntax: OutputSyntax) -> OutputFormat:
         return OutputFormat(
             syntax=syntax,
-            tools=tools,
+            tools=self.callable,
             custom=self.custom,
             aliases=self.aliases,
             max_calls=None if self.is_parallel else 1,
@@ -163,13 +166,7 @@ class OfferedTools:
         """
         tools = self.callable if formats.tools else ()
         if tools and not TOOL_FORMATS[formats.tools].starts:
-            return OutputFormat(
-                syntax=OutputSyntax(formats.tools),
-                tools=tools,
-                custom=self.custom,
-                aliases=self.aliases,
-                max_calls=None if self.is_parallel else 1,
-            )
+            return self._format(OutputSyntax(formats.tools))
         if self.choice == "required":
             raise InvalidRequestError(
                 "this model cannot call a tool in the middle of a message", param="tool_choice"

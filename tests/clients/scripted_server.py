@@ -14,47 +14,25 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine import server
-from penstock.engine.process import CONFIG_FD, run_child
 from penstock.engine.request import Request, StructuredOutputs
-from penstock.gateway.launch.cli import main
-from penstock.gateway.launch.supervisor import Supervisor
+
+from ..support.changed_engine import run
 
 FILE = "PENSTOCK_TEST_GRAMMARS"  # with a JSON list of Lark grammars
 
 
-def _run_engine() -> int:
-    build_core, grammars = server.build_core, iter(json.loads(Path(os.environ[FILE]).read_text()))
+def _give_grammars(core: Any) -> None:
+    add, grammars = core.add, iter(json.loads(Path(os.environ[FILE]).read_text()))
 
-    def build(config: Any) -> Any:
-        core, info = build_core(config)
-        add = core.add
+    def add_with_grammar(request: Request) -> None:
+        params = request.sampling_params
+        if params.max_tokens > 0:  # otherwise only the prompt is prepared
+            grammar = StructuredOutputs("lark", next(grammars))
+            params = msgspec.structs.replace(params, structured_outputs=grammar)
+        add(msgspec.structs.replace(request, sampling_params=params))
 
-        def add_with_grammar(request: Request) -> None:
-            params = request.sampling_params
-            if params.max_tokens > 0:  # otherwise only the prompt is prepared
-                grammar = StructuredOutputs("lark", next(grammars))
-                params = msgspec.structs.replace(params, structured_outputs=grammar)
-            add(msgspec.structs.replace(request, sampling_params=params))
-
-        core.add = add_with_grammar
-        return core, info
-
-    server.build_core = build
-    return run_child("penstock-engine", server.serve)
-
-
-def _run_server() -> int:
-    plan = Supervisor._plan
-
-    def plan_ours(self: Supervisor, *arguments: Any) -> Any:
-        children = plan(self, *arguments)
-        children[0].module = __spec__.name
-        return children
-
-    Supervisor._plan = plan_ours
-    return main()
+    core.add = add_with_grammar
 
 
 if __name__ == "__main__":
-    sys.exit(_run_engine() if CONFIG_FD in os.environ else _run_server())
+    sys.exit(run(__spec__.name, _give_grammars))

@@ -14,11 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.engine import server
 from penstock.engine.batch import Batch
-from penstock.engine.process import CONFIG_FD, run_child
-from penstock.gateway.launch.cli import main
-from penstock.gateway.launch.supervisor import Supervisor
+
+from ..support.changed_engine import run
 
 FOLDER = "PENSTOCK_TEST_HANG"  # where the file appears
 WAITS, HOLDS_LOCK = "waits", "holds-lock"
@@ -56,29 +54,9 @@ class HangingExecutor:
         return self._executor.submit(batch)
 
 
-def _run_engine() -> int:
-    build_core = server.build_core
-
-    def build(config: Any) -> Any:
-        core, info = build_core(config)
-        core._executor = HangingExecutor(core._executor)
-        return core, info
-
-    server.build_core = build
-    return run_child("penstock-engine", server.serve)
-
-
-def _run_server() -> int:
-    plan = Supervisor._plan
-
-    def plan_ours(self: Supervisor, *arguments: Any) -> Any:
-        children = plan(self, *arguments)
-        children[0].module = __spec__.name
-        return children
-
-    Supervisor._plan = plan_ours
-    return main()
+def _make_it_hang(core: Any) -> None:
+    core._executor = HangingExecutor(core._executor)
 
 
 if __name__ == "__main__":
-    sys.exit(_run_engine() if CONFIG_FD in os.environ else _run_server())
+    sys.exit(run(__spec__.name, _make_it_hang))
