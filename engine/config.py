@@ -12,13 +12,13 @@ from typing import Literal
 from penstock.engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 KVCacheDType = Literal["auto", "fp8"]
 CudagraphMode = Literal["auto", "none", "piecewise", "full"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
-QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8")
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
 DEMO_MODEL = "demo"
@@ -32,8 +32,9 @@ class ModelConfig:
     Attributes:
         model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
-        quantization: `int8` quantizes the layers' weights at load and their inputs at run time; on
-            a CPU only.
+        quantization: of a dense checkpoint's matrices at load; on a CPU only.
+        quantization_exclude: names of modules that stay as they are, or patterns as in a shell.
+        quantize_activations: round the inputs of quantized matrices to bytes at run time.
         max_model_len: context in tokens; None uses the model's own.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
             `generation_config.json`; `none` reads EOS ids from `config.json` only.
@@ -43,6 +44,8 @@ class ModelConfig:
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization = "none"
+    quantization_exclude: tuple[str, ...] = ()
+    quantize_activations: bool = True
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     generation_config: Literal["auto", "none"] = "auto"

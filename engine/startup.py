@@ -76,5 +76,9 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
         if config.model.load_format == "dummy"
         else weights_fingerprint(path)
     )
-    types = f"{device.dtype} {device.kv_cache_dtype} {config.model.quantization}"
+    model = config.model
+    types = (
+        f"{device.dtype} {device.kv_cache_dtype} {model.quantization} "
+        f"{','.join(model.quantization_exclude)} {model.quantize_activations}"
+    )
     return weights + f" {types} {device.block_size}".encode()

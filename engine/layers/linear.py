@@ -2,66 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, is_int8_by_row
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 from penstock.kernels.linear import linear
-from penstock.kernels.linear_int8_reference import linear_int8_reference
-
-
-class Linear(nn.Module):
-    """One matrix product, or several fused ones whose outputs are concatenated.
-
-    Args:
-        part_sizes: the output sizes of the fused parts, in order; a single one if not fused.
-
-    Attributes:
-        weight: [out_features, in_features], in the model's dtype or, with `scales`, in int8.
-        scales: float32 [out_features], of the rows of an int8 matrix. Its products give the same
-            numbers as the CPU's kernels; it is converted to float32 for each of them, a part at a
-            time, so this saves memory but no time.
-        is_invariant: a row's result does not depend on the other rows, to the bit.
-    """
-
-    is_invariant = False
-    bias: nn.Parameter | None
-    scales: nn.Parameter | None
-
-    def __init__(
-        self, in_features: int, part_sizes: tuple[int, ...], *, has_bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.part_sizes = part_sizes
-        self.out_features = sum(part_sizes)
-        self.weight = constant(torch.empty(self.out_features, in_features))
-        self.scales = None
-        self.bias = constant(torch.empty(self.out_features)) if has_bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] → [num_tokens, sum(part_sizes)]"""
-        if self.scales is not None:
-            return linear_int8_reference(x, self.weight, self.scales, self.bias)
-        return (linear if self.is_invariant else F.linear)(x, self.weight, self.bias)
-
-    def hold(self, matrix: Matrix) -> None:
-        """Use this matrix instead."""
-        if isinstance(matrix, DenseMatrix):
-            self.weight, self.scales = constant(matrix.values), None
-        else:
-            assert is_int8_by_row(matrix), "torch has no products for other codes"
-            self.weight, self.scales = constant(matrix.codes), constant(matrix.scales[:, 0])
-
-    def take(self) -> Matrix:
-        """The matrix, which the layer loses."""
-        weight, scales = self.weight.data, self.scales
-        self.hold(DenseMatrix(weight.new_empty(0)))
-        if scales is None:
-            return DenseMatrix(weight)
-        size = weight.shape[1]
-        return QuantizedMatrix(codes=weight, scales=scales.data[:, None], columns_per_scale=size)
+from penstock.kernels.linear_quantized_reference import linear_quantized_reference
+from penstock.kernels.quantized_codes import QuantizedCodes
 
 
 def constant(values: Tensor) -> nn.Parameter:
@@ -69,24 +19,96 @@ def constant(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
-class Embedding(nn.Module):
-    """A table of one vector per token id; as an output head, one dot product per id.
+def split_bias(bias: Tensor | None, parts: Sequence[QuantizedCodes]) -> Sequence[Tensor | None]:
+    """The bias of each part."""
+    if bias is None:
+        return [None] * len(parts)
+    return torch.split(bias, [each.out_features for each in parts])
+
+
+class MatrixLayer(nn.Module):
+    """A matrix [out_features, in_features], dense or quantized.
 
     Attributes:
-        is_invariant: a row's logits do not depend on the other rows, to the bit.
+        part_sizes: the output sizes of the fused parts, in order; a single one if not fused.
+        weight: in the model's dtype; empty if the matrix is quantized.
+        quantized: the matrix from top to bottom; empty if it is dense. Its products give the same
+            numbers as the CPU's kernels; its codes are converted to float32 for each of them, so
+            this saves memory but no time.
+        rounds_inputs: the inputs of a quantized matrix are rounded to bytes.
+        is_invariant: a row's result does not depend on the other rows, to the bit.
     """
 
     is_invariant = False
+    quantized: tuple[QuantizedCodes, ...] = ()
+    rounds_inputs = False
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+        self.part_sizes: tuple[int, ...] = (out_features,)
+        self.weight = constant(torch.empty(out_features, in_features))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + sum(each.nbytes for each in self.quantized)
+
+    def hold(self, matrix: Matrix, *, rounds_inputs: bool = True) -> None:
+        """Use this matrix instead."""
+        if isinstance(matrix, DenseMatrix):
+            self.weight, self.quantized = constant(matrix.values), ()
+            return
+        parts = (matrix,) if isinstance(matrix, QuantizedMatrix) else matrix.parts
+        self.quantized = tuple(part.for_kernels() for part in parts)
+        self.rounds_inputs = rounds_inputs and not any(each.is_float8 for each in self.quantized)
+        if self.rounds_inputs:
+            self.quantized = tuple(each.with_byte_levels() for each in self.quantized)
+        self.weight = constant(self.weight.new_empty(0))
+
+    def drop(self) -> None:
+        """Lose the matrix."""
+        self.hold(DenseMatrix(self.weight.new_empty(0)))
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [num_rows, in_features] → x · matrixᵀ (+ bias), [num_rows, out_features]"""
+        if not self.quantized:
+            return (linear if self.is_invariant else F.linear)(x, self.weight, bias)
+        products = (
+            linear_quantized_reference(x, part, each, in_bytes=self.rounds_inputs)
+            for part, each in zip(self.quantized, split_bias(bias, self.quantized), strict=True)
+        )
+        return torch.cat(list(products), dim=1)
+
+
+class Linear(MatrixLayer):
+    """One matrix product, or several fused ones whose outputs are concatenated."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, part_sizes: tuple[int, ...], *, has_bias: bool = False
+    ) -> None:
+        super().__init__(sum(part_sizes), in_features)
+        self.part_sizes = part_sizes
+        self.bias = constant(torch.empty(self.out_features)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] → [num_tokens, sum(part_sizes)]"""
+        return self.multiply(x, self.bias)
+
+
+class Embedding(MatrixLayer):
+    """A table of one vector per token id; as an output head, one dot product per id."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.shape = vocab_size, hidden_size
-        self.weight = constant(torch.empty(self.shape))
+        super().__init__(vocab_size, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] → [num_tokens, hidden_size]"""
-        return F.embedding(token_ids, self.weight)
+        if not self.quantized:
+            return F.embedding(token_ids, self.weight)
+        return self.quantized[0].rows(token_ids).to(self.weight.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
-        return (linear if self.is_invariant else F.linear)(hidden, self.weight)
+        return self.multiply(hidden)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.packed_linear import CpuLinear, PackedLinear, pack_linear
+from penstock.engine.models.packed_linear import CpuLinear, CpuTable, pack_linear, pack_table
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Program
 from penstock.kernels.token_masks import TokenMasks
@@ -65,11 +65,15 @@ class CpuDecoder:
         ]
         self._norm = decoder.norm
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
-        self._head = CpuHead(library, _move_out(head.weight))
+        self._head = CpuHead(library, pack_table(library, head), self.dtype)
         # A tied embedding is looked up in the packed head, so it is stored once.
-        self._embedding = None if self.config.is_tied else decoder.embed_tokens.weight
+        self._embedding = (
+            self._head.matrix if self.config.is_tied else _pack_table(library, decoder.embed_tokens)
+        )
         self._num_weights = sum(layer.num_weights for layer in self._layers)
         self._num_bytes = sum(layer.num_bytes for layer in self._layers)
+        tables = {self._head.matrix, self._embedding}
+        self.weight_bytes = self._num_bytes + sum(each.num_bytes for each in tables)
         self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
         self._program = Program(library)
         self._recorded_for = (0, 0)
@@ -184,7 +188,7 @@ class CpuDecoder:
         """The program of a step, part by part as in `Decoder.forward`."""
         program, size = Program(self._library), self.config.hidden_size
         stream, normed = program.buffer("stream", size), program.buffer("normed", size)
-        _write_embedding(program, stream, self._embedding, self._head.matrix)
+        self._embedding.write_lookup(program, stream)
         for layer, cache in zip(self._layers, kv_pool, strict=True):
             layer.write(program, stream, cache)
         _write_norm(program, normed, stream, self._norm)
@@ -197,7 +201,7 @@ class PackedLayer:
 
     def __init__(self, library: CpuLibrary, layer: DecoderLayer) -> None:
         def pack(linear: Linear) -> CpuLinear:
-            return pack_linear(library, linear.take(), linear.bias)
+            return pack_linear(library, linear, linear.bias)
 
         self.input_norm = layer.input_layernorm
         self.post_attention_norm = layer.post_attention_layernorm
@@ -281,23 +285,28 @@ class PackedMLP:
         self._down_proj.write(program, y, gated, residual=residual)
 
 
-def _move_out(weight: Tensor) -> Tensor:
-    """Take the values out of a parameter, which is empty afterwards."""
-    values = weight.data
-    weight.data = torch.empty(0, dtype=weight.dtype)
-    return values
-
-
 def _write_norm(program: Program, y: Buffer, x: Buffer, norm: RMSNorm) -> None:
     program.add("rms_norm", y=y, x=x, weight=norm.weight, size=x.size, eps=norm.eps)
 
 
-def _write_embedding(program: Program, y: Buffer, table: Tensor | None, head: PackedLinear) -> None:
-    """table [vocab_size, hidden_size]; None: the head's."""
-    program.add(
-        "embed", y=y, weight=head.weight if table is None else table, size=head.in_features,
-        vocab_size=head.out_features, is_packed=table is None,
-    )  # fmt: skip
+class _PlainTable:
+    """An embedding that is no output head, as it is."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+
+    @property
+    def num_bytes(self) -> int:
+        return self._table.nbytes
+
+    def write_lookup(self, program: Program, y: Buffer) -> None:
+        program.add("embed", y=y, weight=self._table, size=y.size)
+
+
+def _pack_table(library: CpuLibrary, embedding: Embedding) -> _PlainTable | CpuTable:
+    if embedding.quantized:
+        return pack_table(library, embedding)
+    return _PlainTable(embedding.weight)
 
 
 class RotaryTable:
@@ -357,7 +366,8 @@ class CpuHead:
     """The end of a step: logits of the sampled rows, and a token drawn from each.
 
     Args:
-        weight: [vocab_size, hidden_size]
+        matrix: [vocab_size, hidden_size]
+        dtype: of hidden states and logits.
 
     Attributes:
         hidden: all rows of a step, once the head is written into a program.
@@ -365,28 +375,29 @@ class CpuHead:
 
     hidden: Buffer
 
-    def __init__(self, library: CpuLibrary, weight: Tensor) -> None:
-        self.matrix = PackedLinear(library, weight)
+    def __init__(self, library: CpuLibrary, matrix: CpuTable, dtype: torch.dtype) -> None:
+        self.matrix = matrix
         self._library = library
-        self._logits = torch.empty(0, self.matrix.out_features, dtype=weight.dtype)
+        self._logits = torch.empty(0, matrix.out_features, dtype=dtype)
         self._uniforms = torch.empty(0)
         self._given: tuple[Tensor | None, ...] = ()
 
     def write(self, program: Program, hidden: Buffer) -> None:
         """Add the operations after all rows of a step are in `hidden`."""
-        matrix, step = self.matrix, program.step
-        self.hidden, self._gathered = hidden, program.buffer("gathered", hidden.size)
+        step = program.step
+        gathered = program.buffer("gathered", hidden.size)
+        self.hidden = hidden
         self._step, self._num_rows = step, addressof(step) + type(step).num_sampled.offset
-        program.add("gather_rows", y=self._gathered, x=hidden, size=hidden.size)
-        self._product = program.add("linear", num_rows=self._num_rows, **matrix.arguments())
+        program.add("gather_rows", y=gathered, x=hidden, size=hidden.size)
+        self._product = self.matrix.write(program, None, gathered, num_rows=self._num_rows)
         self._draw = program.add("draw_uniforms", num_rows=_NO_ROWS)
         self._sample = program.add(
-            "sample_tokens", num_rows=_NO_ROWS, vocab_size=matrix.out_features
+            "sample_tokens", num_rows=_NO_ROWS, vocab_size=self.matrix.out_features
         )
 
     def skip(self) -> None:
         """Make the operations do nothing."""
-        self._step.num_sampled = self._step.num_gathered = 0
+        self._step.num_sampled = 0
         self._draw.num_rows = self._sample.num_rows = addressof(_NO_ROWS)
 
     def bind(
@@ -405,12 +416,9 @@ class CpuHead:
         step = self._step
         num_rows = num_tokens if sampled_tokens is None else len(sampled_tokens)
         logits = self._room(num_rows)
-        step.num_sampled, step.num_gathered = num_rows, 0
-        if sampled_tokens is not None:
-            step.num_gathered = num_rows
-            step.sampled_tokens = sampled_tokens.data_ptr()
-        rows = (self.hidden if sampled_tokens is None else self._gathered).rows
-        self._product.x, self._product.y = rows.data_ptr(), logits.data_ptr()
+        step.num_sampled = num_rows
+        step.sampled_tokens = None if sampled_tokens is None else sampled_tokens.data_ptr()
+        self._product.y = logits.data_ptr()
         # Keeps the memory alive.
         self._given = (sampled_tokens, parameters, draws, *(masks or ()))
         return StepOutput(
@@ -421,11 +429,14 @@ class CpuHead:
 
     def logits(self, hidden: Tensor, *, is_shared: bool) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
-        logits, num_rows = self._room(len(hidden)), ctypes.c_int64(len(hidden))
-        self._library.run(
-            "linear", is_shared=is_shared, y=logits, x=hidden.contiguous(), num_rows=num_rows,
-            **self.matrix.arguments(),
-        )  # fmt: skip
+        logits, program = self._room(len(hidden)), Program(self._library)
+        x = program.buffer("hidden", hidden.shape[1])
+        product = self.matrix.write(program, None, x)
+        program.record(len(hidden))
+        x.rows.copy_(hidden)
+        program.step.num_tokens, product.y = len(hidden), logits.data_ptr()
+        program.run(is_shared=is_shared)
+        self._library.settle()  # the rows may be freed
         return logits
 
     def _bind_draw(

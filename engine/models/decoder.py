@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.layers.attention import Attention, ForwardContext
-from penstock.engine.layers.linear import Embedding, Linear
+from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -170,12 +170,22 @@ class Decoder(nn.Module):
         Norms, activations and positions already do: one program computes a row.
         """
         for module in self.modules():
-            if isinstance(module, Linear | Embedding | Attention):
+            if isinstance(module, MatrixLayer | Attention):
                 module.is_invariant = True
 
     @property
     def linears(self) -> list[Linear]:
         return [module for module in self.modules() if isinstance(module, Linear)]
+
+    @property
+    def matrix_layers(self) -> list[MatrixLayer]:
+        return [module for module in self.modules() if isinstance(module, MatrixLayer)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all weights, as they are held."""
+        matrices = sum(each.num_bytes - each.weight.nbytes for each in self.matrix_layers)
+        return matrices + sum(each.nbytes for each in self.parameters())
 
     @property
     def dtype(self) -> torch.dtype:

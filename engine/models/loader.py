@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,15 +11,17 @@ from torch import Tensor
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
-from penstock.engine.layers.linear import Embedding, Linear, constant
+from penstock.engine.layers.linear import Linear, MatrixLayer, constant
+from penstock.engine.model_files import weights_fingerprint
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.registry import Architecture, read_model_config
 from penstock.engine.weights.checkpoint import Checkpoint
+from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.formats import choose_format
-from penstock.engine.weights.matrix import concatenate
-from penstock.engine.weights.quantization import QUANTIZERS, Quantizer
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate
+from penstock.engine.weights.quantization import Quantizer
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -34,14 +37,31 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
 
     Raises:
         ModelLoadError: names the invalid file, field or tensor.
-        ConfigError: int8 is requested on a GPU.
+        ConfigError: quantization is requested on a GPU, or of modules that there are not.
     """
-    if config.quantization == "int8" and device.type != "cpu":
-        raise ConfigError("--quantization int8 needs a CPU: leave it out, or use --device cpu")
+    if config.quantization != "none" and device.type != "cpu":
+        raise ConfigError(
+            f"--quantization {config.quantization} needs a CPU: leave it out, or use --device cpu"
+        )
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
-    quantize, like = QUANTIZERS[config.quantization], torch.empty(0, dtype=dtype, device=device)
+    like = torch.empty(0, dtype=dtype, device=device)
     checkpoint = None if config.load_format == "dummy" else Checkpoint(path)
+    kept = None
+    if checkpoint is not None and config.quantization != "none":
+        name = f"{config.quantization}-{str(dtype).removeprefix('torch.')}"
+        kept = ConvertedMatrices(weights_fingerprint(path), name)
+    quantize = Quantizer(config.quantization, tuple(config.quantization_exclude), kept)
+    if decoder_config.is_tied:
+        (table,) = architecture.module_names("embed_tokens")
+        quantize.aliases[table] = "lm_head"
+
+    def hold(module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]) -> None:
+        matrix = quantize(names, parts, like)
+        if device.type != "cpu":
+            matrix = DenseMatrix(concatenate([matrix.dequantize()], like))
+        module.hold(matrix, rounds_inputs=config.quantize_activations)
+
     if checkpoint is not None:
         _check_layers(checkpoint, architecture, decoder_config)
     with torch.device("meta"):
@@ -49,10 +69,13 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     if checkpoint is None:
         model = _allocate(model, path, device)
         _fill_random(model, config.seed)
-        for linear in model.linears:
-            linear.hold(quantize([linear.take()], like))
+        for name, module in model.named_modules():
+            if isinstance(module, MatrixLayer):
+                parts = map(DenseMatrix, torch.split(module.weight.data, list(module.part_sizes)))
+                hold(module, architecture.module_names(name), list(parts))
     else:
-        _fill_from(checkpoint, model, architecture, quantize, like)
+        _fill_from(checkpoint, model, architecture, hold, like)
+    quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
     model.rotary = rotary.to(device)
@@ -118,26 +141,23 @@ def _fill_from(
     checkpoint: Checkpoint,
     model: Decoder,
     architecture: Architecture,
-    quantize: Quantizer,
+    hold: Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None],
     like: Tensor,
 ) -> None:
     """Read the weights module by module, into tensors with the dtype and device of `like`."""
     read_matrix = choose_format(checkpoint)
     for name, module in list(model.named_modules()):
         prefixes = architecture.module_names(name)
-        if isinstance(module, Linear):
-            sizes, in_features = module.part_sizes, module.in_features
+        if isinstance(module, MatrixLayer):
+            sizes = module.part_sizes
             parts = [
-                read_matrix(checkpoint, prefix, (size, in_features))
+                read_matrix(checkpoint, prefix, (size, module.in_features))
                 for prefix, size in zip(prefixes, sizes, strict=True)
             ]
-            module.hold(quantize(parts, like))
-            if module.bias is not None:
+            hold(module, prefixes, parts)
+            if isinstance(module, Linear) and module.bias is not None:
                 biases = map(checkpoint.read, (f"{each}.bias" for each in prefixes), zip(sizes))
                 module.bias = constant(concatenate(list(biases), like))
-        elif isinstance(module, Embedding):
-            matrix = read_matrix(checkpoint, prefixes[0], module.shape)
-            module.weight = constant(concatenate([matrix.dequantize()], like))
         else:
             for kind, parameter in list(module.named_parameters(recurse=False)):
                 vector = checkpoint.read(f"{prefixes[0]}.{kind}", tuple(parameter.shape))

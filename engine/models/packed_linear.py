@@ -1,16 +1,19 @@
-"""A linear layer's matrix as the CPU kernels read it: in the model's dtype, or in int8."""
+"""A layer's matrix as the CPU kernels read it: in the model's dtype, or quantized."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import Structure
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
-from penstock.kernels.cpu.int8 import pack_int8, row_bytes
+from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
 from penstock.kernels.cpu.library import CpuLibrary
-from penstock.kernels.cpu.program import Buffer, Program
+from penstock.kernels.cpu.program import Buffer, Place, Program
+from penstock.kernels.cpu.quantized import PackedCodes, can_pack
+from penstock.kernels.quantized_codes import QuantizedCodes
 
 
 class CpuLinear(Protocol):
@@ -25,9 +28,31 @@ class CpuLinear(Protocol):
         ...
 
     def write(
-        self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None = None
-    ) -> None:
-        """Add y = x · matrix (+ bias) (+ residual, which is not y)."""
+        self,
+        program: Program,
+        y: Place | None,
+        x: Buffer,
+        *,
+        residual: Place | None = None,
+        **others: Any,
+    ) -> Structure:
+        """Add y = x · matrix (+ bias) (+ residual, which is not y).
+
+        Args:
+            y: None: to be set in the result.
+            others: further arguments of all operations that this takes.
+
+        Returns:
+            The arguments of the (last) product.
+        """
+        ...
+
+
+class CpuTable(CpuLinear, Protocol):
+    """A matrix that is one piece: an embedding, or the output head."""
+
+    def write_lookup(self, program: Program, y: Buffer) -> None:
+        """Add y[t] = the row of token t."""
         ...
 
 
@@ -36,50 +61,150 @@ class PackedLinear:
 
     def __init__(self, library: CpuLibrary, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.weight = library.pack(weight)
-        self.bias = bias
+        self._weight = library.pack(weight)
+        self._bias = bias
 
     @property
     def num_bytes(self) -> int:
-        return self.weight.nbytes
-
-    def arguments(self) -> dict[str, Any]:
-        """Those of `linear` that do not depend on the rows."""
-        sizes = {"in_features": self.in_features, "out_features": self.out_features}
-        return {"weight": self.weight, "bias": self.bias, **sizes}
+        return self._weight.nbytes
 
     def write(
-        self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None = None
-    ) -> None:
-        program.add("linear", y=y, x=x, residual=residual, **self.arguments())
+        self,
+        program: Program,
+        y: Place | None,
+        x: Buffer,
+        *,
+        residual: Place | None = None,
+        **others: Any,
+    ) -> Structure:
+        return program.add(
+            "linear", y=y, x=x, residual=residual, weight=self._weight, bias=self._bias,
+            in_features=self.in_features, out_features=self.out_features, **others,
+        )  # fmt: skip
 
-
-class Int8Linear:
-    """A matrix in int8, and inputs rounded to int8 just before each product."""
-
-    def __init__(self, library: CpuLibrary, matrix: QuantizedMatrix, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = matrix.codes.shape
-        self.weight = pack_int8(library, matrix.codes, matrix.scales[:, 0])
-        self.bias = bias
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes
-
-    def write(
-        self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None = None
-    ) -> None:
-        values = program.buffer("int8", row_bytes(self.in_features), torch.uint8)
-        scales = program.buffer("int8_scales", 1, torch.float32)
-        program.add("quantize_rows", bytes=values, scales=scales, x=x, size=self.in_features)
+    def write_lookup(self, program: Program, y: Buffer) -> None:
         program.add(
-            "linear_int8", y=y, x=values, x_scales=scales, weight=self.weight, bias=self.bias,
-            residual=residual, in_features=self.in_features, out_features=self.out_features,
+            "embed", y=y, weight=self._weight, size=self.in_features,
+            vocab_size=self.out_features, is_packed=1,
         )  # fmt: skip
 
 
-def pack_linear(library: CpuLibrary, matrix: Matrix, bias: Tensor | None) -> CpuLinear:
-    """Pack the matrix as its kernel reads it."""
-    if isinstance(matrix, DenseMatrix):
-        return PackedLinear(library, matrix.values, bias)
-    return Int8Linear(library, matrix, bias)
+class QuantizedLinear:
+    """A quantized matrix, and inputs rounded to bytes just before each product, or as they are."""
+
+    def __init__(self, packed: PackedCodes, order: Tensor | None, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = packed.out_features, packed.in_features
+        self._packed, self._order, self._bias = packed, order, bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.weight.nbytes
+
+    def write(
+        self,
+        program: Program,
+        y: Place | None,
+        x: Buffer,
+        *,
+        residual: Place | None = None,
+        **others: Any,
+    ) -> Structure:
+        packed = self._packed
+        rows = {name: others[name] for name in ("num_rows",) if name in others}
+        if self._order is not None:
+            ordered = program.buffer("ordered", self.in_features)
+            program.add(
+                "permute_columns", y=ordered, x=x, indices=self._order, size=self.in_features,
+                **rows,
+            )  # fmt: skip
+            x = ordered
+        given: dict[str, Any] = {"x": x}
+        blocks = {"size": self.in_features, "columns_per_scale": packed.columns_per_scale, **rows}
+        if packed.in_bytes:
+            given = {
+                "x": program.buffer("input_bytes", packed.row_bytes, torch.uint8),
+                "x_scales": program.buffer("input_scales", packed.num_blocks, torch.float32),
+                "x_sums": program.buffer("input_sums", packed.num_blocks, torch.int32),
+            }
+            program.add(
+                "quantize_blocks", bytes=given["x"], scales=given["x_scales"],
+                sums=given["x_sums"], x=x, code_bits=packed.code_bits, **blocks,
+            )  # fmt: skip
+        elif packed.has_offsets:
+            sums = program.buffer("input_float_sums", packed.num_blocks, torch.float32)
+            program.add("sum_blocks", sums=sums, x=x, **blocks)
+            given["x_float_sums"] = sums
+        return program.add(
+            "linear_quantized", y=y, residual=residual, bias=self._bias, **given,
+            **packed.arguments(), **others,
+        )  # fmt: skip
+
+    def write_lookup(self, program: Program, y: Buffer) -> None:
+        assert self._order is None, "a table's columns are in the order of the hidden state"
+        program.add("embed_quantized", y=y, **self._packed.embed_arguments())
+
+
+class StackedLinear:
+    """Several matrices that multiply the same rows; each writes its columns of the result."""
+
+    def __init__(self, parts: Sequence[CpuLinear]) -> None:
+        self.parts = parts
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def write(
+        self,
+        program: Program,
+        y: Place | None,
+        x: Buffer,
+        *,
+        residual: Place | None = None,
+        **others: Any,
+    ) -> Structure:
+        assert y is not None, "it has several products"
+        start = 0
+        for part in self.parts:
+            of_part = residual and residual.columns(start)
+            product = part.write(
+                program, y.columns(start), x, residual=of_part, stride=self.out_features, **others
+            )
+            start += part.out_features
+        return product
+
+
+def pack_linear(library: CpuLibrary, layer: MatrixLayer, bias: Tensor | None = None) -> CpuLinear:
+    """Pack the layer's matrix as its kernel reads it; the layer loses it."""
+    weight, quantized, rounds_inputs = layer.weight.data, layer.quantized, layer.rounds_inputs
+    layer.drop()
+    if not quantized:
+        return PackedLinear(library, weight, bias)
+    parts = [
+        _pack_codes(library, codes, each, in_bytes=rounds_inputs)
+        for codes, each in zip(quantized, split_bias(bias, quantized), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else StackedLinear(parts)
+
+
+def pack_table(library: CpuLibrary, layer: Embedding) -> CpuTable:
+    """Pack an embedding or a head; the layer loses it."""
+    if not layer.quantized:
+        weight = layer.weight.data
+        layer.drop()
+        return PackedLinear(library, weight)
+    (codes,) = layer.quantized
+    in_bytes = layer.rounds_inputs
+    layer.drop()
+    return _pack_codes(library, codes, None, in_bytes=in_bytes)
+
+
+def _pack_codes(
+    library: CpuLibrary, codes: QuantizedCodes, bias: Tensor | None, *, in_bytes: bool
+) -> PackedLinear | QuantizedLinear:
+    if not can_pack(codes, in_bytes=in_bytes):
+        return PackedLinear(library, codes.dequantize().to(library.dtype), bias)
+    packed = PackedCodes(library, codes, in_bytes=in_bytes)
+    return QuantizedLinear(packed, codes.order, bias)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard
+from functools import partial
+from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from penstock.kernels.quantized_codes import QuantizedCodes
 
 _NUM_ROWS = 1024  # that are dequantized at once: their copies in float32 are small
 
@@ -64,6 +68,42 @@ class QuantizedMatrix:
             values[start : start + _NUM_ROWS] = self._numbers(start, rows // self.rows_per_scale)
         return values
 
+    def block_values(self) -> tuple[Tensor, Tensor | None]:
+        """The scales and offsets of each row: [out_features, blocks of columns]."""
+        if self.rows_per_scale == 1:
+            return self.scales, self.offsets
+        rows = torch.arange(len(self.codes)) // self.rows_per_scale
+        return self.scales[rows], None if self.offsets is None else self.offsets[rows]
+
+    def for_kernels(self) -> QuantizedCodes:
+        """The same numbers, in the order of the codes' columns."""
+        codes, (scales, offsets) = self.codes, self.block_values()
+        make = partial(
+            QuantizedCodes, scales=scales, columns_per_scale=self.columns_per_scale,
+            order=self.permutation,
+        )  # fmt: skip
+        if codes.dtype == torch.float8_e4m3fn:
+            return make(codes=codes.view(torch.uint8), offsets=offsets, bits=8, is_float8=True)
+        if self.codebook is not None:
+            return make(codes=codes, offsets=offsets, bits=4, table=self.codebook)
+        lowest, highest = (each.item() for each in codes.aminmax())
+        if codes.dtype == torch.int8:
+            bits = 4 if lowest >= -8 and highest < 8 else 8
+            zero = 1 << (bits - 1)
+            return make(codes=codes.view(torch.uint8) + zero, offsets=offsets, bits=bits, zero=zero)
+        zero = self._zero()
+        return make(
+            codes=codes, offsets=None if zero else offsets, bits=4 if highest < 16 else 8, zero=zero
+        )
+
+    def _zero(self) -> int:
+        """The code that stands for 0 in all blocks; 0: there is none."""
+        scales, offsets = self.block_values()
+        if offsets is None:
+            return 0
+        zero = (offsets.flatten()[0] / scales.flatten()[0]).round().item()
+        return int(zero) if 0 < zero < 256 and torch.equal(offsets, scales * zero) else 0
+
     def _numbers(self, start: int, blocks: Tensor) -> Tensor:
         """Of the rows from `start` on, which are in these rows of blocks."""
         codes = self.codes[start : start + len(blocks)]
@@ -81,33 +121,56 @@ class QuantizedMatrix:
         return spread[:, : self.codes.shape[1]]
 
 
-Matrix: TypeAlias = DenseMatrix | QuantizedMatrix
+@dataclass(frozen=True, slots=True)
+class StackedMatrix:
+    """Matrices whose layouts differ, one below the other, as one."""
+
+    parts: tuple[QuantizedMatrix, ...]
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([part.dequantize() for part in self.parts])
 
 
-def is_int8_by_row(matrix: Matrix) -> TypeGuard[QuantizedMatrix]:
-    """Whether it is int8 with a scale for each row, for which there are kernels that round their
-    inputs to int8, too."""
-    return (
-        isinstance(matrix, QuantizedMatrix)
-        and matrix.codes.dtype == torch.int8
-        and (matrix.rows_per_scale, matrix.columns_per_scale) == (1, matrix.codes.shape[1])
-        and matrix.offsets is matrix.permutation is matrix.codebook is None
-    )
+Matrix: TypeAlias = DenseMatrix | QuantizedMatrix | StackedMatrix
 
 
 def stack(parts: Sequence[Matrix], like: Tensor) -> Matrix:
-    """The parts' rows as one matrix, dense unless all parts are int8 by row.
+    """The parts' rows as one matrix, dense if a part is.
 
     Args:
         like: has the device, and the dtype of dense values.
     """
-    quantized = [part for part in parts if is_int8_by_row(part)]
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
     if len(quantized) < len(parts):
         return DenseMatrix(concatenate([part.dequantize() for part in parts], like))
+    joined = tuple(_join(list(run), like) for _, run in groupby(quantized, _layout))
+    return joined[0] if len(joined) == 1 else StackedMatrix(joined)
+
+
+def _layout(matrix: QuantizedMatrix) -> tuple[object, ...]:
+    """The same for matrices that can be one."""
+    tables = (matrix.codebook, matrix.permutation)
+    return (
+        matrix.codes.dtype,
+        matrix.columns_per_scale,
+        matrix.offsets is None,
+        *(None if table is None else table.numpy().tobytes() for table in tables),
+    )
+
+
+def _join(parts: Sequence[QuantizedMatrix], like: Tensor) -> QuantizedMatrix:
+    """Parts of the same layout."""
+    first, blocks = parts[0], [part.block_values() for part in parts]
+    offsets = [each for _, each in blocks if each is not None]
     return QuantizedMatrix(
-        codes=concatenate([part.codes for part in quantized], like.to(torch.int8)),
-        scales=concatenate([part.scales for part in quantized], like.float()),
-        columns_per_scale=quantized[0].columns_per_scale,
+        codes=concatenate(
+            [part.codes for part in parts], first.codes.new_empty(0, device=like.device)
+        ),
+        scales=concatenate([scales for scales, _ in blocks], like.float()),
+        offsets=concatenate(offsets, like.float()) if offsets else None,
+        codebook=first.codebook,
+        columns_per_scale=first.columns_per_scale,
+        permutation=first.permutation,
     )
 
 

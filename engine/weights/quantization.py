@@ -1,34 +1,159 @@
-"""Quantization at load: what `--quantization` makes of the matrices of a model's layers."""
+"""Quantization at load: what `--quantization` makes of the matrices of a dense checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.config import Quantization
-from penstock.engine.weights.matrix import Matrix, QuantizedMatrix, stack
-from penstock.kernels.linear_int8_reference import quantize_rows_reference
+from penstock.engine.errors import ConfigError
+from penstock.engine.weights.converted import ConvertedMatrices
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, stack
+from penstock.kernels.linear_quantized_reference import quantize_rows_reference
 
+INT4_BLOCK, INT8_BLOCK = 64, 128  # columns of a scale
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
+# Scales that are tried for a block of 4 bits: its largest magnitude divided by these.
+_INT4_STEPS = (-8.0, -7.6, -7.2, -6.8, 7.0, 6.6)
+_FLOAT8_LIMIT = 448.0
 
 
-def _to_int8(parts: Sequence[Matrix], like: Tensor) -> Matrix:
-    """As if the whole `stack` were quantized."""
-    values = [part.dequantize() for part in parts]
-    num_rows, size = sum(map(len, values)), values[0].shape[1]
-    codes = like.new_empty((num_rows, size), dtype=torch.int8)
-    scales = like.new_empty(num_rows, dtype=torch.float32)
-    chunks = (torch.split(each, max(1, _NUM_VALUES // size)) for each in values)
-    start = 0
-    for rows in chain.from_iterable(chunks):
-        end = start + len(rows)
-        codes[start:end], scales[start:end] = quantize_rows_reference(rows.to(like.dtype))
-        start = end
-    return QuantizedMatrix(codes=codes, scales=scales[:, None], columns_per_scale=size)
+def _to_int8(rows: Tensor) -> QuantizedMatrix:
+    blocks = _blocks(rows, INT8_BLOCK)
+    codes, scales = quantize_rows_reference(blocks.flatten(0, 1))
+    return _joined(codes.view_as(blocks), scales.view(blocks.shape[:2]), rows)
 
 
-Quantizer = Callable[[Sequence[Matrix], Tensor], Matrix]
-QUANTIZERS: dict[Quantization, Quantizer] = {"none": stack, "int8": _to_int8}
+def _to_int4(rows: Tensor) -> QuantizedMatrix:
+    """-8 to 7 times a scale for each block: of a few scales the one with the least squared error,
+    weighted by the numbers' squares, since large ones matter more."""
+    blocks = _blocks(rows, INT4_BLOCK)
+    largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
+    best_error = torch.full_like(largest, torch.inf)
+    best_scale, best_codes = torch.zeros_like(largest), torch.zeros_like(blocks)
+    weights = blocks.square()
+    for steps in _INT4_STEPS:
+        scale = largest / steps
+        codes = (blocks / scale).nan_to_num(nan=0.0).round_().clamp_(-8, 7)
+        # The scale that fits these codes best.
+        fit = (weights * codes * blocks).sum(2, keepdim=True)
+        scale = (fit / (weights * codes.square()).sum(2, keepdim=True)).nan_to_num(nan=0.0)
+        error = (weights * (codes * scale - blocks).square()).sum(2, keepdim=True)
+        is_better = error < best_error
+        best_error = torch.where(is_better, error, best_error)
+        best_scale = torch.where(is_better, scale, best_scale)
+        best_codes = torch.where(is_better, codes, best_codes)
+    scales = best_scale.squeeze(2)
+    scales[~blocks.isfinite().all(2)] = torch.nan
+    return _joined(best_codes.to(torch.int8), scales, rows)
+
+
+def _blocks(rows: Tensor, size: int) -> Tensor:
+    """float32 [num_rows, blocks, size], with zeros past the end"""
+    padded = F.pad(rows.float(), (0, -rows.shape[1] % size))
+    return padded.view(len(rows), -1, size)
+
+
+def _joined(codes: Tensor, scales: Tensor, rows: Tensor) -> QuantizedMatrix:
+    """The matrix of such blocks of rows."""
+    whole = codes.flatten(1)[:, : rows.shape[1]].contiguous()
+    return QuantizedMatrix(codes=whole, scales=scales, columns_per_scale=codes.shape[2])
+
+
+def _to_fp8(rows: Tensor) -> QuantizedMatrix:
+    """A scale for each row."""
+    rows = rows.float()
+    scales = rows.abs().amax(dim=1, keepdim=True) / _FLOAT8_LIMIT
+    codes = (rows / scales).nan_to_num(nan=0.0).to(torch.float8_e4m3fn)
+    return QuantizedMatrix(codes=codes, scales=scales, columns_per_scale=rows.shape[1])
+
+
+_ROUND: dict[Quantization, Callable[[Tensor], QuantizedMatrix]] = {
+    "int8": _to_int8,
+    "int4": _to_int4,
+    "fp8": _to_fp8,
+}
+
+
+@dataclass(slots=True)
+class Quantizer:
+    """Makes one matrix of a layer's parts.
+
+    Args:
+        default: of modules that no pattern names.
+        excluded: patterns of module names, as in a shell, which stay as they are.
+        kept: where to look for, and put, what was quantized.
+
+    Attributes:
+        aliases: second names of modules.
+        unused: patterns that no module matched so far.
+    """
+
+    default: Quantization = "none"
+    excluded: tuple[str, ...] = ()
+    kept: ConvertedMatrices | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    unused: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unused = set(self.excluded)
+
+    def __call__(self, names: Sequence[str], parts: Sequence[Matrix], like: Tensor) -> Matrix:
+        """
+        Args:
+            names: of the modules in the checkpoint that the parts are; matched by the patterns.
+            like: has the device and the dtype of the model.
+        """
+        return stack([self._part(*each, like) for each in zip(names, parts, strict=True)], like)
+
+    def check_patterns(self) -> None:
+        """
+        Raises:
+            ConfigError: a pattern matched nothing.
+        """
+        if self.unused:
+            raise ConfigError(f"--quantization-exclude {min(self.unused)} matches no module")
+
+    def _part(self, name: str, part: Matrix, like: Tensor) -> Matrix:
+        matched = {
+            pattern
+            for pattern, module in product(self.excluded, (name, self.aliases.get(name, name)))
+            if _matches(module, pattern)
+        }
+        self.unused -= matched
+        if matched or self.default == "none" or not isinstance(part, DenseMatrix):
+            return part
+        found = self.kept and self.kept.find(name, part.values.shape)
+        if not found:
+            found = quantize_rows(part.values, self.default, like)
+            if self.kept is not None:
+                self.kept.add(name, found)
+        return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether it is the module, or contains it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def quantize_rows(values: Tensor, kind: Quantization, like: Tensor) -> QuantizedMatrix:
+    """values [out_features, in_features], rounded to the dtype of `like` first; a few rows at a
+    time."""
+    size = values.shape[1]
+    parts = [
+        _ROUND[kind](rows.to(like.dtype))
+        for rows in torch.split(values, max(1, _NUM_VALUES // size))
+    ]
+    return QuantizedMatrix(
+        codes=torch.cat([part.codes.view(torch.uint8) for part in parts]).view(
+            parts[0].codes.dtype
+        ),
+        scales=torch.cat([part.scales for part in parts]),
+        columns_per_scale=parts[0].columns_per_scale,
+    )

@@ -272,8 +272,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "model": (
         Flag("revision", None, "branch, tag or commit of a model on the Hub"),
         Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
-        Flag("quantization", _MODEL.quantization, "int8: one byte per weight; faster, slightly "
-             "less exact (CPU only)", choices=QUANTIZATIONS),
+        Flag("quantization", _MODEL.quantization, "store a dense checkpoint's matrices in fewer "
+             "bits: less memory, faster, less exact (CPU only)", choices=QUANTIZATIONS),
+        Flag("quantization-exclude", (), "a module to leave as it is, such as lm_head or "
+             "model.layers.0.*; may be repeated", NAME, is_list=True),
+        Flag("quantize-activations", True, "round the inputs of quantized matrices to bytes, for "
+             "speed; off: slower, more exact (CPU only)"),
         Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
              choices=("auto", "dummy")),
         Flag("max-model-len", None, "context length in tokens; default: the model's own", COUNT),

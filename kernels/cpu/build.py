@@ -39,7 +39,7 @@ def build_library(isa: Isa, defines: tuple[str, ...]) -> Path:
     """
     compiler = find_compiler()
     flags = (*_FLAGS, *isa.flags, *(f"-D{define}" for define in defines))
-    cache = _cache_dir()
+    cache = cache_dir()
     path = cache / f"kernels-{_digest_of_inputs(compiler, flags, cache)[:24]}.so"
     if not _is_intact(path):
         _compile(compiler, flags, path)
@@ -79,8 +79,12 @@ def _digest_of_inputs(compiler: tuple[str, ...], flags: tuple[str, ...], cache: 
     return digest.hexdigest()
 
 
-def _cache_dir() -> Path:
-    """The cache directory; created if missing."""
+def cache_dir() -> Path:
+    """The folder for what can be made again; created if missing.
+
+    Raises:
+        BuildError: there is no place for it.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     try:
         folder = (

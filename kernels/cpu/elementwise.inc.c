@@ -141,8 +141,9 @@ struct job NAME(embed)(const void *args) {
 static void NAME(gather_rows_item)(const void *args, long item) {
     const struct gather_rows_args *a = args;
     (void)item;
-    for (long r = 0; r < a->step->num_gathered; r++) {
-        const DTYPE *x = (const DTYPE *)a->x + a->step->sampled_tokens[r] * a->size;
+    const int64_t *tokens = a->step->sampled_tokens;
+    for (long r = 0; r < a->step->num_sampled; r++) {
+        const DTYPE *x = (const DTYPE *)a->x + (tokens ? tokens[r] : r) * a->size;
         memcpy((DTYPE *)a->y + r * a->size, x, a->size * sizeof(DTYPE));
     }
 }

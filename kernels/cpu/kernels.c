@@ -1,6 +1,6 @@
 /* All CPU kernels as one translation unit, for one dtype: -DDTYPE=f32, f16 or b16. */
 #include "candidates.h"
-#include "int8.h"
+#include "bytes.h"
 #include "ops.h"
 #include "pool.h"
 #include "simd.h"
@@ -19,7 +19,7 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
 #endif
 
 enum { ROWS_PER_ITEM = 128 };
-/* How far ahead a full tile of int8 prefetches its weights, which it multiplies too slowly to stream
+/* How far ahead a full tile of quantized weights prefetches its weights, which it multiplies too slowly to stream
  * otherwise. With 8 rows that gains 10 to 20 %; with up to 5, where memory is the limit, it costs as
  * much. */
 enum { AHEAD_BYTES = 16 << 10 };
@@ -107,7 +107,7 @@ INLINE long num_attention_items(
 #include "draw.inc.c"
 #include "elementwise.inc.c"
 #include "linear.inc.c"
-#include "linear_int8.inc.c"
+#include "linear_quantized.inc.c"
 #include "sampling.inc.c"
 
 /* Logits that penalties changed are floats, whatever the dtype. */

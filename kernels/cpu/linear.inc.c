@@ -9,11 +9,13 @@
  *     f16, f32    [group][in][panel][16]
  */
 
+INLINE long output_stride(const struct linear_args *a) { return a->stride ? a->stride : a->out_features; }
+
 static __attribute__((noinline)) void NAME(write_last_columns)(
     const struct linear_args *a, long row, long column, const float *sums) {
     const DTYPE *bias = a->bias, *residual = a->residual;
     for (; column < a->out_features; column++) {
-        long at = row * a->out_features + column;
+        long at = row * output_stride(a) + column;
         float value = *sums++ + (bias ? GET(bias + column) : 0.0f);
         if (residual) value = ROUND(splat(value))[0] + GET(residual + at);
         PUT((DTYPE *)a->y + at, value);
@@ -21,7 +23,7 @@ static __attribute__((noinline)) void NAME(write_last_columns)(
 }
 
 INLINE void NAME(write_columns)(const struct linear_args *a, long row, long column, vec sum) {
-    long at = row * a->out_features + column;
+    long at = row * output_stride(a) + column;
     if (column + LANES > a->out_features) {
         float sums[LANES];
         store_f32(sums, sum);

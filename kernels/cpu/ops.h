@@ -8,15 +8,15 @@
 #include <stdint.h>
 
 /* One step: the fields of PagedLayout (kernels/paged_layout.py), the tokens, and which of them are
- * sampled from: `num_gathered` is their number, or 0 if these are all tokens. */
+ * sampled from. */
 struct step {
-    int64_t num_tokens, num_seqs, table_stride, num_sampled, num_gathered;
+    int64_t num_tokens, num_seqs, table_stride, num_sampled;
     const int64_t *token_ids, *slot_mapping;                        /* [num_tokens] */
     const int32_t *query_start_loc, *seq_lens;
     const int32_t *block_tables; /* [num_seqs, table_stride]; read after the step, to no effect */
     const float *cosines, *sines;                                   /* [n, head_dim / 2] */
     const int64_t *rotary_rows;                                     /* [num_tokens], rows of these */
-    const int64_t *sampled_tokens;                                  /* [num_gathered] */
+    const int64_t *sampled_tokens;      /* [num_sampled], or null: the first num_sampled tokens */
 };
 
 /* y[rows, out] = x[rows, in] · packed weight (+ bias) (+ residual, after rounding the product) */
@@ -25,29 +25,74 @@ struct linear_args {
     const void *x, *weight, *bias, *residual; /* bias, residual: may be null, and are not y */
     const int64_t *num_rows;
     int64_t in_features, out_features;
+    int64_t stride; /* from row to row of y and residual; 0: out_features */
 };
 
-/* Each row of x as bytes: 128 + x / scale, rounded, where scale = its largest magnitude / 127. */
-struct quantize_rows_args {
-    uint8_t *bytes; /* [rows, size rounded up to 4] */
-    float *scales;  /* [rows] */
+/* How a matrix is stored by pack_quantized: see linear_quantized.inc.c. */
+struct quantized_format {
+    int64_t code_bits;         /* 4 or 8 */
+    int64_t columns_per_scale; /* a multiple of 8, or all columns */
+    int64_t zero;              /* the code that stands for 0 */
+    int64_t has_offsets, is_half;
+    int64_t is_float8; /* codes are E4M3 */
+    const void *table; /* what codes of 4 bits stand for: [16], bytes for products of bytes (null: the
+                        * codes themselves), floats for others */
+};
+
+/* Codes [out, in] of a byte each, in the layout of linear_quantized.inc.c. */
+struct pack_quantized_args {
+    char *packed;
+    const uint8_t *codes;
+    const float *factors;         /* [out] */
+    const void *scales, *offsets; /* [out, blocks], f16 if is_half, else float */
+    int64_t in_features, out_features;
+    struct quantized_format format;
+};
+
+/* Each block of a row of x as signed bytes: x / scale, rounded, where scale = its largest magnitude / 127;
+ * and the sum of these bytes. */
+struct quantize_blocks_args {
+    uint8_t *bytes; /* [rows, size rounded up to a line], in the order of a line of code_bits */
+    float *scales;  /* [rows, blocks] */
+    int32_t *sums;  /* [rows, blocks] */
     const void *x;  /* [rows, size] */
     const int64_t *num_rows;
+    int64_t size, columns_per_scale, code_bits;
+};
+
+/* The sum of each block of a row of x. */
+struct sum_blocks_args {
+    float *sums;   /* [rows, blocks] */
+    const void *x; /* [rows, size] */
+    const int64_t *num_rows;
+    int64_t size, columns_per_scale;
+};
+
+/* y[r, i] = x[r, indices[i]] */
+struct permute_columns_args {
+    void *y;
+    const void *x; /* [rows, size] */
+    const int64_t *num_rows, *indices;
     int64_t size;
 };
 
-/* Weights [out, in], rounded like the rows of quantize_rows, in the layout of linear_int8.inc.c. */
-struct pack_int8_args {
-    char *packed;
-    const int8_t *codes;
-    const float *scales; /* [out] */
-    int64_t in_features, out_features;
+/* linear, of weights that pack_quantized packed. x_scales null: x as it is, with x_float_sums if there are
+ * offsets. Otherwise x is what quantize_blocks wrote. */
+struct linear_quantized_args {
+    struct linear_args linear;
+    const float *x_scales;     /* [rows, blocks] */
+    const int32_t *x_sums;     /* [rows, blocks] */
+    const float *x_float_sums; /* [rows, blocks] */
+    struct quantized_format format;
 };
 
-/* linear, of rows that quantize_rows made and weights that pack_int8 packed */
-struct linear_int8_args {
-    struct linear_args linear;
-    const float *x_scales; /* [rows] */
+/* embed, of such weights; its table, if any, holds floats */
+struct embed_quantized_args {
+    void *y;
+    const void *weight;
+    const struct step *step;
+    int64_t size;
+    struct quantized_format format;
 };
 
 /* y[t] = weight[token_ids[t]], of vocab_size rows of `size` values; packed: as linear weights are */
@@ -95,7 +140,7 @@ struct silu_mul_args {
     int64_t size;
 };
 
-/* y[r, size] = x[sampled_tokens[r]], of num_gathered rows */
+/* y[r, size] = x[sampled_tokens[r]], of num_sampled rows */
 struct gather_rows_args {
     void *y;
     const void *x;

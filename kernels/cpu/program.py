@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ctypes import Structure
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +33,34 @@ class Buffer:
     def __str__(self) -> str:
         return self.name
 
+    def columns(self, start: int) -> Columns:
+        return Columns(self, start)
+
+    @property
+    def address(self) -> int:
+        return self.rows.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A buffer's rows from a column on."""
+
+    buffer: Buffer
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.buffer}[{self.start}:]"
+
+    def columns(self, start: int) -> Columns:
+        return Columns(self.buffer, self.start + start)
+
+    @property
+    def address(self) -> int:
+        return self.buffer.address + self.start * self.buffer.rows.itemsize
+
+
+Place: TypeAlias = Buffer | Columns
+
 
 @dataclass(frozen=True, slots=True)
 class _Record:
@@ -39,10 +68,10 @@ class _Record:
 
     operation: str
     args: Structure
-    arguments: dict[str, Argument | Buffer]
+    arguments: dict[str, Argument | Place]
 
     def __str__(self) -> str:
-        def describe(value: Argument | Buffer) -> str:
+        def describe(value: Argument | Place) -> str:
             if isinstance(value, Tensor):
                 return str(list(value.shape))
             return type(value).__name__ if isinstance(value, Structure) else str(value)
@@ -81,7 +110,7 @@ class Program:
         buffer.size = max(buffer.size, size)
         return buffer
 
-    def add(self, operation: str, **arguments: Argument | Buffer) -> Structure:
+    def add(self, operation: str, **arguments: Argument | Place) -> Structure:
         """Append an operation; `step` and `num_rows`, unless given, are those of the step.
 
         Returns:
@@ -96,7 +125,7 @@ class Program:
             if hasattr(type(args), name):
                 arguments.setdefault(name, self.step)  # whose first member is num_tokens
         for name, value in arguments.items():
-            setattr(args, name, None if isinstance(value, Buffer) else plain(value))
+            setattr(args, name, None if isinstance(value, Place) else plain(value))
         self._records.append(_Record(operation, args, arguments))
         return args
 
@@ -110,8 +139,8 @@ class Program:
             buffer.rows = buffer.rows.new_empty(num_rows, buffer.size)
         for record in self._records:
             for name, value in record.arguments.items():
-                if isinstance(value, Buffer):
-                    setattr(record.args, name, plain(value.rows))
+                if isinstance(value, Place):
+                    setattr(record.args, name, value.address)
         calls = [self._library.call(each.operation, each.args) for each in self._records]
         self._calls = (Call * len(calls))(*calls)
 

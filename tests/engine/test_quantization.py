@@ -1,7 +1,8 @@
-"""int8 from a setting to tokens: by the C kernels, and in torch, which says what they compute.
+"""`--quantization` from a setting to tokens: by the C kernels, and in torch, which says what they
+compute.
 
-Tolerances of int8 beside the weights as they are: logits of random models move by less than a
-tenth, and those of the demo model too (`tests/load/test_quantization_bench.py`).
+Tolerances beside the weights as they are: logits of random models move by less than a quarter in 8
+bits and a third in 4; for the demo model see `tests/load/test_quantization_bench.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.engine import LLM, ConfigError, SamplingParams
 from penstock.engine.config import (
@@ -21,130 +21,185 @@ from penstock.engine.config import (
     ModelConfig,
     Quantization,
 )
-from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
-from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
-from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.startup import build_core
-from penstock.kernels.paged_layout import PagedLayout
+from penstock.engine.weights.matrix import DenseMatrix
+from penstock.engine.weights.quantization import quantize_rows
 
-CPU = torch.device("cpu")
-BLOCK_SIZE = 16
-NUM_TOKENS = 45
+from .quantized_models import BLOCK_SIZE, CPU, load, logits, relative_error
+
+MOVED = {"int8": (0.003, 0.1), "fp8": (0.01, 0.25), "int4": (0.05, 0.7)}
 QUESTIONS = [
     [{"role": "user", "content": text}]
     for text in ("What is paged attention?", "Spell walnut.", "Count to 12.", "Who are you?")
 ]
 
 
-def load(
-    path: Path, quantization: Quantization, *, in_torch: bool = False, dtype: str = "float32"
-) -> LanguageModel:
-    config = ModelConfig(dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
-    decoder = load_model(config, path, CPU)
-    library = None if in_torch else cpu_kernels(decoder, BLOCK_SIZE)
-    model = fastest(decoder, BLOCK_SIZE, library)
-    assert isinstance(model, Decoder if in_torch else CpuDecoder)
-    return model
-
-
-@torch.inference_mode()
-def logits(model: LanguageModel, chunks: tuple[int, ...] = (NUM_TOKENS,)) -> Tensor:
-    """Of random tokens in chunks of these sizes: [NUM_TOKENS, vocab_size]"""
-    token_ids = torch.randint(0, 160, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3))
-    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
-    pool = shape.allocate(3, CPU).fill_(torch.nan)
-    parts = []
-    for positions in torch.arange(NUM_TOKENS).split(list(chunks)):
-        seq_len = int(positions[-1]) + 1
-        layout = PagedLayout(
-            query_start_loc=torch.tensor([0, len(positions)], dtype=torch.int32),
-            seq_lens=torch.tensor([seq_len], dtype=torch.int32),
-            block_tables=torch.arange(3, dtype=torch.int32)[None],
-            slot_mapping=positions,
-            max_query_len=len(positions),
-            max_seq_len=seq_len,
-        )
-        context = ForwardContext(
-            kv_pool=pool, layout=layout, positions=positions, prompt_lens=positions
-        )
-        parts.append(model.logits(model(token_ids[positions], context)).float().clone())
-    return torch.cat(parts)
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    return float((result - expected).norm() / expected.norm())
-
-
+@pytest.mark.parametrize("quantization", MOVED)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
-def test_kernels_and_torch_round_alike(architecture: str, tiny_checkpoint: Callable[..., Path]):
+def test_kernels_and_torch_round_alike(
+    architecture: str, quantization: Quantization, tiny_checkpoint: Callable[..., Path]
+):
     """Between them only what float32 rounds differently, and now and then a byte for that; far
-    less than int8 itself changes."""
+    less than quantizing itself changes."""
     path = tiny_checkpoint(architecture)
     exact = logits(load(path, "none"))
-    kernels, in_torch = (logits(load(path, "int8", in_torch=each)) for each in (False, True))
-    assert 0.005 < relative_error(in_torch, exact) < 0.1
+    kernels, in_torch = (logits(load(path, quantization, in_torch=each)) for each in (False, True))
+    least, most = MOVED[quantization]
+    assert least < relative_error(in_torch, exact) < most
     assert relative_error(kernels, in_torch) < 0.1 * relative_error(in_torch, exact)
 
 
+@pytest.mark.parametrize("quantization", MOVED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_half_precision(dtype: str, tiny_checkpoint: Callable[..., Path]):
+def test_in_half_precision(
+    dtype: str, quantization: Quantization, tiny_checkpoint: Callable[..., Path]
+):
     path = tiny_checkpoint("Qwen3ForCausalLM", dtype=dtype)
     exact = logits(load(path, "none"))
+    least, most = MOVED[quantization]
     for in_torch in (False, True):
-        result = logits(load(path, "int8", in_torch=in_torch, dtype=dtype))
-        assert 0.005 < relative_error(result, exact) < 0.1
+        result = logits(load(path, quantization, in_torch=in_torch, dtype=dtype))
+        assert least < relative_error(result, exact) < most
 
 
-def test_chunks_do_not_change_a_bit(tiny_checkpoint: Callable[..., Path]):
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_inputs_as_they_are_are_nearer(
+    quantization: Quantization, tiny_checkpoint: Callable[..., Path]
+):
+    """They give what the quantized numbers give; inputs in bytes give a little less."""
     path = tiny_checkpoint()
-    whole = logits(load(path, "int8"))
-    assert torch.equal(logits(load(path, "int8"), (7, 1, 16, 4, 3, 14)), whole)
-    assert torch.equal(logits(load(path, "int8"), (30, *[1] * 15)), whole)
+    quantized = load_model(ModelConfig(quantization=quantization), path, CPU)
+    for layer in quantized.matrix_layers:
+        layer.hold(DenseMatrix(torch.cat([each.dequantize() for each in layer.quantized])))
+    expected = logits(quantized)
+    exact = load(path, quantization, quantize_activations=False)
+    assert relative_error(logits(exact), expected) < 1e-5
+    assert 1e-3 < relative_error(logits(load(path, quantization)), expected) < 0.05
 
 
-def test_a_byte_a_weight_and_the_originals_are_dropped(tiny_checkpoint: Callable[..., Path]):
+@pytest.mark.parametrize("quantization", MOVED)
+def test_chunks_do_not_change_a_bit(
+    quantization: Quantization, tiny_checkpoint: Callable[..., Path]
+):
     path = tiny_checkpoint()
-    decoder = load_model(ModelConfig(quantization="int8"), path, CPU)
-    int8 = fastest(decoder, BLOCK_SIZE, cpu_kernels(decoder, BLOCK_SIZE))
+    whole = logits(load(path, quantization))
+    assert torch.equal(logits(load(path, quantization), (7, 1, 16, 4, 3, 14)), whole)
+    assert torch.equal(logits(load(path, quantization), (30, *[1] * 15)), whole)
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4), ("fp8", 8)])
+def test_few_bits_a_weight_and_the_originals_are_dropped(
+    quantization: Quantization, bits: int, tiny_checkpoint: Callable[..., Path]
+):
+    path = tiny_checkpoint(hidden_size=192, intermediate_size=384, num_attention_heads=6)
+    decoder = load_model(ModelConfig(quantization=quantization), path, CPU)
+    in_torch = decoder.weight_bytes
+    small = fastest(decoder, BLOCK_SIZE, cpu_kernels(decoder, BLOCK_SIZE))
     whole = load(path, "none")
-    assert len(decoder.linears) == 4 * decoder.config.num_layers
-    assert all(each.weight.numel() == 0 and each.scales is None for each in decoder.linears)
-    assert isinstance(int8, CpuDecoder)
+    assert all(each.weight.numel() == 0 and not each.quantized for each in decoder.matrix_layers)
+    assert isinstance(small, CpuDecoder)
     assert isinstance(whole, CpuDecoder)
-    for layer, original in zip(int8._layers, whole._layers, strict=True):
-        assert layer.num_weights < layer.num_bytes < 1.2 * layer.num_weights  # and scales
-        assert original.num_bytes == 4 * original.num_weights
+    of_matrices = whole.weight_bytes / 4 * bits / 8
+    for weight_bytes in (in_torch, small.weight_bytes):
+        assert of_matrices < weight_bytes < 1.3 * of_matrices  # and scales, and norms
 
 
-def test_in_torch_it_is_a_byte_a_weight_too(tiny_checkpoint: Callable[..., Path]):
-    int8, whole = (
-        load_model(ModelConfig(quantization=quantization), tiny_checkpoint(), CPU)
-        for quantization in ("int8", "none")
-    )
-    num_bytes = sum(each.nbytes for each in whole.layers.parameters())
-    assert sum(each.nbytes for each in int8.layers.parameters()) < 0.3 * num_bytes
+def test_modules_that_are_excluded(tiny_checkpoint: Callable[..., Path]):
+    exclude = ("model.layers.0", "lm_head", "*.down_proj")
+    config = ModelConfig(quantization="int4", quantization_exclude=exclude)
+    untied = load_model(config, tiny_checkpoint(), CPU)
+    assert [bool(each.quantized) for each in untied.linears] == [False] * 4 + [True] * 3 + [False]
+    assert untied.embed_tokens.quantized
+    assert not untied.lm_head.quantized
+    tied = load_model(config, tiny_checkpoint("Qwen2ForCausalLM", tie_word_embeddings=True), CPU)
+    assert not tied.embed_tokens.quantized
+    assert logits(load(tiny_checkpoint(), "int4", quantization_exclude=exclude)).isfinite().all()
 
 
-def test_a_gpu_is_refused(tiny_checkpoint: Callable[..., Path]):
-    with pytest.raises(ConfigError, match="--quantization int8 needs a CPU"):
-        load_model(ModelConfig(quantization="int8"), tiny_checkpoint(), torch.device("cuda"))
+def test_a_part_that_is_excluded_keeps_its_layer(tiny_checkpoint: Callable[..., Path]):
+    """q, k and v are one product."""
+    config = ModelConfig(quantization="int4", quantization_exclude=("*.layers.1.*.v_proj",))
+    model = load_model(config, tiny_checkpoint(), CPU)
+    assert [bool(each.quantized) for each in model.linears] == [True] * 4 + [False] + [True] * 3
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tiny_checkpoint: Callable[..., Path]):
+    config = ModelConfig(quantization="int4", quantization_exclude=("lm_haed",))
+    with pytest.raises(ConfigError, match="--quantization-exclude lm_haed matches no module"):
+        load_model(config, tiny_checkpoint(), CPU)
+
+
+def test_rows_that_do_not_fill_their_blocks():
+    """Zeros, NaN and the last, shorter block stay what they are."""
+    rows = torch.randn(5, 200, generator=torch.Generator().manual_seed(0))
+    rows[1], rows[2, 150], rows[3, :64] = 0, torch.nan, 1e-30
+    for kind, error in (("int8", 0.01), ("int4", 0.15), ("fp8", 0.05)):
+        found = quantize_rows(rows, kind, torch.empty(0))
+        numbers = found.dequantize()
+        assert numbers.shape == rows.shape
+        assert (numbers[1] == 0).all()
+        assert numbers[2, 150:].isnan()[0]
+        rest = torch.tensor([0, 3, 4])
+        assert relative_error(numbers[rest], rows[rest]) < error
+
+
+@pytest.mark.parametrize("quantization", MOVED)
+def test_the_second_start_reads_what_the_first_made(
+    quantization: Quantization,
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("penstock.engine.weights.converted._MIN_VALUES", 4000)
+    path = tiny_checkpoint()
+    first = load(path, quantization)
+    kept = sorted(tmp_path.glob("weights/*/*.safetensors"))
+    assert len(kept) == 12  # all but k and v
+    monkeypatch.setattr("penstock.engine.weights.quantization._ROUND", {})
+    monkeypatch.setattr("penstock.engine.weights.converted._MIN_VALUES", 1)
+    with pytest.raises(KeyError):
+        load(path, quantization)  # k and v are not there
+    monkeypatch.undo()
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    expected = logits(first)
+    assert torch.equal(logits(load(path, quantization)), expected)
+    kept[0].write_bytes(b"damaged")
+    assert torch.equal(logits(load(path, quantization)), expected)
+
+
+def test_no_place_for_them(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    decoder = load_model(ModelConfig(), tiny_checkpoint(), CPU)
+    cpu_kernels(decoder, BLOCK_SIZE)  # compiled where there is place
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "file"))
+    assert load_model(ModelConfig(quantization="int4"), tiny_checkpoint(), CPU).linears[0].quantized
+    assert "quantized again at each start" in caplog.text
+
+
+@pytest.mark.parametrize("quantization", MOVED)
+def test_a_gpu_is_refused(quantization: Quantization, tiny_checkpoint: Callable[..., Path]):
+    with pytest.raises(ConfigError, match=f"--quantization {quantization} needs a CPU"):
+        load_model(ModelConfig(quantization=quantization), tiny_checkpoint(), torch.device("cuda"))
 
 
 def test_kv_of_other_weights_is_not_shared():
     roots = set()
-    for quantization in QUANTIZATIONS:
-        config = EngineConfig(
-            model=ModelConfig(quantization=quantization), cache=CacheConfig(num_blocks=128)
-        )
-        core, info = build_core(config)
-        assert info.quantization == quantization
+    models = [ModelConfig(quantization=quantization) for quantization in QUANTIZATIONS]
+    models.append(ModelConfig(quantization="int4", quantize_activations=False))
+    models.append(ModelConfig(quantization="int4", quantization_exclude=("lm_head",)))
+    for model in models:
+        core, info = build_core(EngineConfig(model=model, cache=CacheConfig(num_blocks=128)))
+        assert info.quantization == model.quantization
         roots.add(core.scheduler.blocks._prefixes._cache_root)
         core.close()
-    assert len(roots) == len(QUANTIZATIONS)
+    assert len(roots) == len(models)
 
 
 def test_the_demo_model_answers_the_same(monkeypatch: pytest.MonkeyPatch):

@@ -17,9 +17,8 @@ from penstock.engine.startup import build_core
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats import FORMATS
 from penstock.engine.weights.formats.dense import read_dense
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, stack
-from penstock.engine.weights.quantization import QUANTIZERS
-from penstock.kernels.linear_int8_reference import quantize_rows_reference
+from penstock.engine.weights.matrix import Matrix, QuantizedMatrix
+from penstock.kernels.linear_quantized_reference import quantize_rows_reference
 
 from ..greedy_parity import requests, run
 
@@ -66,7 +65,7 @@ def rows_checkpoint(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Cal
     return convert
 
 
-def tokens(path: Path, **model: str) -> dict[str, list[int]]:
+def tokens(path: Path, **model: str | bool) -> dict[str, list[int]]:
     config = EngineConfig(
         model=ModelConfig(model=str(path), **model),  # type: ignore[arg-type]
         cache=CacheConfig(num_blocks=400),
@@ -77,19 +76,32 @@ def tokens(path: Path, **model: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("compiler", ["", "no-such-compiler"], ids=["kernels", "torch"])
-def test_a_model_in_an_added_format(compiler, rows_checkpoint, tiny_checkpoint, monkeypatch):
-    """Its tokens are those of the same numbers, quantized at load."""
+def test_a_model_in_an_added_format(
+    compiler, rows_checkpoint, tiny_checkpoint, monkeypatch, tmp_path
+):
+    """Its tokens are those of the same numbers in a dense one."""
     if compiler:
         monkeypatch.setenv("CC", compiler)
-    expected = tokens(tiny_checkpoint("Qwen2ForCausalLM"), quantization="int8")
-    assert tokens(rows_checkpoint()) == expected
+    path = rows_checkpoint()
+    stored = load_file(path / WEIGHTS)
+    expected = load_file(tiny_checkpoint("Qwen2ForCausalLM") / WEIGHTS)
+    for name in expected:
+        prefix = name.removesuffix(".weight")
+        if f"{prefix}.codes" in stored:
+            expected[name] = stored[f"{prefix}.codes"] * stored[f"{prefix}.scales"][:, None]
+    (tmp_path / "dense").mkdir()
+    save_file(expected, tmp_path / "dense" / WEIGHTS)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    assert tokens(path, quantize_activations=False) == tokens(tmp_path / "dense")
 
 
 def test_each_module_has_a_scheme_of_its_own(rows_checkpoint):
     """One is dense here, a part of a fused one is, and the rest is quantized."""
     path = rows_checkpoint("layers.0.self_attn.o_proj", "layers.1.self_attn.k_proj")
     model = load_model(ModelConfig(), path, torch.device("cpu"))
-    is_quantized = [linear.scales is not None for linear in model.linears]
+    is_quantized = [bool(linear.quantized) for linear in model.linears]
     assert is_quantized == [True, False, True, True, False, True, True, True]
     stored, q_proj = load_file(path / WEIGHTS), model.linears[4].weight[:64]
     assert torch.equal(q_proj, stored[f"{Q_PROJ}.codes"] * stored[f"{Q_PROJ}.scales"][:, None])
@@ -114,17 +126,3 @@ def test_mistakes_are_named(changes, words, rows_checkpoint):
         load_model(ModelConfig(), path, torch.device("cpu"))
     for word in (str(path), *words):
         assert word in str(caught.value)
-
-
-def test_quantizing_at_load_takes_the_model_s_dtype_first():
-    """A part at a time, and as if the whole were there at once."""
-    like = torch.empty(0, dtype=torch.bfloat16)
-    parts = [DenseMatrix(torch.randn(size, 24)) for size in (70, 1, 32)]
-    found = QUANTIZERS["int8"](parts, like)
-    assert isinstance(found, QuantizedMatrix)
-    whole = stack(parts, like).dequantize()
-    assert whole.dtype == torch.bfloat16
-    codes, scales = quantize_rows_reference(whole)
-    assert torch.equal(found.codes, codes)
-    assert torch.equal(found.scales[:, 0], scales)
-    assert (found.dequantize() - whole).abs().max() <= scales.max() * 0.51

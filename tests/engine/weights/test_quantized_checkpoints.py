@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from penstock.engine import ModelLoadError
 from penstock.engine.config import ModelConfig
+from penstock.engine.layers.linear import Linear
 from penstock.engine.models.loader import load_model
+from penstock.kernels.cpu.isa import ISA_VARIABLE
 
+from ...support.isas import usable_isas
+from ..quantized_models import load, logits, relative_error
 from . import quantized_checkpoints as made
 from .quantized_checkpoints import WEIGHTS, Write, compressed, rewrite
 
@@ -77,6 +82,13 @@ CASES: dict[str, tuple[Write, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def numbers_of(linear: Linear) -> Tensor:
+    """The matrix, in float32."""
+    if not linear.quantized:
+        return linear.weight.float()
+    return torch.cat([part.dequantize() for part in linear.quantized])
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kept", [(), ("layers.0.self_attn.k_proj", "layers.1.mlp.down_proj")])
 def test_the_numbers_are_those_of_the_format(
@@ -86,7 +98,7 @@ def test_the_numbers_are_those_of_the_format(
     source = tiny_checkpoint("Qwen2ForCausalLM", intermediate_size=96)
     config = {"quant_method": "compressed-tensors", **config}
     numbers = rewrite(source, tmp_path, write, config, kept=kept)
-    model = load_model(ModelConfig(), tmp_path, torch.device("cpu"))
+    model = load_model(ModelConfig(quantize_activations=False), tmp_path, torch.device("cpu"))
     dense = load_model(ModelConfig(), source, torch.device("cpu"))
     parts = {
         "self_attn.qkv": ("q_proj", "k_proj", "v_proj"),
@@ -100,11 +112,43 @@ def test_the_numbers_are_those_of_the_format(
         place, names = list(parts.items())[kind]
         prefixes = [f"model.layers.{layer}.{place.partition('.')[0]}.{name}" for name in names]
         expected = torch.cat([numbers.get(each, stored[f"{each}.weight"]) for each in prefixes])
-        found = linear.take().dequantize()
+        found = numbers_of(linear)
         relative = 2**-8 if "nvfp4" in case else 1e-5  # compressed-tensors computes it in bf16
         torch.testing.assert_close(found, expected, rtol=relative, atol=1e-6)
         error = (found - original.weight).norm() / original.weight.norm()
         assert error < (0.7 if "2-bits" in case else 0.2)
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_numbers(
+    case: str,
+    isa: str,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the kernels with inputs as they are; with inputs in bytes, and in torch, beside them."""
+    write, config = CASES[case]
+    source = tiny_checkpoint("Qwen2ForCausalLM", intermediate_size=96)
+    config = {"quant_method": "compressed-tensors", **config}
+    numbers = rewrite(source, tmp_path, write, config)
+    dense = load_file(source / WEIGHTS)
+    dense |= {f"{name}.weight": each.contiguous() for name, each in numbers.items()}
+    (tmp_path / "dense").mkdir()
+    save_file(dense, tmp_path / "dense" / WEIGHTS)
+    (tmp_path / "dense/config.json").write_text((source / "config.json").read_text())
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    expected = logits(load(tmp_path / "dense", "none"))
+    exact = logits(load(tmp_path, "none", quantize_activations=False))
+    bound = 2**-6 if "nvfp4" in case else 1e-5  # compressed-tensors computes it in bf16
+    assert relative_error(exact, expected) < bound
+    in_bytes = logits(load(tmp_path, "none"))
+    is_float = "fp8" in case or "float8" in case
+    assert relative_error(in_bytes, expected) < (bound if is_float else 0.05)
+    if isa == "portable":
+        in_torch = logits(load(tmp_path, "none", in_torch=True))
+        assert relative_error(in_torch, in_bytes) < 0.01
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -184,6 +228,6 @@ def test_numbers_that_are_none_are_kept(
     tensors[f"{Q_PROJ}.scales"][1, 5] = torch.nan
     save_file(tensors, tmp_path / WEIGHTS)
     model = load_model(ModelConfig(), tmp_path, torch.device("cpu"))
-    is_nan = model.linears[0].take().dequantize().isnan()
+    is_nan = numbers_of(model.linears[0]).isnan()
     assert is_nan[5, 32:].all()
     assert int(is_nan.sum()) == 32

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from tests.support.isas import usable_isas
 
-from penstock.kernels.cpu.isa import ISA_VARIABLE, ISAS, select_isa
+from penstock.kernels.cpu.isa import ISA_VARIABLE
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def usable_isas() -> list[str]:
-    """Those of ISAS from what this CPU selects by itself downwards."""
-    chosen = os.environ.pop(ISA_VARIABLE, None)
-    try:
-        return list(ISAS[ISAS.index(select_isa().name) :])
-    finally:
-        if chosen is not None:
-            os.environ[ISA_VARIABLE] = chosen
 
 
 @pytest.fixture(scope="session", params=usable_isas())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.paged_layout import PagedLayout
 
 
@@ -145,7 +146,7 @@ def embed(library: CpuLibrary, token_ids: Tensor, weight: Tensor, *, is_packed: 
 
 def gather_rows(library: CpuLibrary, x: Tensor, rows: Tensor) -> Tensor:
     y = torch.full((len(rows), x.shape[1]), torch.nan, dtype=x.dtype)
-    step = library.structure("step", num_gathered=len(rows), sampled_tokens=rows)
+    step = library.structure("step", num_sampled=len(rows), sampled_tokens=rows)
     library.run("gather_rows", y=y, x=x, step=step, size=x.shape[1])
     return y
 
@@ -194,3 +195,80 @@ def rope_store(
     for cache, stored in zip(caches, unpack_cache(*packed), strict=True):
         cache.copy_(stored)
     return query
+
+
+def quantize_blocks(
+    library: CpuLibrary, x: Tensor, *, columns_per_scale: int, code_bits: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bytes, scales and sums of x."""
+    num_rows, size = x.shape
+    line, blocks = 32 // code_bits, -(-size // columns_per_scale)
+    values = torch.full((num_rows, -(-size // line) * line), 77, dtype=torch.int8)
+    scales = torch.full((num_rows, blocks), torch.nan)
+    sums = torch.full((num_rows, blocks), 77, dtype=torch.int32)
+    library.run(
+        "quantize_blocks",
+        bytes=values,
+        scales=scales,
+        sums=sums,
+        x=x,
+        num_rows=ctypes.c_int64(num_rows),
+        size=size,
+        columns_per_scale=columns_per_scale,
+        code_bits=code_bits,
+    )
+    return values, scales, sums
+
+
+def linear_quantized(
+    library: CpuLibrary,
+    x: Tensor,
+    packed: PackedCodes,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x · matrixᵀ (+ bias) (+ residual)"""
+    y = torch.full((len(x), packed.out_features), torch.nan, dtype=x.dtype)
+    num_rows = ctypes.c_int64(len(x))
+    size = packed.columns_per_scale
+    given: dict[str, Tensor] = {"x": x}
+    if packed.in_bytes:
+        values, scales, sums = quantize_blocks(
+            library, x, columns_per_scale=size, code_bits=packed.code_bits
+        )
+        given = {"x": values, "x_scales": scales, "x_sums": sums}
+    elif packed.has_offsets:
+        given["x_float_sums"] = torch.full((len(x), packed.num_blocks), torch.nan)
+        library.run(
+            "sum_blocks",
+            sums=given["x_float_sums"],
+            x=x,
+            num_rows=num_rows,
+            size=x.shape[1],
+            columns_per_scale=size,
+        )
+    library.run(
+        "linear_quantized",
+        y=y,
+        bias=bias,
+        residual=residual,
+        num_rows=num_rows,
+        **given,
+        **packed.arguments(),
+    )
+    return y
+
+
+def embed_quantized(library: CpuLibrary, token_ids: Tensor, packed: PackedCodes) -> Tensor:
+    y = torch.full((len(token_ids), packed.in_features), torch.nan, dtype=library.dtype)
+    step = library.structure("step", num_tokens=len(token_ids), token_ids=token_ids)
+    library.run("embed_quantized", y=y, step=step, **packed.embed_arguments())
+    return y
+
+
+def permute_columns(library: CpuLibrary, x: Tensor, indices: Tensor) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    rows = ctypes.c_int64(len(x))
+    library.run("permute_columns", y=y, x=x, num_rows=rows, indices=indices, size=x.shape[1])
+    return y

@@ -98,7 +98,7 @@ def offsets(structure: type[Structure]) -> list[int]:
 
 def test_the_compiler_lays_structures_out_as_they_are_read(tmp_path):
     structures = read_structures(HEADER)
-    assert {"step", "linear_args", "linear_int8_args"} <= structures.keys()
+    assert {"step", "linear_args", "linear_quantized_args"} <= structures.keys()
     values = [
         *(f"sizeof(struct {name})" for name in structures),
         *(

@@ -54,7 +54,10 @@ def test_no_kernel_leaves_its_tensors(tmp_path):
         [
             *command,
             *("-k", "not avx2 and (bfloat16 or not float16) and not vnni"),
-            *(str(TESTS / f"test_{name}.py") for name in ("kernels", "linear_int8", "sampling")),
+            *(
+                str(TESTS / f"test_{name}.py")
+                for name in ("kernels", "linear_quantized", "sampling")
+            ),
         ],
         cwd=ROOT,
         env=environment(tmp_path),

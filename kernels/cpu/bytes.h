@@ -1,11 +1,10 @@
 /* Vectors of bytes: rounding to them, and their exact products. */
-#ifndef PENSTOCK_INT8_H
-#define PENSTOCK_INT8_H
+#ifndef PENSTOCK_BYTES_H
+#define PENSTOCK_BYTES_H
 
 #include "simd.h"
 
 enum { QUAD = 4 };        /* bytes whose products are summed at once */
-enum { ZERO_BYTE = 128 }; /* what stands for 0 in an unsigned byte: vpdpbusd takes them for x */
 
 typedef uint8_t bvec __attribute__((vector_size(16)));
 typedef uint32_t uvec_part __attribute__((vector_size(PART_BYTES)));

@@ -1,0 +1,483 @@
+/* Matrix products with quantized weights, for one DTYPE of output; the numbers are those of
+ * kernels/linear_quantized_reference.py.
+ *
+ * Codes are unsigned, of 4 or 8 bits. A block is columns_per_scale neighbouring k, with a scale and perhaps
+ * an offset for each column. Either x is rounded to bytes, block by block (quantize_blocks); then products
+ * within a block are exact sums of integers, which start at minus `zero` times the sum of x: `zero` is the
+ * code that stands for 0. Or x stays as it is ("exact"), and codes become floats as they are read. Either
+ * way a block's sum is scaled and added to the others in float, in the order of k: a row never depends on
+ * the other rows.
+ *
+ * A line is 64 bytes: for each of 16 columns the codes of 4 or 8 neighbouring k. Everything that a group of
+ * GROUP panels needs is in one place, with zeros past the last k and the last column:
+ *
+ *     [group] factors [column], [block] (scales [column], offsets [column], lines [in / 4 or 8][panel][16][4])
+ *
+ * Scales and offsets are half-precision, times a column's factor, if is_half, and otherwise float.
+ *
+ * The nibbles of a column's 32 bits hold k in the order 0 4 2 6 1 5 3 7 from the lowest half of each byte
+ * pair on, so that a shift by 4 i leaves k = 2 i and 2 i + 1 at the ends of two 16-bit words, where a table
+ * of bfloat16 is indexed: see `nibble_shift`.
+ */
+
+enum { GROUP_LANES = GROUP * LANES };
+
+INLINE long k_per_line(long code_bits) { return 32 / code_bits; }
+INLINE long num_blocks_of(long in_features, long columns_per_scale) {
+    return (in_features + columns_per_scale - 1) / columns_per_scale;
+}
+
+/* Where k of a line of nibbles is in its column's 32 bits. */
+INLINE int nibble_shift(int k) { return (k & 1) * 16 + (k >> 1) * 4; }
+
+/* The sizes of one group's parts, in bytes. */
+struct quantized_layout {
+    long k_per_line, num_blocks, scales, lines_of_block, group;
+};
+
+INLINE struct quantized_layout quantized_layout(
+    const struct quantized_format *f, long in_features, const int code_bits) {
+    struct quantized_layout layout;
+    layout.k_per_line = k_per_line(code_bits);
+    layout.num_blocks = num_blocks_of(in_features, f->columns_per_scale);
+    layout.scales = GROUP_LANES * (f->is_half ? 2 : 4);
+    const long size = f->columns_per_scale < in_features ? f->columns_per_scale : in_features;
+    layout.lines_of_block = (size + layout.k_per_line - 1) / layout.k_per_line * GROUP * LINE_BYTES;
+    const long num_lines = (in_features + layout.k_per_line - 1) / layout.k_per_line;
+    layout.group = GROUP_LANES * 4 + layout.num_blocks * layout.scales * (f->has_offsets ? 2 : 1) +
+                   num_lines * GROUP * LINE_BYTES;
+    return layout;
+}
+
+INLINE vec load_scales(const char *p, long panel, long is_half) {
+    return is_half ? load_f16((const f16 *)p + panel * LANES) : load_f32((const float *)p + panel * LANES);
+}
+
+/* --- codes as floats ------------------------------------------------------------------------ */
+
+/* table[code & 15] */
+INLINE vec look_up(vec table, uvec codes) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+#elif defined(__AVX2__)
+    union parts from = {table}, to;
+    union { uvec all; uvec_part part[NUM_PARTS]; } at = {codes};
+    for (int i = 0; i < NUM_PARTS; i++) {
+        __m256 low = _mm256_permutevar8x32_ps((__m256)from.part[0], (__m256i)at.part[i]);
+        __m256 high = _mm256_permutevar8x32_ps((__m256)from.part[1], (__m256i)at.part[i]);
+        to.part[i] = (vec_part)_mm256_blendv_ps(low, high, (__m256)(at.part[i] << 28));
+    }
+    return to.all;
+#else
+    vec values;
+    for (int lane = 0; lane < LANES; lane++) values[lane] = table[codes[lane] & 15];
+    return values;
+#endif
+}
+
+/* E4M3: moved into a float's place, and its exponent's bias made up for. */
+INLINE vec widen_float8(uvec codes) {
+    return (vec)((codes & 0x80) << 24 | (codes & 0x7f) << 20) * splat(0x1p120f);
+}
+
+/* The numbers that the codes of k stand for, before scales. */
+INLINE vec decode_k(const struct quantized_format *f, uvec line, int k, vec table, const int code_bits) {
+    if (code_bits == 4) return look_up(table, line >> nibble_shift(k));
+    const uvec codes = line >> 8 * k & 0xff;
+    if (f->is_float8) return widen_float8(codes);
+    return __builtin_convertvector((ivec)codes - (int32_t)f->zero, vec);
+}
+
+#ifdef DTYPE_PAIRS
+#if defined(__AVX512BW__)
+typedef uvec nibble_table; /* 16 pairs of the same bfloat16: vpermw ignores an index's other bits */
+
+INLINE nibble_table make_nibble_table(vec table) {
+    const hvec halves = narrow_b16(table);
+    union { hvec half[2]; uvec all; } twice = {{halves, halves}};
+    return twice.all;
+}
+INLINE uvec nibble_pairs(nibble_table table, uvec line, int pair) {
+    return (uvec)_mm512_permutexvar_epi16((__m512i)(line >> 4 * pair), (__m512i)table);
+}
+#else
+typedef vec nibble_table;
+INLINE nibble_table make_nibble_table(vec table) { return ROUND(table); }
+INLINE uvec nibble_pairs(nibble_table table, uvec line, int pair) {
+    const uvec first = (uvec)look_up(table, line >> 4 * pair);
+    return first >> 16 | (uvec)look_up(table, line >> (16 + 4 * pair));
+}
+#endif
+
+/* Codes of 8 bits are exact in bfloat16. */
+INLINE NAME(weights) NAME(decode)(
+    const struct quantized_format *f, uvec line, int step, nibble_table table, const int code_bits) {
+    if (code_bits == 4) return nibble_pairs(table, line, step);
+    const uvec first = (uvec)decode_k(f, line, 2 * step, (vec){0}, 8);
+    return first >> 16 | (uvec)decode_k(f, line, 2 * step + 1, (vec){0}, 8);
+}
+#else
+typedef vec nibble_table;
+INLINE nibble_table make_nibble_table(vec table) { return table; }
+INLINE NAME(weights) NAME(decode)(
+    const struct quantized_format *f, uvec line, int step, nibble_table table, const int code_bits) {
+    return decode_k(f, line, step, table, code_bits);
+}
+#endif
+
+/* --- rows as bytes -------------------------------------------------------------------------- */
+
+/* The largest magnitude, by the bits of floats: NaN is above infinity, which is above all others. */
+INLINE float NAME(largest_magnitude)(const DTYPE *x, long size) {
+    ivec largest = {0};
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) largest = imax(largest, (ivec)LOAD(x + i) & 0x7fffffff);
+    for (; i < size; i++) largest = imax(largest, (ivec)splat(GET(x + i)) & 0x7fffffff);
+    int32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* In the order of a line of nibbles: the low halves of its bytes, then the high ones. */
+INLINE bvec order_as_nibbles(bvec bytes) {
+    return __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+}
+
+static void NAME(quantize_row)(const void *args, long row) {
+    const struct quantize_blocks_args *a = args;
+    const long num_blocks = num_blocks_of(a->size, a->columns_per_scale), unit = k_per_line(a->code_bits);
+    const long padded = (a->size + unit - 1) / unit * unit;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
+    uint8_t *bytes = a->bytes + row * padded;
+    for (long block = 0; block < num_blocks; block++) {
+        const long start = block * a->columns_per_scale;
+        const long end = start + a->columns_per_scale < a->size ? start + a->columns_per_scale : a->size;
+        const float largest = NAME(largest_magnitude)(x + start, end - start);
+        float inverse = 127.0f / largest;
+        if (!(inverse <= FLT_MAX)) inverse = 0.0f; /* all zeros, or too small for a quotient; NaN */
+        ivec sum = {0};
+        for (long i = start; i < end; i += LANES) {
+            DTYPE last[LANES] = {0};
+            const long rest = end - i;
+            if (rest < LANES) memcpy(last, x + i, rest * sizeof(DTYPE));
+            const ivec rounded = round_to_int(LOAD(rest < LANES ? last : x + i) * splat(inverse));
+            uint8_t stored[LANES];
+            store_bytes(stored, rounded);
+            bvec ordered;
+            memcpy(&ordered, stored, sizeof ordered);
+            if (a->code_bits == 4) ordered = order_as_nibbles(ordered);
+            memcpy(bytes + i, &ordered, padded - i < LANES ? padded - i : LANES);
+            sum += rounded;
+        }
+        int32_t total = 0;
+        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        a->scales[row * num_blocks + block] = largest / 127.0f;
+        a->sums[row * num_blocks + block] = total;
+    }
+}
+
+struct job NAME(quantize_blocks)(const void *args) {
+    return (struct job){NAME(quantize_row), args, *((const struct quantize_blocks_args *)args)->num_rows, 0};
+}
+
+static void NAME(sum_blocks_row)(const void *args, long row) {
+    const struct sum_blocks_args *a = args;
+    const long num_blocks = num_blocks_of(a->size, a->columns_per_scale);
+    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
+    for (long block = 0, i = 0; block < num_blocks; block++) {
+        const long end = i + a->columns_per_scale < a->size ? i + a->columns_per_scale : a->size;
+        vec sum = {0};
+        for (; i + LANES <= end; i += LANES) sum += LOAD(x + i);
+        float total = sum_lanes(sum);
+        for (; i < end; i++) total += GET(x + i);
+        a->sums[row * num_blocks + block] = total;
+    }
+}
+
+struct job NAME(sum_blocks)(const void *args) {
+    return (struct job){NAME(sum_blocks_row), args, *((const struct sum_blocks_args *)args)->num_rows, 0};
+}
+
+/* y[r, i] = x[r, indices[i]] */
+static void NAME(permute_columns_row)(const void *args, long row) {
+    const struct permute_columns_args *a = args;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
+    DTYPE *y = (DTYPE *)a->y + row * a->size;
+    for (long i = 0; i < a->size; i++) y[i] = x[a->indices[i]];
+}
+
+struct job NAME(permute_columns)(const void *args) {
+    return (struct job){NAME(permute_columns_row), args, *((const struct permute_columns_args *)args)->num_rows, 0};
+}
+
+/* --- products -------------------------------------------------------------------------------- */
+
+/* table[code] of each byte, or the codes themselves */
+INLINE uvec_part codes_or_entries(uvec_part codes, bvec table, int has_table) {
+    if (!has_table) return codes;
+#if defined(__AVX512BW__)
+    return (uvec_part)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)codes);
+#elif defined(__AVX2__)
+    return (uvec_part)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)codes);
+#else
+    uint8_t bytes[PART_BYTES];
+    memcpy(bytes, &codes, sizeof bytes);
+    for (int i = 0; i < PART_BYTES; i++) bytes[i] = table[bytes[i]];
+    memcpy(&codes, bytes, sizeof bytes);
+    return codes;
+#endif
+}
+
+/* sums += the products of a block, in integers */
+INLINE const char *NAME(add_byte_products)(
+    uvec_part *sums, const uint8_t *x, long stride, const char *w, long num_lines, bvec table,
+    const int has_table, const int rows, const int code_bits) {
+    enum { PARTS = GROUP * NUM_PARTS };
+    for (long k = 0; k < num_lines; k++, w += GROUP * LINE_BYTES) {
+        uvec_part lines[PARTS];
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) memcpy(&lines[i], w + i * PART_BYTES, PART_BYTES);
+        if (rows == MAX_ROWS)
+#pragma GCC unroll 8
+            for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + v * LINE_BYTES + AHEAD_BYTES, 0, 2);
+#pragma GCC unroll 2
+        for (int half = 0; half < 8 / code_bits; half++) {
+            uvec_part codes[PARTS];
+#pragma GCC unroll 8
+            for (int i = 0; i < PARTS; i++)
+                codes[i] = code_bits == 8 ? lines[i]
+                                          : codes_or_entries(lines[i] >> 4 * half & 0x0f0f0f0f, table, has_table);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                uint32_t quad;
+                memcpy(&quad, x + r * stride + k * k_per_line(code_bits) + half * QUAD, sizeof quad);
+#pragma GCC unroll 8
+                for (int i = 0; i < PARTS; i++)
+                    sums[r * PARTS + i] = dot_quads(sums[r * PARTS + i], codes[i], quad - (uvec_part){0});
+            }
+        }
+    }
+    return w;
+}
+
+/* sums += the products of a block, in float */
+INLINE const char *NAME(add_float_products)(
+    vec *sums, const struct quantized_format *f, const DTYPE *x, long stride, const char *w, long num_lines,
+    nibble_table table, const int rows, const int code_bits) {
+    const int num_k = 32 / code_bits;
+    for (long line = 0; line < num_lines; line++, w += GROUP * LINE_BYTES) {
+        uvec lines[GROUP];
+#pragma GCC unroll 8
+        for (int v = 0; v < GROUP; v++) memcpy(&lines[v], w + v * LINE_BYTES, sizeof lines[v]);
+#pragma GCC unroll 8
+        for (int step = 0; step < num_k / PAIR; step++) {
+            NAME(weights) weights[GROUP];
+#pragma GCC unroll 8
+            for (int v = 0; v < GROUP; v++) weights[v] = NAME(decode)(f, lines[v], step, table, code_bits);
+            NAME(add_products)(sums, x + line * num_k + step * PAIR, stride, weights, rows, GROUP);
+        }
+    }
+    return w;
+}
+
+static __attribute__((noinline)) void NAME(write_quantized_tile)(
+    const struct linear_quantized_args *a, long row, long group, const vec *sums, int rows,
+    const float *factors) {
+    const long column = group * GROUP_LANES;
+    if (!pool_claim()) return;
+    for (long end = row + rows; row < end; row++)
+        for (long v = 0; v < GROUP; v++, sums++)
+            if (column + v * LANES < a->linear.out_features)
+                NAME(write_columns)(&a->linear, row, column + v * LANES, *sums * load_f32(factors + v * LANES));
+    pool_release();
+}
+
+/* totals += the products of a block, times its scales; not inlined, so that the loop before it has all
+ * registers for its sums. */
+static __attribute__((noinline)) void NAME(add_block)(
+    const struct linear_quantized_args *a, vec *totals, const void *products, long row, int rows, long block,
+    long num_blocks, const char *scales) {
+    const struct quantized_format *f = &a->format;
+    const char *starts = scales + GROUP_LANES * (f->is_half ? 2 : 4);
+    vec factors[GROUP], offsets[GROUP];
+    for (int v = 0; v < GROUP; v++) {
+        factors[v] = load_scales(scales, v, f->is_half);
+        if (f->has_offsets) offsets[v] = load_scales(starts, v, f->is_half);
+    }
+    for (long at = row * num_blocks + block; rows-- > 0; at += num_blocks, totals += GROUP) {
+        if (a->x_scales) {
+            const vec x_scale = splat(a->x_scales[at]);
+#pragma GCC unroll 8
+            for (int v = 0; v < GROUP; v++) {
+                const vec product = __builtin_convertvector(((const ivec *)products)[v], vec) * x_scale;
+                totals[v] += product * factors[v];
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int v = 0; v < GROUP; v++) totals[v] += ((const vec *)products)[v] * factors[v];
+        }
+        products = (const vec *)products + GROUP;
+        if (!f->has_offsets) continue;
+        const vec x_sum = splat(a->x_scales ? a->x_scales[at] * (float)a->x_sums[at] : a->x_float_sums[at]);
+#pragma GCC unroll 8
+        for (int v = 0; v < GROUP; v++) totals[v] -= x_sum * offsets[v];
+    }
+}
+
+/* `rows` rows, in bytes or exact, against a group */
+INLINE void NAME(quantized_tile)(
+    const struct linear_quantized_args *a, long row, long group, const int rows, const int code_bits,
+    const int is_exact) {
+    enum { PARTS = GROUP * NUM_PARTS };
+    const struct quantized_format *f = &a->format;
+    const long in = a->linear.in_features;
+    const struct quantized_layout layout = quantized_layout(f, in, code_bits);
+    const long stride = is_exact ? in : (in + layout.k_per_line - 1) / layout.k_per_line * layout.k_per_line;
+    const char *start = (const char *)a->linear.weight + group * layout.group, *w = start + GROUP_LANES * 4;
+    bvec byte_table = {0};
+    vec float_table = {0};
+    if (!is_exact && f->table) memcpy(&byte_table, f->table, sizeof byte_table);
+    if (is_exact && f->table) memcpy(&float_table, f->table, sizeof float_table);
+    const nibble_table table = make_nibble_table(float_table);
+    vec totals[MAX_ROWS * GROUP];
+    for (int i = 0; i < rows * GROUP; i++) totals[i] = (vec){0};
+    for (long block = 0, k = 0; block < layout.num_blocks; block++, k += f->columns_per_scale) {
+        const long size = in - k < f->columns_per_scale ? in - k : f->columns_per_scale;
+        const long num_lines = (size + layout.k_per_line - 1) / layout.k_per_line;
+        const char *scales = w;
+        w += layout.scales * (f->has_offsets ? 2 : 1);
+        if (is_exact) {
+            vec sums[MAX_ROWS * GROUP], finished[MAX_ROWS * GROUP];
+#pragma GCC unroll 32
+            for (int i = 0; i < rows * GROUP; i++) sums[i] = (vec){0};
+            w = NAME(add_float_products)(
+                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, table, rows, code_bits);
+#pragma GCC unroll 32
+            for (int i = 0; i < rows * GROUP; i++) finished[i] = sums[i];
+            NAME(add_block)(a, totals, finished, row, rows, block, layout.num_blocks, scales);
+        } else {
+            uvec_part sums[MAX_ROWS * PARTS], finished[MAX_ROWS * PARTS];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const uint32_t x_sum = (uint32_t)a->x_sums[(row + r) * layout.num_blocks + block];
+#pragma GCC unroll 8
+                for (int i = 0; i < PARTS; i++)
+                    sums[r * PARTS + i] = -(uint32_t)f->zero * x_sum - (uvec_part){0};
+            }
+            w = NAME(add_byte_products)(
+                sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, byte_table,
+                f->table != NULL, rows, code_bits);
+#pragma GCC unroll 32
+            for (int i = 0; i < rows * PARTS; i++) finished[i] = sums[i];
+            NAME(add_block)(a, totals, finished, row, rows, block, layout.num_blocks, scales);
+        }
+    }
+    NAME(write_quantized_tile)(a, row, group, totals, rows, (const float *)start);
+}
+
+INLINE void NAME(quantized_rows_of_group)(
+    const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
+    const int is_exact) {
+    for (; row + MAX_ROWS <= end; row += MAX_ROWS)
+        NAME(quantized_tile)(a, row, group, MAX_ROWS, code_bits, is_exact);
+    switch (end - row) {
+#define CASE(n) \
+    case n: \
+        if (n < MAX_ROWS) NAME(quantized_tile)(a, row, group, n < MAX_ROWS ? n : 1, code_bits, is_exact); \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+#undef CASE
+    }
+}
+
+static void NAME(linear_quantized_item)(const void *args, long item) {
+    const struct linear_quantized_args *a = args;
+    const long num_rows = *a->linear.num_rows, parts = num_row_parts(num_rows);
+    const long group = item / parts, row = item % parts * ROWS_PER_ITEM;
+    const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
+    if (a->x_scales) {
+        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 0);
+        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 0);
+    } else {
+        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 1);
+        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 1);
+    }
+}
+
+struct job NAME(linear_quantized)(const void *args) {
+    const struct linear_args *a = &((const struct linear_quantized_args *)args)->linear;
+    return (struct job){
+        NAME(linear_quantized_item), args, num_groups(a->out_features) * num_row_parts(*a->num_rows), 1};
+}
+
+/* --- packing, and reading single rows back ---------------------------------------------------- */
+
+static void NAME(pack_quantized_item)(const void *args, long group) {
+    const struct pack_quantized_args *a = args;
+    const struct quantized_format *f = &a->format;
+    const long in = a->in_features, bits = f->code_bits;
+    const struct quantized_layout layout = quantized_layout(f, in, bits);
+    const long scale_bytes = f->is_half ? 2 : 4;
+    for (long n = 0; n < GROUP_LANES && group * GROUP_LANES + n < a->out_features; n++) {
+        const long column = group * GROUP_LANES + n;
+        const uint8_t *codes = a->codes + column * in;
+        char *w = a->packed + group * layout.group;
+        memcpy(w + n * 4, a->factors + column, 4);
+        w += GROUP_LANES * 4;
+        for (long block = 0, k = 0; block < layout.num_blocks; block++) {
+            const long at = (column * layout.num_blocks + block) * scale_bytes;
+            const long end = k + f->columns_per_scale < in ? k + f->columns_per_scale : in;
+            memcpy(w + n * scale_bytes, (const char *)a->scales + at, scale_bytes);
+            w += layout.scales;
+            if (f->has_offsets) {
+                memcpy(w + n * scale_bytes, (const char *)a->offsets + at, scale_bytes);
+                w += layout.scales;
+            }
+            for (; k < end; k += layout.k_per_line, w += GROUP * LINE_BYTES) {
+                uint32_t word = 0;
+                for (int i = 0; i < layout.k_per_line && k + i < end; i++)
+                    word |= (uint32_t)codes[k + i] << (bits == 4 ? nibble_shift(i) : 8 * i);
+                memcpy(w + n * 4, &word, 4);
+            }
+            k = end;
+        }
+    }
+}
+
+struct job NAME(pack_quantized)(const void *args) {
+    return (struct job){
+        NAME(pack_quantized_item), args, num_groups(((const struct pack_quantized_args *)args)->out_features), 0};
+}
+
+static void NAME(embed_quantized_item)(const void *args, long token) {
+    const struct embed_quantized_args *a = args;
+    const struct quantized_format *f = &a->format;
+    const long id = a->step->token_ids[token], n = id % GROUP_LANES, bits = f->code_bits;
+    const struct quantized_layout layout = quantized_layout(f, a->size, bits);
+    const char *start = (const char *)a->weight + id / GROUP_LANES * layout.group, *w = start + GROUP_LANES * 4;
+    const float factor = ((const float *)start)[n];
+    DTYPE *y = (DTYPE *)a->y + token * a->size;
+    vec table = {0};
+    if (f->table) memcpy(&table, f->table, sizeof table);
+    for (long block = 0, k = 0; block < layout.num_blocks; block++) {
+        const long end = k + f->columns_per_scale < a->size ? k + f->columns_per_scale : a->size;
+        const float scale = load_scales(w, n / LANES, f->is_half)[n % LANES];
+        const float offset = f->has_offsets ? load_scales(w + layout.scales, n / LANES, f->is_half)[n % LANES] : 0.0f;
+        for (w += layout.scales * (f->has_offsets ? 2 : 1); k < end; k += layout.k_per_line, w += GROUP * LINE_BYTES) {
+            uint32_t word;
+            memcpy(&word, w + n * 4, sizeof word);
+            for (int i = 0; i < layout.k_per_line && k + i < end; i++) {
+                const vec code = bits == 4 ? decode_k(f, usplat(word), i, table, 4) : decode_k(f, usplat(word), i, table, 8);
+                PUT(y + k + i, (code[0] * scale - offset) * factor);
+            }
+        }
+        k = end;
+    }
+}
+
+struct job NAME(embed_quantized)(const void *args) {
+    return (struct job){
+        NAME(embed_quantized_item), args, ((const struct embed_quantized_args *)args)->step->num_tokens, 0};
+}

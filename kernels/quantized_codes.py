@@ -1,0 +1,95 @@
+"""A quantized matrix as kernels take it: unsigned codes of 4 or 8 bits, in blocks of columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BYTE = 127  # largest magnitude of a signed byte that is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedCodes:
+    """A matrix of numbers (table[code] or code - zero) · scale - offset.
+
+    Attributes:
+        codes: uint8 [out_features, in_features], less than 16 if `bits` is 4.
+        bits: 4 or 8.
+        scales: float32 [out_features, ceil(in_features / columns_per_scale)]
+        offsets: of the same shape; None: zeros.
+        zero: the code that stands for 0.
+        table: float32 [16], what codes of 4 bits stand for; None: code - zero.
+        is_float8: codes of 8 bits are E4M3 numbers.
+        order: int64 [in_features], the input that each column multiplies; None: column j, input j.
+    """
+
+    codes: Tensor
+    bits: int
+    scales: Tensor
+    offsets: Tensor | None = None
+    columns_per_scale: int
+    zero: int = 0
+    table: Tensor | None = None
+    is_float8: bool = False
+    order: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the codes as kernels store them, and their scales and offsets in float32."""
+        blocks = self.scales.nbytes * (1 if self.offsets is None else 2)
+        return self.codes.numel() * self.bits // 8 + blocks
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """These rows of the matrix, in float32 and in the order of inputs."""
+        offsets = None if self.offsets is None else self.offsets[indices]
+        part = replace(
+            self, codes=self.codes[indices], scales=self.scales[indices], offsets=offsets
+        )
+        return part.dequantize()
+
+    def dequantize(self) -> Tensor:
+        """float32 [out_features, in_features], in the order of inputs."""
+        numbers = self.levels() * self._spread(self.scales)
+        if self.offsets is not None:
+            numbers -= self._spread(self.offsets)
+        if self.order is None:
+            return numbers
+        return torch.empty_like(numbers).index_copy_(1, self.order, numbers)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        spread = values.repeat_interleave(self.columns_per_scale, dim=1)
+        return spread[:, : self.in_features]
+
+    def levels(self) -> Tensor:
+        """float32 [out_features, in_features]: the numbers before scales and offsets."""
+        if self.is_float8:
+            return self.codes.view(torch.float8_e4m3fn).float()
+        if self.table is not None:
+            return self.table[self.codes.long()]
+        return self.codes.float() - self.zero
+
+    def with_byte_levels(self) -> QuantizedCodes:
+        """The same matrix with a table of signed bytes, for exact sums of integers; a table that is
+        no multiple of such is rounded to 255 steps."""
+        assert not self.is_float8, "floats are no integers"
+        if self.table is None:
+            return self
+        largest = self.table.abs().max().item()
+        for multiple in (1.0, 2.0, 4.0):
+            levels = self.table * multiple
+            if largest * multiple <= BYTE and torch.equal(levels, levels.round()):
+                break
+        else:
+            multiple = BYTE / largest
+            levels = (self.table * multiple).round()
+        return replace(self, table=levels, scales=self.scales / multiple)
