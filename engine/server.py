@@ -275,6 +275,7 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
         device=info.device,
         dtype=info.dtype,
         quantization=info.quantization,
+        weight_bytes=info.weight_bytes,
         max_model_len=info.max_model_len,
         kv_cache_tokens=info.num_blocks * info.block_size,
     )

@@ -64,7 +64,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         pid=os.getpid(),
         bytes_per_block=device.bytes_per_block,
         num_threads=device.num_threads,
-        quantization=config.model.quantization,
+        quantization=device.quantization,
+        weight_bytes=device.weight_bytes,
     )
     return core, info
 

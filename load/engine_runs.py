@@ -120,7 +120,12 @@ def build_engine(
 ) -> tuple[EngineCore, EngineInfo]:
     """An engine core by a bench's flags, in which `--num-seqs` sequences run at once."""
     max_num_seqs = max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
-    model = ModelConfig(model=parsed.model, dtype=parsed.dtype, quantization=quantization)
+    model = ModelConfig(
+        model=parsed.model,
+        dtype=parsed.dtype,
+        quantization=quantization,
+        quantize_activations=parsed.quantize_activations,
+    )
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
     return build_core(EngineConfig(model=model, scheduler=scheduler, device=device))
 

@@ -14,6 +14,8 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    quantization: str
+    weight_bytes: int
 
 
 class ModelList(TypedDict):

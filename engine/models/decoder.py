@@ -120,6 +120,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size, self.context_len = config.vocab_size, config.context_len
+        self.quantization = "none"
         self._kv_dtype: torch.dtype | None = None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(

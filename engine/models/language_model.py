@@ -37,6 +37,11 @@ class LanguageModel(Protocol):
     def needs_prompt_lens(self) -> bool: ...
 
     @property
+    def weight_bytes(self) -> int:
+        """Size of the weights in memory."""
+        ...
+
+    @property
     def num_threads(self) -> int:
         """CPU threads that compute."""
         ...
@@ -62,6 +67,7 @@ class TorchModel(LanguageModel, Protocol):
 
     vocab_size: int
     context_len: int
+    quantization: str  # how the weights are stored: see `EngineInfo`
 
     @property
     def dtype(self) -> torch.dtype: ...

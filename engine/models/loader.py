@@ -19,7 +19,7 @@ from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.registry import Architecture, read_model_config
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
-from penstock.engine.weights.formats import choose_format
+from penstock.engine.weights.formats import FORMATS, format_of
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate
 from penstock.engine.weights.quantization import Quantizer
 
@@ -68,6 +68,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
         model = Decoder(decoder_config).to(dtype)
     if checkpoint is None:
         model = _allocate(model, path, device)
+        model.quantization = config.quantization
         _fill_random(model, config.seed)
         for name, module in model.named_modules():
             if isinstance(module, MatrixLayer):
@@ -75,6 +76,8 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
                 hold(module, architecture.module_names(name), list(parts))
     else:
         _fill_from(checkpoint, model, architecture, hold, like)
+        found = format_of(checkpoint)
+        model.quantization = config.quantization if found == "dense" else found
     quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
@@ -145,7 +148,7 @@ def _fill_from(
     like: Tensor,
 ) -> None:
     """Read the weights module by module, into tensors with the dtype and device of `like`."""
-    read_matrix = choose_format(checkpoint)
+    read_matrix = FORMATS[format_of(checkpoint)]
     for name, module in list(model.named_modules()):
         prefixes = architecture.module_names(name)
         if isinstance(module, MatrixLayer):

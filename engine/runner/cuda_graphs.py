@@ -82,6 +82,7 @@ class GraphedModel:
     ) -> None:
         self.kv_spec = model.kv_spec
         self.needs_prompt_lens = model.needs_prompt_lens
+        self.weight_bytes = model.weight_bytes
         self.num_threads = model.num_threads
         self.logits = model.logits
         self._model = model

@@ -49,6 +49,8 @@ class RunnerInfo:
         num_host_blocks: the host tier; 0 if there is none.
         block_move_s: seconds to move one block between the tiers, measured at start.
         needs_prompt_lens: KV depends on the prompt's length too (dynamic NTK), not only on tokens.
+        quantization: of the weights, as in `EngineInfo`.
+        weight_bytes: size of the weights in memory.
         overlaps_steps: a step can be launched while another runs.
     """
 
@@ -62,6 +64,8 @@ class RunnerInfo:
     needs_prompt_lens: bool
     dtype: str
     kv_cache_dtype: str
+    quantization: str
+    weight_bytes: int
     overlaps_steps: bool
     device: str
     num_threads: int
@@ -84,7 +88,7 @@ class ModelRunner:
     ) -> None:
         self._device = select_device(config.device)
         model = load_model(config.model, model_path, self._device)
-        dtype = model.dtype
+        dtype, quantization = model.dtype, model.quantization
         max_model_len = resolve_max_model_len(config.model, model.context_len)
         kv_dtype = resolve_kv_dtype(config.cache, dtype, self._device)
         if kv_dtype != dtype:
@@ -130,6 +134,8 @@ class ModelRunner:
             needs_prompt_lens=self._model.needs_prompt_lens,
             dtype=str(dtype).removeprefix("torch."),
             kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
+            quantization=quantization,
+            weight_bytes=self._model.weight_bytes,
             overlaps_steps=self._tokens.overlaps_steps,
             device=str(self._device),
             num_threads=self._model.num_threads,

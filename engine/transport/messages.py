@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.engine.request import Request, RequestOutput
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
@@ -43,7 +43,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         bytes_per_block: in both tiers.
         max_num_seqs: sequences running at once; the maximum of a request's branches.
         num_threads: compute threads on a CPU; on a GPU, host threads.
-        quantization: of the weights, as in `ModelConfig`.
+        quantization: of the weights: as in `ModelConfig`, or the format of a quantized checkpoint;
+            `none` if they are dense.
+        weight_bytes: size of the weights in memory.
         scheduling_policy: `fcfs` or `priority`; only the latter accepts requests with a priority.
     """
 
@@ -63,6 +65,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     bytes_per_block: int = 0
     num_threads: int = 1
     quantization: str = "none"
+    weight_bytes: int = 0
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -38,11 +38,14 @@ class Models:
         return json_response(self._card(self._model.require(request.path_params["model"])))
 
     def _card(self, name: str) -> dict[str, Any]:
+        info = self._engine.info_for_running()
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "penstock",
             "root": self._model.name,
-            "max_model_len": self._engine.info_for_running().max_model_len,
+            "max_model_len": info.max_model_len,
+            "quantization": info.quantization,
+            "weight_bytes": info.weight_bytes,
         }

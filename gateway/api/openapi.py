@@ -480,6 +480,8 @@ ANSWERS: dict[str, Schema] = {
         owned_by=STRING,
         root=STRING,
         max_model_len=INTEGER,
+        quantization=STRING,
+        weight_bytes=INTEGER,
     ),
     "Models": _object(object=_one_of("list"), data=_list(ref("Model"))),
     "Ticket": _object(ticket=STRING, expires_in=_NUMBER),

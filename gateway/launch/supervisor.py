@@ -160,13 +160,15 @@ class Supervisor:
         host, port = listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104, E501  # fmt: skip
         engine = self._children[0].ready or {}
-        is_int8 = engine.get("quantization") == "int8"
-        dtype = f"{engine.get('dtype')}{' and int8' if is_int8 else ''}"
+        kinds = [engine.get("dtype"), engine.get("quantization")]
+        weights = " and ".join(str(kind) for kind in kinds if kind != "none")
+        size = f"{int(engine.get('weight_bytes') or 0) / 1e6:,.1f} MB"
         base_url = f"{scheme}://{host}:{port}"  # harnesses read the first URL of this line
         return (
             f"penstock is ready at {base_url}  (chat page), "
             f"API: {base_url}/v1, dashboard: {base_url}/dashboard  "
-            f"(model {self._settings['model']}, {dtype} on {engine.get('device')}, "
+            f"(model {self._settings['model']}, {weights} on {engine.get('device')}, "
+            f"weights {size}, "
             f"context {engine.get('max_model_len')}, "
             f"KV cache {engine.get('kv_cache_tokens')} tokens, {took_s:.1f} s)"
         )

@@ -2,7 +2,7 @@
 
     penstock:num_requests_running | waiting | swapped      penstock:num_preemptions_total
     penstock:kv_cache_usage_perc                           penstock:prefix_cache_queries_total, …
-    penstock:engine_seconds_since_last_step
+    penstock:engine_seconds_since_last_step                penstock:weight_bytes{quantization}
     penstock:kv_blocks{tier, state}                        penstock:swapped_bytes_total{direction}
 
 Metrics that vLLM has too have vLLM's names. Those of requests and streams are in `metrics`.
@@ -51,6 +51,10 @@ class EngineCollector(Collector):
                 self._engine.since_step_s,
             ),
         )
+        if (info := self._engine.info) is not None:
+            size = {info.quantization: float(info.weight_bytes)}
+            text = "Size of the weights in memory."
+            yield self._fill(GaugeMetricFamily, _Row("weight_bytes", text, size, "quantization"))
         yield self._block_gauge(stats)
         yield from (self._fill(CounterMetricFamily, row) for row in _counters(stats))
 

@@ -93,12 +93,16 @@ def memory_use(info: EngineInfo, runs: Sequence[Run], ceilings: Sequence[float])
 
 
 def _weight_bytes(info: EngineInfo) -> int:
+    """Size of the matrices that a step reads: all but an embedding that is not the head."""
     _, config = read_model_config(Path(info.model_path))
     itemsize: int = getattr(torch, info.dtype).itemsize
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * query + 2 * kv + 3 * config.intermediate_size)
-    layers = config.num_layers * layer * (1 if info.quantization == "int8" else itemsize)
-    return layers + config.vocab_size * config.hidden_size * itemsize
+    table = config.vocab_size * config.hidden_size
+    num_read = config.num_layers * layer + table
+    if info.quantization == "none":
+        return num_read * itemsize
+    return info.weight_bytes * num_read // (num_read + (0 if config.is_tied else table))
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -114,7 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         default="none",
         choices=QUANTIZATIONS,
-        help="quantization of the layers' weights",
+        help="quantization of the weights",
+    )
+    add(
+        "--no-quantize-activations",
+        dest="quantize_activations",
+        action="store_false",
+        help="multiply quantized weights with inputs as they are",
     )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")

@@ -1,7 +1,7 @@
-"""`penstock bench quantization`: a model's own dtype compared with int8 weights, on the CPU.
+"""`penstock bench quantization`: a model's own dtype compared with quantized weights, on the CPU.
 
-First it measures how far logits move, on conversations whose wordings the demo model was not
-trained on; then the engine's tokens per second. Machines drift, so both run in turn and a figure is
+It measures how far logits move, on conversations whose wordings the demo model was not
+trained on, and the engine's tokens per second. Machines drift, so all run in turn and a figure is
 the median of the ratios of neighbouring runs.
 """
 
@@ -11,11 +11,11 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ _TURNS_BEFORE = 5
 # What is summed over texts.
 _COMPARED = (
     "squared change", "squares", "tokens", "same", "tokens of answers", "same in answers", "loss",
-    "int8 loss",
+    "quantized loss",
 )  # fmt: skip
 
 
@@ -72,13 +72,14 @@ class Errors:
     of answers.
     """
 
+    quantization: str
     num_texts: int
     num_tokens: int
     relative_error: float
     same_top_share: float  # positions whose likeliest token stayed the same ÷ all
     answer_same_top_share: float  # the same of the tokens of answers
     perplexity: float
-    int8_perplexity: float
+    quantized_perplexity: float
 
 
 def held_out_texts(path: Path, *, num_texts: int, seed: int, context_len: int) -> list[Text]:
@@ -118,26 +119,34 @@ def _prompt(template: ChatTemplate, case: Case) -> str:
 
 @torch.inference_mode()
 def measure_errors(
-    path: Path, *, dtype: str, texts: Sequence[Text], num_threads: int | None
+    path: Path,
+    quantization: Quantization,
+    *,
+    dtype: str,
+    texts: Sequence[Text],
+    num_threads: int | None,
+    quantize_activations: bool = True,
 ) -> Errors:
-    """Run every text through the model on the CPU, in its own dtype and in int8."""
-    as_it_is, int8 = (
-        _load(path, dtype, quantization, num_threads) for quantization in ("none", "int8")
+    """Run every text through the model on the CPU, in its own dtype and quantized."""
+    as_it_is, quantized = (
+        _load(path, dtype, each, num_threads, quantize_activations=quantize_activations)
+        for each in ("none", quantization)
     )
     pool = _pool(as_it_is, max(len(text.token_ids) for text in texts))
     totals = dict.fromkeys(_COMPARED, 0.0)
     for text in texts:
-        exact, rounded = (_logits(model, pool, text.token_ids) for model in (as_it_is, int8))
+        exact, rounded = (_logits(model, pool, text.token_ids) for model in (as_it_is, quantized))
         for name, value in zip(_COMPARED, _compare(exact, rounded, text), strict=True):
             totals[name] += value
     return Errors(
+        quantization=quantization,
         num_texts=len(texts),
         num_tokens=int(totals["tokens"]),
         relative_error=math.sqrt(totals["squared change"] / totals["squares"]),
         same_top_share=totals["same"] / totals["tokens"],
         answer_same_top_share=totals["same in answers"] / totals["tokens of answers"],
         perplexity=math.exp(totals["loss"] / totals["tokens of answers"]),
-        int8_perplexity=math.exp(totals["int8 loss"] / totals["tokens of answers"]),
+        quantized_perplexity=math.exp(totals["quantized loss"] / totals["tokens of answers"]),
     )
 
 
@@ -164,9 +173,18 @@ def _squares(rows: Tensor) -> float:
 
 
 def _load(
-    path: Path, dtype: str, quantization: Quantization, num_threads: int | None
+    path: Path,
+    dtype: str,
+    quantization: Quantization,
+    num_threads: int | None,
+    *,
+    quantize_activations: bool,
 ) -> LanguageModel:
-    config = ModelConfig(dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
+    config = ModelConfig(
+        dtype=dtype,  # type: ignore[arg-type]
+        quantization=quantization,
+        quantize_activations=quantize_activations,
+    )
     decoder = load_model(config, path, torch.device("cpu"))
     library = cpu_kernels(decoder, _BLOCK_SIZE, num_threads=num_threads)
     return fastest(decoder, _BLOCK_SIZE, library)
@@ -200,20 +218,34 @@ def _logits(model: LanguageModel, pool: Tensor, token_ids: Sequence[int]) -> Ten
 
 # -- the command --------------------------------------------------------------------------------
 
-Pairs: TypeAlias = dict[int, list[tuple[Run, Run]]]
+# By number of sequences: of each round, a run of each kind of weights.
+Rounds: TypeAlias = dict[int, list[dict[Quantization, Run]]]
 
 _WARM_UP_TOKENS = 8
 _NOTES = """\
 Error: root mean square of the logits' change, by that of the logits. Same top: positions whose
 likeliest token stayed. Perplexity: of answers in conversations not trained on; of random weights it
-says nothing. tok/s: output tokens of a whole run, medians; times: medians of the ratios of runs in
-turns, of the whole run, of its prompts and of the steps in which all sequences decode."""
+says nothing. tok/s: output tokens of a whole run, medians; times: medians of the ratios to the own
+dtype's runs beside them, of the whole run, of its prompts and of the steps in which all sequences
+decode."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
-    add("--dtype", default="auto", choices=DTYPES, help="dtype of everything that is not int8")
+    add("--dtype", default="auto", choices=DTYPES, help="dtype of everything that is not quantized")
+    add(
+        "--quantizations",
+        type=_kinds,
+        default="int8,int4",
+        help=f"which to compare, comma-separated: {', '.join(_KINDS)}",
+    )
+    add(
+        "--no-quantize-activations",
+        dest="quantize_activations",
+        action="store_false",
+        help="multiply with inputs as they are",
+    )
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
     add("--num-texts", type=int, default=20, help="texts on which logits are compared")
     add(
@@ -229,95 +261,121 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_out(parser)
 
 
+_KINDS = tuple(each for each in QUANTIZATIONS if each != "none")
+
+
+def _kinds(text: str) -> tuple[Quantization, ...]:
+    """
+    Raises:
+        ValueError: one is unknown.
+    """
+    return tuple(_KINDS[_KINDS.index(name)] for name in text.split(","))
+
+
 def run(parsed: argparse.Namespace) -> int:
-    """Measure both; print and write the tables."""
+    """Measure all; print and write the tables."""
     path = resolve_model(ModelConfig(model=parsed.model), weights=True)
     device = DeviceConfig(device="cpu", num_threads=parsed.num_threads or None)
-    cores = [build_engine(parsed, quantization, device) for quantization in QUANTIZATIONS]
-    info = cores[0][1]
+    kinds: tuple[Quantization, ...] = ("none", *parsed.quantizations)
+    cores = {kind: build_engine(parsed, kind, device) for kind in kinds}
+    infos = {kind: info for kind, (_, info) in cores.items()}
     lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
     try:
         with frozen_garbage():
-            pairs = _measure_speed(cores, lengths, parsed)
+            rounds = _measure_speed(cores, lengths, parsed)
     finally:
-        for core, _ in cores:
+        for core, _ in cores.values():
             core.close()
-    errors = measure_errors(
-        path,
-        dtype=parsed.dtype,
-        texts=held_out_texts(
-            path, num_texts=parsed.num_texts, seed=parsed.seed, context_len=info.max_model_len
-        ),
-        num_threads=parsed.num_threads or None,
+    info = infos["none"]
+    texts = held_out_texts(
+        path, num_texts=parsed.num_texts, seed=parsed.seed, context_len=info.max_model_len
     )
-    title = f"{info.model}, {info.dtype} and int8, CPU threads: {info.num_threads}"
-    report = "\n\n".join([title, _error_table(errors), _speed_table(pairs), _NOTES])
-    data = {"model": info.model, "errors": asdict(errors), "speed": _figures(pairs)}
-    publish(parsed.out, "quantization", "int8", report, data)
+    errors = [
+        measure_errors(
+            path,
+            kind,
+            dtype=parsed.dtype,
+            texts=texts,
+            num_threads=parsed.num_threads or None,
+            quantize_activations=parsed.quantize_activations,
+        )
+        for kind in parsed.quantizations
+    ]
+    title = f"{info.model} in {info.dtype} and quantized, CPU threads: {info.num_threads}"
+    figures = _figures(rounds, infos)
+    report = "\n\n".join([title, _error_table(errors), _speed_table(figures), _NOTES])
+    data = {"model": info.model, "errors": [asdict(each) for each in errors], "speed": figures}
+    publish(parsed.out, "quantization", "quantization", report, data)
     return 0
 
 
 def _measure_speed(
-    cores: Sequence[tuple[EngineCore, EngineInfo]], lengths: Lengths, parsed: argparse.Namespace
-) -> Pairs:
-    """Runs in the model's own dtype and in int8, by number of sequences; which is first alternates,
-    and all numbers run once before any runs again."""
+    cores: Mapping[Quantization, tuple[EngineCore, EngineInfo]],
+    lengths: Lengths,
+    parsed: argparse.Namespace,
+) -> Rounds:
+    """Runs of each kind of weights, by number of sequences; which is first alternates, and all
+    numbers run once before any runs again."""
     rng = random.Random(parsed.seed)
 
-    def run_once(which: int, count: int, lengths: Lengths) -> Run:
-        core, info = cores[which]
+    def run_once(kind: Quantization, count: int, lengths: Lengths) -> Run:
+        core, info = cores[kind]
         requests = make_requests(count, lengths, vocab_size=info.vocab_size, rng=rng)
         return run_requests(core, requests, lengths)
 
     warm_up = replace(lengths, output_tokens=min(_WARM_UP_TOKENS, lengths.output_tokens))
-    for which, count in product((0, 1), parsed.num_seqs):  # the first run of a shape is slow
-        run_once(which, count, warm_up)
-    pairs: Pairs = {count: [] for count in parsed.num_seqs}
+    for kind, count in product(cores, parsed.num_seqs):  # the first run of a shape is slow
+        run_once(kind, count, warm_up)
+    rounds: Rounds = {count: [] for count in parsed.num_seqs}
     for repeat, count in product(range(parsed.repeats), parsed.num_seqs):
-        first = repeat % 2
-        runs = {which: run_once(which, count, lengths) for which in (first, 1 - first)}
-        pairs[count].append((runs[0], runs[1]))
-    return pairs
+        order = list(cores)[:: 1 if repeat % 2 else -1]
+        rounds[count].append({kind: run_once(kind, count, lengths) for kind in order})
+    return rounds
 
 
-def _error_table(errors: Errors) -> str:
+def _error_table(errors: Sequence[Errors]) -> str:
     columns: dict[str, Callable[[Errors], str]] = {
+        "weights": lambda each: each.quantization,
         "texts": lambda each: f"{each.num_texts:,}",
         "tokens": lambda each: f"{each.num_tokens:,}",
         "error": lambda each: f"{each.relative_error:.2%}",
         "same top": lambda each: f"{each.same_top_share:.2%}",
         "in answers": lambda each: f"{each.answer_same_top_share:.2%}",
         "perplexity": lambda each: f"{each.perplexity:,.4f}",
-        "in int8": lambda each: f"{each.int8_perplexity:,.4f}",
+        "quantized": lambda each: f"{each.quantized_perplexity:,.4f}",
     }
-    return table_of([errors], columns)
+    return table_of(errors, columns)
 
 
-def _speed_table(pairs: Pairs) -> str:
-    header = ("sequences", "tok/s", "in int8", "times", "prefill times", "decode times")
+def _speed_table(figures: Sequence[Mapping[str, Any]]) -> str:
+    header = ("weights", "MB", "sequences", "tok/s", "times", "prefill times", "decode times")
     rows = [
         [
-            f"{figures['num_seqs']:,}",
-            *(f"{figures[name]:,.0f}" for name in ("tokens_per_s", "int8_tokens_per_s")),
-            *(f"{figures[name]:.2f}" for name in ("ratio", "prefill_ratio", "decode_ratio")),
+            each["quantization"],
+            f"{each['weight_bytes'] / 1e6:,.1f}",
+            f"{each['num_seqs']:,}",
+            f"{each['tokens_per_s']:,.0f}",
+            *(f"{each[name]:.2f}" for name in _RATES),
         ]
-        for figures in _figures(pairs)
+        for each in figures
     ]
     return table(header, rows)
 
 
-def _figures(pairs: Pairs) -> list[dict[str, float]]:
+def _figures(rounds: Rounds, infos: Mapping[Quantization, EngineInfo]) -> list[dict[str, Any]]:
     return [
         {
             "num_seqs": count,
-            "tokens_per_s": statistics.median(own.output_tokens_per_s for own, _ in runs),
-            "int8_tokens_per_s": statistics.median(int8.output_tokens_per_s for _, int8 in runs),
+            "quantization": kind,
+            "weight_bytes": info.weight_bytes,
+            "tokens_per_s": statistics.median(runs[kind].output_tokens_per_s for runs in each),
             **{
-                name: statistics.median(rate(int8) / rate(own) for own, int8 in runs)
+                name: statistics.median(rate(runs[kind]) / rate(runs["none"]) for runs in each)
                 for name, rate in _RATES.items()
             },
         }
-        for count, runs in pairs.items()
+        for count, each in rounds.items()
+        for kind, info in infos.items()
     ]
 
 

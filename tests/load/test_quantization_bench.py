@@ -1,16 +1,17 @@
-"""The quantization bench: it sees what int8 changes, which is little on the demo model."""
+"""The quantization bench: it sees what quantizing changes, which is little on the demo model."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import ModelConfig, Quantization
 from penstock.engine.errors import ConfigError
 from penstock.engine.model_files import resolve_model
 from penstock.load.bench import quantization
@@ -21,17 +22,23 @@ from .conftest import Penstock
 DEMO = resolve_model(ModelConfig(), weights=True)
 
 
-def test_errors_of_the_demo_model() -> None:
-    """The tolerance of int8: logits move by less than a tenth, answers stay."""
+@pytest.mark.parametrize(
+    ("kind", "error", "same_top", "perplexity"),
+    [("int8", 0.1, 0.98, 1.005), ("fp8", 0.12, 0.94, 1.01), ("int4", 0.3, 0.88, 1.05)],
+)
+def test_errors_of_the_demo_model(
+    kind: Quantization, error: float, same_top: float, perplexity: float
+) -> None:
+    """The tolerances: logits move little, answers stay."""
     texts = held_out_texts(DEMO, num_texts=12, seed=1, context_len=2048)
     assert len(texts) == 12
-    found = measure_errors(DEMO, dtype="auto", texts=texts, num_threads=None)
+    found = measure_errors(DEMO, kind, dtype="auto", texts=texts, num_threads=None)
     assert found.num_tokens == sum(len(text.token_ids) for text in texts) > 1000
-    assert 0.01 < found.relative_error < 0.1
-    assert 0.95 < found.same_top_share < 1.0
+    assert 0.01 < found.relative_error < error
+    assert same_top <= found.same_top_share < 1.0
     assert found.answer_same_top_share > 0.99
     assert found.perplexity < 1.1  # answers to known questions: a shifted token would be far off
-    assert found.int8_perplexity < 1.005 * found.perplexity
+    assert found.quantized_perplexity < perplexity * found.perplexity
 
 
 def test_without_rounding_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +49,10 @@ def test_without_rounding_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
         lambda config, *where: original(replace(config, quantization="none"), *where),
     )
     texts = held_out_texts(DEMO, num_texts=2, seed=1, context_len=2048)
-    found = measure_errors(DEMO, dtype="auto", texts=texts, num_threads=None)
+    found = measure_errors(DEMO, "int4", dtype="auto", texts=texts, num_threads=None)
     assert found.relative_error == 0.0
     assert found.same_top_share == found.answer_same_top_share == 1.0
-    assert found.int8_perplexity == found.perplexity
+    assert found.quantized_perplexity == found.perplexity
 
 
 def test_what_is_compared_of_a_text() -> None:
@@ -64,7 +71,7 @@ def test_what_is_compared_of_a_text() -> None:
     assert (compared["tokens"], compared["same"]) == (3, 2)
     assert (compared["tokens of answers"], compared["same in answers"]) == (2, 1)
     assert compared["loss"] == pytest.approx(math.log1p(math.exp(-2)) + math.log1p(math.exp(-4)))
-    assert compared["int8 loss"] == pytest.approx(
+    assert compared["quantized loss"] == pytest.approx(
         math.log1p(math.exp(-2)) + math.log1p(math.exp(2))
     )
 
@@ -83,9 +90,13 @@ def test_it_prints_and_writes_what_it_measured(penstock: Penstock, tmp_path: Pat
     done = penstock("bench", "quantization", *arguments)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(rows) == (2 + 1) + (2 + 2)
+    assert len(rows) == (2 + 2) + (2 + 2 * 3)
     assert set(rows) <= set((tmp_path / "quantization.md").read_text().splitlines())
     figures = json.loads((tmp_path / "quantization.json").read_text())
-    assert (figures["model"], figures["errors"]["num_texts"]) == ("demo", 2)
-    assert [cell["num_seqs"] for cell in figures["speed"]] == [1, 3]
+    assert figures["model"] == "demo"
+    assert [each["quantization"] for each in figures["errors"]] == ["int8", "int4"]
+    cells = [(cell["num_seqs"], cell["quantization"]) for cell in figures["speed"]]
+    assert cells == list(product([1, 3], ["none", "int8", "int4"]))
+    sizes = [cell["weight_bytes"] for cell in figures["speed"][:3]]
+    assert sizes[0] > 1.5 * sizes[1] > 2.5 * sizes[2]
     assert all(cell["ratio"] > 0.0 for cell in figures["speed"])

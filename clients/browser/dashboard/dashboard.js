@@ -109,7 +109,7 @@ function showState() {
     page.model.textContent = engine.model;
     const weights = engine.quantization === "none" ? engine.dtype : `${engine.dtype}, ${engine.quantization}`;
     page.engine.textContent = [
-      `${engine.device}, ${weights}`,
+      `${engine.device}, ${weights}, weights of ${bytes(engine.weight_bytes)}`,
       `at most ${count(engine.max_num_seqs)} sequences`,
       `context of ${count(engine.max_model_len)} tokens`,
       `blocks of ${engine.block_size} tokens, ${bytes(engine.bytes_per_block)}`,

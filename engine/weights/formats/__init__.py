@@ -43,8 +43,8 @@ FORMATS: dict[str, ReadMatrix] = {
 }
 
 
-def choose_format(checkpoint: Checkpoint) -> ReadMatrix:
-    """The format of a checkpoint, by the `quant_method` in its config.
+def format_of(checkpoint: Checkpoint) -> str:
+    """The name of a checkpoint's format among the `FORMATS`, by the `quant_method` in its config.
 
     Raises:
         ModelLoadError: it is not among the `FORMATS`.
@@ -54,4 +54,4 @@ def choose_format(checkpoint: Checkpoint) -> ReadMatrix:
         method = config.section("quantization_config").text("quant_method")
     if method not in FORMATS:
         raise config.error("quantization_config", f"{method!r} checkpoints are not supported")
-    return FORMATS[method]
+    return method

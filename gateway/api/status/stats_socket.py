@@ -104,6 +104,7 @@ class StatsSocket:
             "device": info.device,
             "dtype": info.dtype,
             "quantization": info.quantization,
+            "weight_bytes": info.weight_bytes,
             "max_num_seqs": info.max_num_seqs,
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
