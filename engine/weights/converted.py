@@ -21,7 +21,7 @@ from penstock.kernels.cpu.build import BuildError, cache_dir
 
 _log = logging.getLogger(__name__)
 _VERSION = 1  # of the numbers that quantizing gives; a change makes other folders
-_MIN_VALUES = 1 << 20  # smaller matrices are quantized anew in milliseconds
+_MIN_VALUES = 1 << 16  # smaller matrices are quantized anew in milliseconds
 
 
 class ConvertedMatrices:

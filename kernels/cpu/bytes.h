@@ -37,13 +37,28 @@ INLINE ivec round_to_int(vec x) {
 }
 
 /* The low byte of each lane. */
-INLINE void store_bytes(uint8_t *p, ivec x) {
+INLINE bvec to_bytes(ivec x) {
 #if defined(__AVX512F__)
-    bvec bytes = (bvec)_mm512_cvtepi32_epi8((__m512i)x);
+    return (bvec)_mm512_cvtepi32_epi8((__m512i)x);
 #else
-    bvec bytes = __builtin_convertvector(x, bvec);
+    return __builtin_convertvector(x, bvec);
 #endif
-    memcpy(p, &bytes, sizeof bytes);
+}
+
+INLINE int32_t isum_lanes(ivec x) {
+    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return x[0];
+}
+
+INLINE int32_t imax_lanes(ivec x) {
+    x = imax(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = imax(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = imax(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    x = imax(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    return x[0];
 }
 
 #if defined(__AVX512VNNI__)

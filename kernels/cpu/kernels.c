@@ -19,10 +19,8 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
 #endif
 
 enum { ROWS_PER_ITEM = 128 };
-/* How far ahead a full tile of quantized weights prefetches its weights, which it multiplies too slowly to stream
- * otherwise. With 8 rows that gains 10 to 20 %; with up to 5, where memory is the limit, it costs as
- * much. */
-enum { AHEAD_BYTES = 16 << 10 };
+/* How far ahead quantized weights are prefetched. */
+enum { AHEAD_BYTES = 512 };
 /* Other products prefetch the group of weights that their thread takes next: full tiles all of it
  * (`lines_ahead`), fewer rows its first lines. */
 enum { LINE_BYTES = 64, SHORT_GROUP_BYTES = 64 << 10, HEAD_LINES = 96 };
@@ -52,6 +50,13 @@ INLINE long num_row_parts(long num_rows) { return (num_rows + ROWS_PER_ITEM - 1)
 INLINE long num_panels_of_group(long out_features, long group) {
     long rest = num_panels(out_features) - group * GROUP;
     return rest < GROUP ? rest : GROUP;
+}
+
+/* Threads take items in turn: gives each a contiguous share of the groups, which the processor reads
+ * ahead as one stream. */
+INLINE long group_of_item(long number, long groups) {
+    const long threads = pool_num_threads(), share = groups / threads;
+    return number < share * threads ? number % threads * share + number / threads : number;
 }
 
 /* How many lines of the next group of weights full tile `i` of `num_full` prefetches with each k. The

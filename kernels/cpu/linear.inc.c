@@ -95,9 +95,9 @@ INLINE void NAME(rows_of_group)(
 static void NAME(linear_item)(const void *args, long item) {
     const struct linear_args *a = args;
     const long num_rows = *a->num_rows, parts = num_row_parts(num_rows);
-    const long group = item / parts, row = item % parts * ROWS_PER_ITEM;
+    const long group = group_of_item(item / parts, num_groups(a->out_features)), next = group + 1;
+    const long row = item % parts * ROWS_PER_ITEM;
     const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
-    const long next = group + pool_num_threads(); /* what this thread probably takes next */
     const char *ahead = NULL;
     if (parts == 1 && next < num_groups(a->out_features))
         ahead = (const char *)((const DTYPE *)a->weight + next * GROUP * LANES * a->in_features);

@@ -127,14 +127,21 @@ INLINE NAME(weights) NAME(decode)(
 
 /* --- rows as bytes -------------------------------------------------------------------------- */
 
+/* LANES values, with zeros past the last. */
+INLINE vec NAME(load_up_to)(const DTYPE *x, long size) {
+    if (size >= LANES) return LOAD(x);
+    DTYPE last[LANES];
+    memset(last, 0, sizeof last);
+    memcpy(last, x, size * sizeof(DTYPE));
+    return LOAD(last);
+}
+
 /* The largest magnitude, by the bits of floats: NaN is above infinity, which is above all others. */
 INLINE float NAME(largest_magnitude)(const DTYPE *x, long size) {
     ivec largest = {0};
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) largest = imax(largest, (ivec)LOAD(x + i) & 0x7fffffff);
-    for (; i < size; i++) largest = imax(largest, (ivec)splat(GET(x + i)) & 0x7fffffff);
-    int32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
+    for (long i = 0; i < size; i += LANES)
+        largest = imax(largest, (ivec)NAME(load_up_to)(x + i, size - i) & 0x7fffffff);
+    const int32_t bits = imax_lanes(largest);
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
@@ -159,22 +166,15 @@ static void NAME(quantize_row)(const void *args, long row) {
         if (!(inverse <= FLT_MAX)) inverse = 0.0f; /* all zeros, or too small for a quotient; NaN */
         ivec sum = {0};
         for (long i = start; i < end; i += LANES) {
-            DTYPE last[LANES] = {0};
-            const long rest = end - i;
-            if (rest < LANES) memcpy(last, x + i, rest * sizeof(DTYPE));
-            const ivec rounded = round_to_int(LOAD(rest < LANES ? last : x + i) * splat(inverse));
-            uint8_t stored[LANES];
-            store_bytes(stored, rounded);
-            bvec ordered;
-            memcpy(&ordered, stored, sizeof ordered);
+            const ivec rounded = round_to_int(NAME(load_up_to)(x + i, end - i) * splat(inverse));
+            bvec ordered = to_bytes(rounded);
             if (a->code_bits == 4) ordered = order_as_nibbles(ordered);
-            memcpy(bytes + i, &ordered, padded - i < LANES ? padded - i : LANES);
+            if (padded - i >= LANES) memcpy(bytes + i, &ordered, LANES);
+            else memcpy(bytes + i, &ordered, padded - i);
             sum += rounded;
         }
-        int32_t total = 0;
-        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
         a->scales[row * num_blocks + block] = largest / 127.0f;
-        a->sums[row * num_blocks + block] = total;
+        a->sums[row * num_blocks + block] = isum_lanes(sum);
     }
 }
 
@@ -232,16 +232,15 @@ INLINE uvec_part codes_or_entries(uvec_part codes, bvec table, int has_table) {
 
 /* sums += the products of a block, in integers */
 INLINE const char *NAME(add_byte_products)(
-    uvec_part *sums, const uint8_t *x, long stride, const char *w, long num_lines, bvec table,
+    uvec_part *sums, const uint8_t *x, long stride, const char *w, long num_lines, long ahead, bvec table,
     const int has_table, const int rows, const int code_bits) {
     enum { PARTS = GROUP * NUM_PARTS };
     for (long k = 0; k < num_lines; k++, w += GROUP * LINE_BYTES) {
         uvec_part lines[PARTS];
 #pragma GCC unroll 8
         for (int i = 0; i < PARTS; i++) memcpy(&lines[i], w + i * PART_BYTES, PART_BYTES);
-        if (rows == MAX_ROWS)
 #pragma GCC unroll 8
-            for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + v * LINE_BYTES + AHEAD_BYTES, 0, 2);
+        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + ahead + v * LINE_BYTES, 0, 2);
 #pragma GCC unroll 2
         for (int half = 0; half < 8 / code_bits; half++) {
             uvec_part codes[PARTS];
@@ -265,12 +264,14 @@ INLINE const char *NAME(add_byte_products)(
 /* sums += the products of a block, in float */
 INLINE const char *NAME(add_float_products)(
     vec *sums, const struct quantized_format *f, const DTYPE *x, long stride, const char *w, long num_lines,
-    nibble_table table, const int rows, const int code_bits) {
+    long ahead, nibble_table table, const int rows, const int code_bits) {
     const int num_k = 32 / code_bits;
     for (long line = 0; line < num_lines; line++, w += GROUP * LINE_BYTES) {
         uvec lines[GROUP];
 #pragma GCC unroll 8
         for (int v = 0; v < GROUP; v++) memcpy(&lines[v], w + v * LINE_BYTES, sizeof lines[v]);
+#pragma GCC unroll 8
+        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + ahead + v * LINE_BYTES, 0, 2);
 #pragma GCC unroll 8
         for (int step = 0; step < num_k / PAIR; step++) {
             NAME(weights) weights[GROUP];
@@ -326,10 +327,10 @@ static __attribute__((noinline)) void NAME(add_block)(
     }
 }
 
-/* `rows` rows, in bytes or exact, against a group */
+/* `rows` rows, in bytes or exact, against a group; prefetches what is `ahead` bytes further. */
 INLINE void NAME(quantized_tile)(
-    const struct linear_quantized_args *a, long row, long group, const int rows, const int code_bits,
-    const int is_exact) {
+    const struct linear_quantized_args *a, long row, long group, long ahead, const int rows,
+    const int code_bits, const int is_exact) {
     enum { PARTS = GROUP * NUM_PARTS };
     const struct quantized_format *f = &a->format;
     const long in = a->linear.in_features;
@@ -353,7 +354,7 @@ INLINE void NAME(quantized_tile)(
 #pragma GCC unroll 32
             for (int i = 0; i < rows * GROUP; i++) sums[i] = (vec){0};
             w = NAME(add_float_products)(
-                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, table, rows, code_bits);
+                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, ahead, table, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * GROUP; i++) finished[i] = sums[i];
             NAME(add_block)(a, totals, finished, row, rows, block, layout.num_blocks, scales);
@@ -367,7 +368,7 @@ INLINE void NAME(quantized_tile)(
                     sums[r * PARTS + i] = -(uint32_t)f->zero * x_sum - (uvec_part){0};
             }
             w = NAME(add_byte_products)(
-                sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, byte_table,
+                sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, ahead, byte_table,
                 f->table != NULL, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) finished[i] = sums[i];
@@ -378,14 +379,14 @@ INLINE void NAME(quantized_tile)(
 }
 
 INLINE void NAME(quantized_rows_of_group)(
-    const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
+    const struct linear_quantized_args *a, long row, long end, long group, long ahead, const int code_bits,
     const int is_exact) {
-    for (; row + MAX_ROWS <= end; row += MAX_ROWS)
-        NAME(quantized_tile)(a, row, group, MAX_ROWS, code_bits, is_exact);
+    for (; row + MAX_ROWS <= end; row += MAX_ROWS, ahead = 0)
+        NAME(quantized_tile)(a, row, group, ahead, MAX_ROWS, code_bits, is_exact);
     switch (end - row) {
 #define CASE(n) \
     case n: \
-        if (n < MAX_ROWS) NAME(quantized_tile)(a, row, group, n < MAX_ROWS ? n : 1, code_bits, is_exact); \
+        if (n < MAX_ROWS) NAME(quantized_tile)(a, row, group, ahead, n < MAX_ROWS ? n : 1, code_bits, is_exact); \
         break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
 #undef CASE
@@ -395,14 +396,16 @@ INLINE void NAME(quantized_rows_of_group)(
 static void NAME(linear_quantized_item)(const void *args, long item) {
     const struct linear_quantized_args *a = args;
     const long num_rows = *a->linear.num_rows, parts = num_row_parts(num_rows);
-    const long group = item / parts, row = item % parts * ROWS_PER_ITEM;
+    const long row = item % parts * ROWS_PER_ITEM, groups = num_groups(a->linear.out_features);
     const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
+    const long group = group_of_item(item / parts, groups);
+    const long ahead = AHEAD_BYTES;
     if (a->x_scales) {
-        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 0);
-        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 0);
+        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, ahead, 4, 0);
+        else NAME(quantized_rows_of_group)(a, row, end, group, ahead, 8, 0);
     } else {
-        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 1);
-        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 1);
+        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, ahead, 4, 1);
+        else NAME(quantized_rows_of_group)(a, row, end, group, ahead, 8, 1);
     }
 }
 
