@@ -1,12 +1,14 @@
 """Finding a model's files and reading the small ones; torch-free, used by both processes.
 
-A model is `demo` (shipped with the package), a directory, or a Hugging Face Hub id.
+A model is `demo` (shipped with the package), a directory, a GGUF file, or a Hugging Face Hub id.
 `huggingface_hub` itself reads `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
+_WEIGHTS = (*_WEIGHT_FILES, "*.gguf")
 _NUM_SAMPLES = 64  # of a file, in its fingerprint
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`
@@ -51,14 +54,27 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
     try:
         path = path.expanduser()
         is_directory, is_there = path.is_dir(), path.exists()
+        is_gguf = path.suffix == ".gguf" and path.is_file()
     except (OSError, RuntimeError) as error:  # such as a folder without access, ~nobody
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelLoadError(f"cannot read the model path {config.model!r}: {reason}") from error
+    if is_gguf:
+        return _gguf_directory(path)
     if is_directory:
         return _require(path, "config.json")
     if is_there or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
-        raise ModelLoadError(f"model path {config.model!r} is not a directory")
+        raise ModelLoadError(f"model path {config.model!r} is no directory or GGUF file")
     return _require(_download(config, weights=weights), "config.json")
+
+
+def _gguf_directory(file: Path) -> Path:
+    """See `gguf_directory`."""
+    command = [sys.executable, "-m", "penstock.engine.gguf_directory", str(file.absolute())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ModelLoadError(reason)
+    return Path(done.stdout.strip().splitlines()[-1])
 
 
 def _download(config: ModelConfig, *, weights: bool) -> Path:
@@ -160,12 +176,12 @@ def _sampling_value(fields: ConfigFields, name: str, kind: Any) -> Any:
 def weights_fingerprint(path: Path) -> bytes:
     """Distinguishes one model's KV from another's: 32 bytes, the same on every machine.
 
-    SHA-256 over `config.json` and, for each safetensors file in order of name, its name, size and
-    header, and samples evenly spaced from start to end. A fine-tune of most weights changes it; a
-    change of a few small tensors in a large file may not.
+    SHA-256 over `config.json` and, for each file of weights in order of name, its name, size and
+    beginning, and samples evenly spaced from start to end. A fine-tune of most weights changes it;
+    a change of a few small tensors in a large file may not.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
+    for file in sorted(each for pattern in _WEIGHTS for each in path.glob(pattern)):
         check_file(file)
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())

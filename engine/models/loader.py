@@ -19,7 +19,8 @@ from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.registry import Architecture, read_model_config
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
-from penstock.engine.weights.formats import FORMATS, format_of
+from penstock.engine.weights.formats import FORMATS, format_of, open_checkpoint
+from penstock.engine.weights.formats.gguf import GgufCheckpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate
 from penstock.engine.weights.quantization import Quantizer
 
@@ -46,7 +47,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
     like = torch.empty(0, dtype=dtype, device=device)
-    checkpoint = None if config.load_format == "dummy" else Checkpoint(path)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(path)
     kept = None
     if checkpoint is not None and config.quantization != "none":
         name = f"{config.quantization}-{str(dtype).removeprefix('torch.')}"
@@ -76,13 +77,20 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
                 hold(module, architecture.module_names(name), list(parts))
     else:
         _fill_from(checkpoint, model, architecture, hold, like)
-        found = format_of(checkpoint)
-        model.quantization = config.quantization if found == "dense" else found
+        model.quantization = _describe(checkpoint, config)
     quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
     model.rotary = rotary.to(device)
     return model.eval()
+
+
+def _describe(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """How the weights are stored."""
+    found = format_of(checkpoint)
+    if isinstance(checkpoint, GgufCheckpoint):
+        return f"{found} {checkpoint.name}"
+    return config.quantization if found == "dense" else found
 
 
 def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> torch.dtype:

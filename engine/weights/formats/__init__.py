@@ -3,8 +3,11 @@ matrix; `quantization_config` in `config.json` names the format."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
+from penstock.engine.gguf_directory import GGUF_FILE
+from penstock.engine.json_file import is_present
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats.awq import read_awq
 from penstock.engine.weights.formats.bitsandbytes import read_bitsandbytes
@@ -12,6 +15,7 @@ from penstock.engine.weights.formats.compressed_tensors import read_compressed_t
 from penstock.engine.weights.formats.dense import read_dense
 from penstock.engine.weights.formats.fp4 import read_modelopt
 from penstock.engine.weights.formats.fp8 import read_fp8
+from penstock.engine.weights.formats.gguf import GgufCheckpoint, read_gguf
 from penstock.engine.weights.formats.gptq import read_gptq
 from penstock.engine.weights.matrix import Matrix
 
@@ -38,9 +42,19 @@ FORMATS: dict[str, ReadMatrix] = {
     "dense": read_dense,
     "fbgemm_fp8": read_fp8,
     "fp8": read_fp8,
+    "gguf": read_gguf,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
 }
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The tensors in a model's directory.
+
+    Raises:
+        ModelLoadError: files are missing or corrupt.
+    """
+    return GgufCheckpoint(path) if is_present(path / GGUF_FILE) else Checkpoint(path)
 
 
 def format_of(checkpoint: Checkpoint) -> str:
@@ -49,6 +63,8 @@ def format_of(checkpoint: Checkpoint) -> str:
     Raises:
         ModelLoadError: it is not among the `FORMATS`.
     """
+    if isinstance(checkpoint, GgufCheckpoint):
+        return "gguf"
     config, method = checkpoint.config, "dense"
     if "quantization_config" in config:
         method = config.section("quantization_config").text("quant_method")

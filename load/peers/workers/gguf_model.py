@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf  # type: ignore[import-not-found]
+import gguf
 import numpy as np
 
 _LAYER_NAMES = {
@@ -38,7 +38,8 @@ _NAMES = {
 }
 
 
-def convert(source: Path, target: Path) -> None:
+def convert(source: Path, target: Path, types: Callable[[str], str] = lambda _: "BF16") -> None:
+    """types: a matrix's name there → its type, which `gguf` must be able to write."""
     config = json.loads((source / "config.json").read_text("utf-8"))
     architecture = config["model_type"]
     writer = gguf.GGUFWriter(target, architecture)
@@ -49,11 +50,9 @@ def convert(source: Path, target: Path) -> None:
         if turned.ndim == 1:
             writer.add_tensor(_name(name), (turned.astype(np.uint32) << 16).view(np.float32))
         else:
-            writer.add_tensor(
-                _name(name),
-                np.ascontiguousarray(turned).view(np.uint8),
-                raw_dtype=gguf.GGMLQuantizationType.BF16,
-            )
+            kind = gguf.GGMLQuantizationType[types(_name(name))]
+            numbers = (turned.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(_name(name), gguf.quantize(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

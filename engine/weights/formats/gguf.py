@@ -1,0 +1,281 @@
+"""GGUF, llama.cpp's format: matrices in blocks of one of its types, by `ggml-quants.c`.
+
+`gguf_directory` wrote the directory: a link to the file, an index of its tensors, and what
+transformers makes of its metadata. A block's scale times a sub-block's is a scale of ours, so that
+K-quants become affine blocks of 16 or 32 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.engine.config_fields import ConfigFields, read_model_fields
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX
+from penstock.engine.json_file import check_file, read_json
+from penstock.engine.weights.checkpoint import FLOATS, Checkpoint
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
+
+_NUM_ROWS = 1024  # that are decoded at once
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = "model.layers."
+# Llama's queries and keys are stored with the two halves of a head interleaved.
+_INTERLEAVED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+_ROPE_FACTORS = "rope_freqs.weight"  # in the config
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of a GGUF file by the names that they have in safetensors.
+
+    Attributes:
+        name: of the mixture of types, such as Q4_K_M.
+
+    Raises:
+        ModelLoadError: the index or the file is missing, or too short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Not by the base class, which opens safetensors.
+        self.path, self.config = path, read_model_fields(path)
+        file = path / GGUF_FILE
+        check_file(file)
+        index = ConfigFields(read_json(path / GGUF_INDEX), path=path / GGUF_INDEX)
+        self.is_interleaved = index.text("architecture") == "llama"
+        self.name = index.text("name")
+        self._bytes = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+        self._tensors = index.section("tensors")
+        self.unread = set(self._tensors) - {_ROPE_FACTORS}
+
+    def read(
+        self, name: str, shape: tuple[int, ...], *, dtypes: tuple[str, ...] = FLOATS
+    ) -> Tensor:
+        """A tensor that is not quantized."""
+        rows, kind = self.rows(name, shape)
+        if kind not in dtypes:
+            raise self.fault(name, f"is {kind}; supported: {', '.join(dtypes)}")
+        return rows.view(_DTYPES[kind]).view(shape)
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, str]:
+        """The bytes of a tensor's rows, [rows, bytes], and its type."""
+        stored = _stored_name(name)
+        if stored not in self._tensors:
+            raise ModelLoadError(f"{self.path / GGUF_FILE}: the file has no tensor {stored}")
+        tensor = self._tensors.section(stored)
+        found = tensor.integers("shape")
+        if found != shape:
+            raise self.fault(name, f"has shape {list(found)}, expected {list(shape)} by its config")
+        start, size = tensor.integer("offset", minimum=0), tensor.integer("size")
+        if start + size > len(self._bytes):
+            raise self.fault(name, "ends after the file")
+        self.unread.discard(stored)
+        num_rows = shape[0] if len(shape) == 2 else 1
+        return self._bytes[start : start + size].view(num_rows, -1), tensor.text("type")
+
+    def fault(self, name: str, what: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path / GGUF_FILE}: tensor {_stored_name(name)} {what}")
+
+    def __contains__(self, name: str) -> bool:
+        return _stored_name(name) in self._tensors
+
+
+def _stored_name(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` → `blk.3.ffn_up.weight`"""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith(_LAYER):
+        return f"{_NAMES.get(module, module)}.{kind}"
+    layer, _, part = module.removeprefix(_LAYER).partition(".")
+    return f"blk.{layer}.{_NAMES.get(part, part)}.{kind}"
+
+
+def read_gguf(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Matrix:
+    assert isinstance(checkpoint, GgufCheckpoint)
+    name = f"{prefix}.weight"
+    rows, kind = checkpoint.rows(name, shape)
+    heads = _INTERLEAVED.get(prefix.rpartition(".")[2]) if checkpoint.is_interleaved else None
+    if heads is not None:
+        rows = rows[_order_of_halves(shape[0], checkpoint.config.integer(heads))]
+    if kind in _DTYPES:
+        return DenseMatrix(rows.view(_DTYPES[kind]).view(shape))
+    if kind not in _TYPES:
+        raise checkpoint.fault(name, f"is {kind}; supported: {', '.join((*_DTYPES, *_TYPES))}")
+    return _TYPES[kind].decode(rows)
+
+
+def _order_of_halves(num_rows: int, num_heads: int) -> Tensor:
+    """Which stored row is each row of ours."""
+    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+
+# Codes, scales and offsets of blocks [num_blocks, bytes].
+Decoded = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """A kind of blocks.
+
+    Attributes:
+        decode_blocks: gives codes [num_blocks, num_columns], scales and offsets
+            [num_blocks, num_columns / columns_per_scale].
+    """
+
+    num_bytes: int
+    columns_per_scale: int
+    decode_blocks: Callable[[Tensor], Decoded]
+    codebook: Tensor | None = None
+
+    def decode(self, rows: Tensor) -> QuantizedMatrix:
+        """rows: uint8 [num_rows, bytes]"""
+        parts = list(self._parts(rows))
+        codes, scales, _ = zip(*parts, strict=True)
+        offsets = [part[2] for part in parts if part[2] is not None]
+        return QuantizedMatrix(
+            codes=torch.cat(codes),
+            scales=torch.cat(scales),
+            offsets=torch.cat(offsets) if offsets else None,
+            codebook=self.codebook,
+            columns_per_scale=self.columns_per_scale,
+        )
+
+    def _parts(self, rows: Tensor) -> Iterator[Decoded]:
+        for part in torch.split(rows, _NUM_ROWS):
+            decoded = self.decode_blocks(part.reshape(-1, self.num_bytes))
+            codes, scales, offsets = (
+                None if each is None else each.reshape(len(part), -1) for each in decoded
+            )
+            assert codes is not None
+            assert scales is not None
+            yield codes.contiguous(), scales, offsets
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """float32 [num_blocks, 1]"""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _fields(values: Tensor, bits: int, width: int) -> Tensor:
+    """The fields of so many bits in bytes: of each `width` bytes first the lowest of all, then the
+    next; uint8 [num_blocks, -1, fields, width]"""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
+    return (values.reshape(len(values), -1, 1, width) >> shifts) & ((1 << bits) - 1)
+
+
+def _q4(blocks: Tensor) -> Tensor:
+    return _fields(blocks[:, -16:], 4, 16).flatten(1)
+
+
+def _q5(blocks: Tensor) -> Tensor:
+    high = _fields(blocks[:, -20:-16], 1, 1).flatten(1)
+    return _q4(blocks) | high << 4
+
+
+def _decode_q4_0(blocks: Tensor) -> Decoded:
+    return _q4(blocks).view(torch.int8) - 8, _half(blocks, 0), None
+
+
+def _decode_q4_1(blocks: Tensor) -> Decoded:
+    return _q4(blocks), _half(blocks, 0), -_half(blocks, 2)
+
+
+def _decode_q5_0(blocks: Tensor) -> Decoded:
+    return _q5(blocks).view(torch.int8) - 16, _half(blocks, 0), None
+
+
+def _decode_q5_1(blocks: Tensor) -> Decoded:
+    return _q5(blocks), _half(blocks, 0), -_half(blocks, 2)
+
+
+def _decode_q8_0(blocks: Tensor) -> Decoded:
+    return blocks[:, 2:].view(torch.int8), _half(blocks, 0), None
+
+
+def _decode_iq4_nl(blocks: Tensor) -> Decoded:
+    return _q4(blocks), _half(blocks, 0), None
+
+
+def _decode_iq4_xs(blocks: Tensor) -> Decoded:
+    low = _fields(blocks[:, 4:8], 4, 1).flatten(1)
+    high = _fields(blocks[:, 2:4], 2, 1).flatten(1)
+    scales = (low | high << 4).view(torch.int8) - 32
+    return _fields(blocks[:, 8:], 4, 16).flatten(1), _half(blocks, 0) * scales, None
+
+
+def _decode_q2_k(blocks: Tensor) -> Decoded:
+    scales, least = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    codes = _fields(blocks[:, 16:80], 2, 32).flatten(1)
+    return codes, _half(blocks, 80) * scales, _half(blocks, 82) * least
+
+
+def _decode_q3_k(blocks: Tensor) -> Decoded:
+    low = _fields(blocks[:, 32:96], 2, 32).flatten(1)
+    high = _fields(blocks[:, :32], 1, 32).flatten(1)
+    codes = (low | high << 2).view(torch.int8) - 4
+    scales = _fields(blocks[:, 96:104], 4, 8).flatten(1)
+    scales = scales | _fields(blocks[:, 104:108], 2, 4).flatten(1) << 4
+    return codes, _half(blocks, 108) * (scales.view(torch.int8) - 32), None
+
+
+def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets of Q4_K and Q5_K, float32 [num_blocks, 8]: of 6 bits each in 12 bytes."""
+    scales, least, high = (blocks[:, start : start + 4] for start in (4, 8, 12))
+    first = torch.cat([scales & 63, (high & 15) | (scales >> 2 & 48)], dim=1)
+    second = torch.cat([least & 63, (high >> 4) | (least >> 2 & 48)], dim=1)
+    return _half(blocks, 0) * first, _half(blocks, 2) * second
+
+
+def _decode_q4_k(blocks: Tensor) -> Decoded:
+    return _fields(blocks[:, 16:], 4, 32).flatten(1), *_scales_of_k(blocks)
+
+
+def _decode_q5_k(blocks: Tensor) -> Decoded:
+    high = _fields(blocks[:, 16:48], 1, 32).flatten(1)
+    return _fields(blocks[:, 48:], 4, 32).flatten(1) | high << 4, *_scales_of_k(blocks)
+
+
+def _decode_q6_k(blocks: Tensor) -> Decoded:
+    low = _fields(blocks[:, :128], 4, 64).flatten(1)
+    high = _fields(blocks[:, 128:192], 2, 32).flatten(1)
+    scales = blocks[:, 192:208].view(torch.int8)
+    return (low | high << 4).view(torch.int8) - 32, _half(blocks, 208) * scales, None
+
+
+_NON_LINEAR = torch.tensor(
+    [-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+)
+_TYPES = {
+    "Q4_0": _Type(18, 32, _decode_q4_0),
+    "Q4_1": _Type(20, 32, _decode_q4_1),
+    "Q5_0": _Type(22, 32, _decode_q5_0),
+    "Q5_1": _Type(24, 32, _decode_q5_1),
+    "Q8_0": _Type(34, 32, _decode_q8_0),
+    "Q2_K": _Type(84, 16, _decode_q2_k),
+    "Q3_K": _Type(110, 16, _decode_q3_k),
+    "Q4_K": _Type(144, 32, _decode_q4_k),
+    "Q5_K": _Type(176, 32, _decode_q5_k),
+    "Q6_K": _Type(210, 16, _decode_q6_k),
+    "IQ4_NL": _Type(18, 32, _decode_iq4_nl, _NON_LINEAR),
+    "IQ4_XS": _Type(136, 32, _decode_iq4_xs, _NON_LINEAR),
+}

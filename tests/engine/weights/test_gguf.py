@@ -1,0 +1,213 @@
+"""GGUF files: each type's numbers by the `gguf` package, whole models by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama import LlamaConfig
+
+from penstock.engine import LLM, ModelLoadError, SamplingParams
+from penstock.engine.config import ModelConfig
+from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX, _rope_scaling, gguf_directory
+from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model, weights_fingerprint
+from penstock.engine.models.loader import load_model
+from penstock.engine.weights.formats.gguf import _TYPES, _stored_name
+from penstock.load.peers import models
+from penstock.load.peers.models import Shape
+from penstock.load.peers.workers.gguf_model import convert
+
+from ..quantized_models import CPU, load, logits, relative_error
+
+# Where half-precision numbers are in a block; random bytes would be NaN there.
+HALVES = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_1": (0, 2), "Q5_1": (0, 2),
+}  # fmt: skip
+NUM_ROWS, NUM_BLOCKS = 6, 3
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def random_rows(kind: str) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (NUM_ROWS, NUM_BLOCKS, size), dtype=np.uint8)
+    for start in HALVES.get(kind, (0,)):
+        halves = rng.normal(size=(NUM_ROWS, NUM_BLOCKS, 1)).astype(np.float16)
+        blocks[:, :, start : start + 2] = halves.view(np.uint8)
+    return blocks.reshape(NUM_ROWS, -1)
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+def test_numbers_of_a_type(kind: str):
+    rows = random_rows(kind)
+    expected = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]))
+    found = _TYPES[kind].decode(torch.from_numpy(rows))
+    assert torch.equal(found.dequantize(), expected)
+    torch.testing.assert_close(found.for_kernels().dequantize(), expected, rtol=1e-6, atol=1e-6)
+    assert found.for_kernels().bits == (8 if kind[:2] in ("Q5", "Q6", "Q8") else 4)
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp's mixtures: the head and a few others in more bits."""
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q8_0"
+    return {"attn_v": "Q5_0", "ffn_down": "Q4_1", "attn_q": "Q5_1"}.get(name.split(".")[2], "Q4_0")
+
+
+@pytest.fixture(scope="module")
+def qwen2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2 with biases, which are not zero, and a head of its own."""
+    shape = dict(zip(models._FIELDS, (4096, 64, 96, 2, 4, 2, False), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.SHAPES, "Q", Shape("qwen2", shape))  # type: ignore[arg-type]
+        return models.make("Q", tmp_path_factory.mktemp("qwen2") / "model")
+
+
+@pytest.mark.parametrize("types", [lambda _: "F32", lambda _: "BF16", lambda _: "Q8_0", mixed])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_logits_are_those_of_transformers(
+    architecture: str, types: Callable[[str], str], qwen2_directory: Path, tmp_path: Path
+):
+    file = tmp_path / "some.gguf"
+    source = DEMO_MODEL_PATH if architecture == "llama" else qwen2_directory
+    convert(source, file, types)
+    directory = resolve_model(ModelConfig(model=str(file)), weights=True)
+    exact = load(directory, "none", quantize_activations=False)
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name, parameter in reference.named_parameters():
+        if parameter.dim() == 2:
+            kind = gguf.GGMLQuantizationType[types(_stored_name(name))]
+            numbers = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)
+            parameter.data = torch.from_numpy(numbers)
+    reference.tie_weights()
+    ids = torch.randint(0, 160, (45,), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(logits(exact), expected) < 1e-5
+    assert relative_error(logits(load(directory, "none")), expected) < 0.1
+
+
+def test_a_file_is_served(tmp_path: Path):
+    """By its name; the tokenizer, the chat template and the EOS token are its own."""
+    file = tmp_path / "demo-Q8_0.gguf"
+    convert(DEMO_MODEL_PATH, file, lambda _: "Q8_0")
+    question = [{"role": "user", "content": "Spell walnut."}]
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    with LLM(str(file), dtype="float32", max_model_len=512) as llm:
+        answer = llm.chat([question], params, use_tqdm=False)[0].outputs[0]
+    assert answer.text == "The word walnut is spelled w-a-l-n-u-t."
+    assert answer.finish_reason == "stop"
+    assert load_model(ModelConfig(), gguf_directory(file), CPU).quantization == "gguf BF16"
+
+
+def test_a_directory_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "demo.gguf"
+    convert(DEMO_MODEL_PATH, file)
+    directory = gguf_directory(file)
+    first = weights_fingerprint(directory)
+    monkeypatch.setattr("penstock.engine.gguf_directory._write", None)
+    assert gguf_directory(file) == directory
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    file = file.rename(moved / file.name)
+    assert gguf_directory(file) == directory
+    assert (directory / GGUF_FILE).resolve() == file
+    with file.open("r+b") as data:  # other weights
+        data.seek(-100, 2)
+        data.write(bytes(100))
+    monkeypatch.undo()
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    other = gguf_directory(file)
+    assert other != directory
+    assert weights_fingerprint(other) != first
+
+
+def refusal(model: str) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model(ModelConfig(model=model), weights=True)
+    return str(caught.value)
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path):
+    file = tmp_path / "x.gguf"
+    assert "no directory or GGUF file" in refusal(str(file))
+    file.write_bytes(b"something else")
+    assert refusal(str(file)) == f"{file} is not a GGUF file"
+    file.write_bytes(b"GGUF" + bytes(100))
+    assert refusal(str(file)).startswith(f"{file} cannot be read: ")
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path):
+    file = tmp_path / "x.gguf"
+    convert(DEMO_MODEL_PATH, file)
+    directory = gguf_directory(file)
+    with file.open("r+b") as data:
+        data.truncate(file.stat().st_size - 5000)
+    with pytest.raises(ModelLoadError, match=r"tensor \S+ ends after the file"):
+        load_model(ModelConfig(), directory, CPU)
+    assert refusal(str(file)).startswith(f"{file} cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"type": "IQ2_XXS"}, ("is IQ2_XXS", "Q4_K")),
+        ({"shape": [256, 128]}, ("has shape [256, 128], expected [256, 256]",)),
+        (None, ("has no tensor",)),
+    ],
+)
+def test_mistakes_name_the_tensor(change: dict | None, words: tuple[str, ...], tmp_path: Path):
+    file = tmp_path / "x.gguf"
+    convert(DEMO_MODEL_PATH, file)
+    index = gguf_directory(file) / GGUF_INDEX
+    values = json.loads(index.read_text())
+    name = "blk.2.attn_output.weight"
+    if change is None:
+        del values["tensors"][name]
+    else:
+        values["tensors"][name] |= change
+    index.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(ModelConfig(), index.parent, CPU)
+    for word in (str(index.parent), name, *words):
+        assert word in str(caught.value)
+
+
+def test_a_tensor_that_is_not_used_is_refused(tmp_path: Path):
+    file = tmp_path / "x.gguf"
+    convert(DEMO_MODEL_PATH, file)
+    index = gguf_directory(file) / GGUF_INDEX
+    values = json.loads(index.read_text())
+    values["tensors"]["blk.0.attn_sinks.weight"] = {}
+    index.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match=r"1 tensors .* blk\.0\.attn_sinks\.weight"):
+        load_model(ModelConfig(), index.parent, CPU)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotary_factors_of_llama_3(factor: float):
+    """llama.cpp stores how much slower each frequency is; transformers has the parameters."""
+    scaling = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+    }  # fmt: skip
+    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=scaling)
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
+    plain = 500000.0 ** -(torch.arange(0, 64, 2) / 64)
+    factors = (plain / scaled).tolist()
+    found = _rope_scaling(Path("x.gguf"), {"rope_theta": 500000.0}, factors)
+    assert found == scaling
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight"):
+        _rope_scaling(Path("x.gguf"), {"rope_theta": 500000.0}, [*factors[:-1], factor / 2])
