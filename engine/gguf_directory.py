@@ -125,7 +125,6 @@ def _write(file: Path, folder: Path) -> None:
         config["rope_scaling"] = _rope_scaling(file, config, factors[0].tolist())
     index = {
         "architecture": fields["general.architecture"],
-        "name": _file_type(gguf, fields.get("general.file_type")),
         "tensors": tensors,
     }
     eos_token_ids = sorted({fields[name] for name in _EOS_IDS if name in fields})
@@ -133,13 +132,6 @@ def _write(file: Path, folder: Path) -> None:
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids})
     _write_json(folder / "config.json", config)
     _write_json(folder / GGUF_INDEX, index)
-
-
-def _file_type(gguf: Any, number: int | None) -> str:
-    try:
-        return str(gguf.LlamaFileType(number).name).removeprefix("MOSTLY_")
-    except ValueError:
-        return "mixed"
 
 
 def _rope_scaling(file: Path, config: dict[str, Any], factors: list[float]) -> dict[str, Any]:

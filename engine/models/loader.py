@@ -89,7 +89,7 @@ def _describe(checkpoint: Checkpoint, config: ModelConfig) -> str:
     """How the weights are stored."""
     found = format_of(checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
-        return f"{found} {checkpoint.name}"
+        return f"{found} {' + '.join(checkpoint.types)}"
     return config.quantization if found == "dense" else found
 
 

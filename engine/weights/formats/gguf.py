@@ -7,6 +7,7 @@ K-quants become affine blocks of 16 or 32 columns.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,6 @@ _ROPE_FACTORS = "rope_freqs.weight"  # in the config
 class GgufCheckpoint(Checkpoint):
     """The tensors of a GGUF file by the names that they have in safetensors.
 
-    Attributes:
-        name: of the mixture of types, such as Q4_K_M.
 
     Raises:
         ModelLoadError: the index or the file is missing, or too short.
@@ -64,7 +63,6 @@ class GgufCheckpoint(Checkpoint):
         check_file(file)
         index = ConfigFields(read_json(path / GGUF_INDEX), path=path / GGUF_INDEX)
         self.is_interleaved = index.text("architecture") == "llama"
-        self.name = index.text("name")
         self._bytes = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
         self._tensors = index.section("tensors")
         self.unread = set(self._tensors) - {_ROPE_FACTORS}
@@ -93,6 +91,14 @@ class GgufCheckpoint(Checkpoint):
         self.unread.discard(stored)
         num_rows = shape[0] if len(shape) == 2 else 1
         return self._bytes[start : start + size].view(num_rows, -1), tensor.text("type")
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Those that a tenth of the bytes or more have, the largest first."""
+        sizes: Counter[str] = Counter()
+        for tensor in map(self._tensors.section, self._tensors):
+            sizes[tensor.text("type")] += tensor.integer("size")
+        return tuple(kind for kind, size in sizes.most_common() if 10 * size >= sizes.total())
 
     def fault(self, name: str, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path / GGUF_FILE}: tensor {_stored_name(name)} {what}")

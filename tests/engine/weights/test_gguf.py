@@ -109,7 +109,10 @@ def test_a_file_is_served(tmp_path: Path):
         answer = llm.chat([question], params, use_tqdm=False)[0].outputs[0]
     assert answer.text == "The word walnut is spelled w-a-l-n-u-t."
     assert answer.finish_reason == "stop"
-    assert load_model(ModelConfig(), gguf_directory(file), CPU).quantization == "gguf BF16"
+    assert load_model(ModelConfig(), gguf_directory(file), CPU).quantization == "gguf Q8_0"
+    convert(DEMO_MODEL_PATH, file, mixed)
+    mixture = load_model(ModelConfig(), gguf_directory(file), CPU).quantization
+    assert mixture == "gguf Q4_0 + Q4_1"
 
 
 def test_a_directory_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
