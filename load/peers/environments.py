@@ -157,7 +157,8 @@ def _llamacpp(environment: Environment) -> None:
         *(f"-D{flag}" for flag in flags),
         env=tools,
     )
-    environment.run("cmake", "--build", build, "--target", "llama-server", env=tools)
+    targets = ("--target", "llama-server", "--target", "llama-quantize")
+    environment.run("cmake", "--build", build, *targets, env=tools)
 
 
 def _openvino(environment: Environment) -> None:

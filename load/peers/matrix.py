@@ -23,8 +23,7 @@ from penstock.load.peers import workloads
 from penstock.load.peers.environments import InstallError
 from penstock.load.peers.report import OURS, Failure, Observation, Report, chosen_setting, write
 from penstock.load.peers.rivals import (
-    OTHERS,
-    Penstock,
+    RIVALS,
     Rival,
     RivalError,
     Running,
@@ -99,8 +98,6 @@ def _per_1k(
 
 # -- the matrix ---------------------------------------------------------------------------------
 
-_ALL: tuple[Rival, ...] = (Penstock(), *OTHERS)
-RIVALS: Mapping[str, Rival] = {rival.name: rival for rival in _ALL}
 # Within an hour in total; S has the most important workloads.
 _DEFAULT_REPEATS = {"T": 2, "S": 2, "M": 1}
 
@@ -209,8 +206,13 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with real_time() as is_real_time:
         pass
-    rivals = {name: RIVALS[name] for name in RIVALS if name in parsed.systems}
-    matrix = Matrix(rivals, Report.begin(is_real_time=is_real_time), parsed.out)
+    rivals = {
+        rival.name: rival
+        for rival in RIVALS[parsed.weights]
+        if not parsed.systems or rival.name in parsed.systems
+    }
+    report = Report.begin(is_real_time=is_real_time, weights=parsed.weights)
+    matrix = Matrix(rivals, report, parsed.out)
     began_s = time.monotonic()
     matrix.prepare(parsed.models)
     for model in parsed.models:
@@ -226,7 +228,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="make bench-peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--systems", nargs="+", choices=RIVALS, default=list(RIVALS))
+    names = [rival.name for rivals in RIVALS.values() for rival in rivals]
+    add("--systems", nargs="+", choices=dict.fromkeys(names), help="default: all of these weights")
+    add("--weights", choices=RIVALS, default="bf16", help="how all systems store them")
     add("--models", nargs="+", choices=_DEFAULT_REPEATS, default=["T", "S", "M"])
     add("--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model")
     add("--repeats", type=int, help="rounds; default: 2, and 1 of the largest model")

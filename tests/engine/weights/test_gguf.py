@@ -112,7 +112,7 @@ def test_a_file_is_served(tmp_path: Path):
     assert load_model(ModelConfig(), gguf_directory(file), CPU).quantization == "gguf Q8_0"
     convert(DEMO_MODEL_PATH, file, mixed)
     mixture = load_model(ModelConfig(), gguf_directory(file), CPU).quantization
-    assert mixture == "gguf Q4_0 + Q4_1"
+    assert mixture == "gguf Q4_0 + Q4_1 + Q5_1"
 
 
 def test_a_directory_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
