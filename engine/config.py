@@ -58,8 +58,7 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens of a block; even, since the CPU kernels keep positions in pairs.
-        kv_cache_dtype: `auto` is the model's dtype; `fp8` (e4m3) halves a token's KV, on a GPU
-            only.
+        kv_cache_dtype: `auto` is the model's dtype; `fp8` (e4m3) halves a token's KV.
         kv_cache_memory_bytes: bytes for the device pool; None uses a share of the free memory.
         gpu_memory_utilization: the share of a GPU's memory that this engine may use in total.
         num_blocks: overrides the device pool's size, in blocks.

@@ -257,6 +257,8 @@ class PackedAttention:
             "query": query, "key_cache": cache[0], "value_cache": cache[1],
             "block_size": cache.shape[2], "num_heads": module.num_heads,
             "num_kv_heads": module.num_kv_heads, "head_dim": module.head_dim,
+            "key_scales": module.attention.key_scale,
+            "value_scales": module.attention.value_scale,
         }  # fmt: skip
         norms: dict[str, Any] = {}
         if module.has_qk_norm:

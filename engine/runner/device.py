@@ -44,17 +44,9 @@ def resolve_cudagraph_mode(config: DeviceConfig, device: torch.device) -> Cudagr
     return "none"
 
 
-def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the KV cache, for a model in `dtype`.
-
-    Raises:
-        ConfigError: FP8 is requested on a CPU.
-    """
-    if config.kv_cache_dtype == "auto":
-        return dtype
-    if device.type != "cuda":
-        raise ConfigError("--kv-cache-dtype fp8 needs a GPU: leave it out")
-    return torch.float8_e4m3fn
+def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache, for a model in `dtype`."""
+    return dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
 
 
 def resolve_max_model_len(config: ModelConfig, context_len: int) -> int:

@@ -90,7 +90,7 @@ class ModelRunner:
         model = load_model(config.model, model_path, self._device)
         dtype, quantization = model.dtype, model.quantization
         max_model_len = resolve_max_model_len(config.model, model.context_len)
-        kv_dtype = resolve_kv_dtype(config.cache, dtype, self._device)
+        kv_dtype = resolve_kv_dtype(config.cache, dtype)
         if kv_dtype != dtype:
             model.use_fp8_cache()
         shape = KVShape.of(model.kv_spec, config.cache.block_size)

@@ -35,7 +35,7 @@ struct NAME(attention_chunk) {
     long key_stride;                   /* from one k (pair) of a key to the next */
     const DTYPE *keys[CHUNK / LANES];  /* of LANES positions each */
     const DTYPE *values[CHUNK / PAIR]; /* of PAIR positions each */
-    DTYPE gathered[CHUNK * MAX_HEAD_DIM];
+    DTYPE gathered[CHUNK * MAX_HEAD_DIM], widened[CHUNK * MAX_HEAD_DIM];
     DTYPE masked[2][MAX_HEAD_DIM * PAIR]; /* pairs at the ends, of which one is not seen */
 };
 
@@ -56,6 +56,43 @@ static void NAME(gather_keys)(
         const DTYPE *keys = NAME(find_block)(a, tile, a->key_cache, position) + offset * PAIR;
         for (long d = 0; d < a->head_dim; d += PAIR)
             memcpy(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR * sizeof *to);
+    }
+}
+
+/* Start of the tile's head in the block of a position of an E4M3 cache. */
+INLINE const uint8_t *NAME(find_bytes)(
+    const struct attention_args *a, const struct NAME(attention_tile) *tile, const void *cache,
+    long position) {
+    long block = tile->table[position / a->block_size];
+    return (const uint8_t *)cache + (block * a->num_kv_heads + tile->head) * a->block_size * a->head_dim;
+}
+
+INLINE void NAME(widen_bytes)(DTYPE *to, const uint8_t *from, long size) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) STORE(to + i, widen_float8(load_bytes(from + i)));
+    for (; i < size; i++) PUT(to + i, widen_float8(usplat(from[i]))[0]);
+}
+
+/* Both from a cache in E4M3: the keys of a panel side by side, values as they are. */
+static void NAME(widen_chunk)(
+    const struct attention_args *a, const struct NAME(attention_tile) *tile,
+    struct NAME(attention_chunk) *chunk) {
+    chunk->key_stride = LANES * PAIR;
+    for (long i = chunk->first_panel, run; i < chunk->end; i += run) {
+        const long position = chunk->begin + i, offset = position % a->block_size, lane = i % LANES;
+        run = a->block_size - offset < LANES - lane ? a->block_size - offset : LANES - lane;
+        DTYPE *to = chunk->gathered + (i - lane) * a->head_dim;
+        const uint8_t *keys = NAME(find_bytes)(a, tile, a->key_cache, position) + offset * PAIR;
+        for (long d = 0; d < a->head_dim; d += PAIR)
+            NAME(widen_bytes)(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR);
+        chunk->keys[i / LANES] = to;
+    }
+    for (long i = chunk->first / PAIR * PAIR; i < chunk->end; i += PAIR) {
+        const long position = chunk->begin + i;
+        const uint8_t *values =
+            NAME(find_bytes)(a, tile, a->value_cache, position) + position % a->block_size * a->head_dim;
+        NAME(widen_bytes)(chunk->widened + i * a->head_dim, values, PAIR * a->head_dim);
+        chunk->values[i / PAIR] = chunk->widened + i * a->head_dim;
     }
 }
 
@@ -94,6 +131,11 @@ static void NAME(find_values)(
             NAME(prefetch)(values, PAIR * a->head_dim);
         }
     }
+}
+
+/* Zeros for the positions that are not seen beside those that are. */
+static void NAME(mask_ends)(const struct attention_args *a, struct NAME(attention_chunk) *chunk) {
+    (void)a, (void)chunk;
 #ifdef DTYPE_PAIRS
     for (int at_end = 0; at_end < 2; at_end++) {
         long i = at_end ? chunk->end : chunk->first;
@@ -197,7 +239,7 @@ static __attribute__((noinline)) void NAME(mix_chunk)(
 static float NAME(weigh)(
     const struct NAME(attention_tile) *tile, int row, const struct NAME(attention_chunk) *chunk,
     const struct attention_args *a, float *scores, DTYPE *weights, float *largest, float *total) {
-    const vec scale = splat((float)a->scale);
+    const vec scale = splat((float)a->scale * (a->key_scales ? a->key_scales[tile->head] : 1.0f));
     vec most = splat(-INFINITY);
     for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         ivec position = (int32_t)(chunk->begin + i) + LANE_NUMBERS;
@@ -237,8 +279,13 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
         chunk.first = tile->first_of_all > begin ? tile->first_of_all - begin : 0;
         chunk.first_panel = chunk.first / LANES * LANES;
         chunk.end = tile->last_of_all - begin < CHUNK ? tile->last_of_all - begin + 1 : CHUNK;
-        NAME(find_keys)(a, tile, &chunk);
-        NAME(find_values)(a, tile, &chunk);
+        if (a->key_scales) {
+            NAME(widen_chunk)(a, tile, &chunk);
+        } else {
+            NAME(find_keys)(a, tile, &chunk);
+            NAME(find_values)(a, tile, &chunk);
+        }
+        NAME(mask_ends)(a, &chunk);
         NAME(score_chunk)(tile, a->head_dim, &chunk, scores);
         for (int r = 0; r < tile->num_rows; r++)
             shrink[r] = NAME(weigh)(
@@ -246,6 +293,8 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
         NAME(mix_chunk)(
             tile->num_rows, a->head_dim, sums, shrink, (const DTYPE (*)[CHUNK])weights, &chunk);
     }
+    if (a->value_scales)
+        for (int r = 0; r < tile->num_rows; r++) total[r] /= a->value_scales[tile->head];
     if (!pool_claim()) return;
     for (int r = 0; r < tile->num_rows; r++)
         for (long d = 0; d < a->head_dim; d += LANES)

@@ -75,11 +75,6 @@ INLINE vec look_up(vec table, uvec codes) {
 #endif
 }
 
-/* E4M3: moved into a float's place, and its exponent's bias made up for. */
-INLINE vec widen_float8(uvec codes) {
-    return (vec)((codes & 0x80) << 24 | (codes & 0x7f) << 20) * splat(0x1p120f);
-}
-
 /* The numbers that the codes of k stand for, before scales. */
 INLINE vec decode_k(const struct quantized_format *f, uvec line, int k, vec table, const int code_bits) {
     if (code_bits == 4) return look_up(table, line >> nibble_shift(k));

@@ -117,6 +117,7 @@ struct rms_norm_args {
 struct rope_store_args {
     void *query, *key_cache, *value_cache;
     const void *qkv, *query_norm, *key_norm; /* norms: [head_dim], may be null */
+    const float *key_scales, *value_scales;  /* [num_kv_heads], if the cache is in E4M3; else null */
     const struct step *step;
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     double eps;
@@ -126,6 +127,7 @@ struct rope_store_args {
 struct attention_args {
     void *out;
     const void *query, *key_cache, *value_cache;
+    const float *key_scales, *value_scales; /* [num_kv_heads], if the cache is in E4M3; else null */
     const struct step *step;
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     int64_t window; /* 0: none */

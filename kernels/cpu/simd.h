@@ -180,6 +180,44 @@ INLINE float get_f16(const f16 *p) { return widen_f16((hvec){p->bits})[0]; }
 INLINE void put_f16(f16 *p, float x) { p->bits = narrow_f16(splat(x))[0]; }
 INLINE vec round_f16(vec x) { return widen_f16(narrow_f16(x)); }
 
+/* --- E4M3: a byte, without infinities ------------------------------------------------------- */
+
+/* Moved into a float's place, and its exponent's bias made up for. */
+INLINE vec widen_float8(uvec codes) {
+    const uvec magnitude = codes & 0x7f;
+    const uvec nan = -(magnitude + 1 >> 7) & 0x7fc00000;
+    const vec value = (vec)((codes & 0x80) << 24 | magnitude << 20) * splat(0x1p120f);
+    return (vec)((uvec)value | nan);
+}
+
+INLINE uvec load_bytes(const uint8_t *p) {
+    typedef uint8_t bytes __attribute__((vector_size(16)));
+    bytes x;
+    memcpy(&x, p, sizeof x);
+#if defined(__AVX512F__)
+    return (uvec)_mm512_cvtepu8_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, uvec);
+#endif
+}
+
+/* To nearest even, beyond 448 to it. */
+INLINE uint8_t narrow_float8(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint8_t)(sign | 0x7f);
+    if (magnitude >= 0x43e00000) return (uint8_t)(sign | 0x7e); /* 448 */
+    if (magnitude < 0x3c800000) { /* 2^-6: subnormal, in steps of 2^-9, as the sum's last place is */
+        float small;
+        memcpy(&small, &magnitude, sizeof small);
+        small += 0x1p14f;
+        memcpy(&bits, &small, sizeof bits);
+        return (uint8_t)(sign | (bits - 0x46800000));
+    }
+    return (uint8_t)(sign | ((magnitude + 0x7ffff + (magnitude >> 20 & 1) >> 20) - (120 << 3)));
+}
+
 /* --- over lanes ------------------------------------------------------------------------------ */
 
 INLINE float sum_lanes(vec x) {

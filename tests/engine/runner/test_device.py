@@ -50,7 +50,7 @@ def test_graphs_that_cannot_be_are_refused(tiny_checkpoint: Callable[..., Path])
 def test_the_type_of_the_cache(tiny_checkpoint: Callable[..., Path]) -> None:
     fp8 = CacheConfig(kv_cache_dtype="fp8")
     assert resolve_kv_dtype(CacheConfig(), torch.bfloat16, CUDA) == torch.bfloat16
-    assert resolve_kv_dtype(fp8, torch.bfloat16, CUDA) == torch.float8_e4m3fn
+    assert resolve_kv_dtype(fp8, torch.bfloat16) == torch.float8_e4m3fn
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 needs a GPU"):
         ModelRunner(EngineConfig(cache=fp8, device=DeviceConfig(device="cpu")), tiny_checkpoint())
 

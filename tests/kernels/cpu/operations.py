@@ -50,10 +50,11 @@ def linear(
     return y
 
 
-def pack_cache(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches [num_blocks, block_size, num_kv_heads, head_dim] in the order of attention.inc.c."""
+def pack_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Caches [num_blocks, block_size, num_kv_heads, head_dim] in the order of attention.inc.c, for
+    a library of this dtype."""
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
-    pair = 2 if key_cache.dtype == torch.bfloat16 else 1
+    pair = 2 if dtype == torch.bfloat16 else 1
     keys = key_cache.view(num_blocks, block_size, num_kv_heads, head_dim // pair, pair)
     values = value_cache.view(num_blocks, block_size // pair, pair, num_kv_heads, head_dim)
     return (
@@ -62,10 +63,10 @@ def pack_cache(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def unpack_cache(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def unpack_cache(keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of `pack_cache`."""
     num_blocks, block_size, num_kv_heads, head_dim = keys.shape
-    pair = 2 if keys.dtype == torch.bfloat16 else 1
+    pair = 2 if dtype == torch.bfloat16 else 1
     key_cache = keys.view(num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
     value_cache = values.view(num_blocks, num_kv_heads, block_size // pair, head_dim, pair)
     return (
@@ -84,9 +85,11 @@ def attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     out = torch.full_like(query, torch.nan)
-    keys, values = pack_cache(key_cache, value_cache)
+    keys, values = pack_cache(key_cache, value_cache, query.dtype)
     step = step_of(library, layout, len(query))
     library.run(
         "attention",
@@ -94,6 +97,8 @@ def attention(
         query=query,
         key_cache=keys,
         value_cache=values,
+        key_scales=key_scale,
+        value_scales=value_scale,
         step=step,
         block_size=key_cache.shape[1],
         num_heads=query.shape[1],
@@ -160,6 +165,7 @@ def rope_store(
     norms: tuple[Tensor, Tensor] | None,
     *,
     eps: float,
+    scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Tensor:
     """qkv [num_tokens, num_heads + 2 · num_kv_heads, head_dim] → the queries; caches changed.
     angles: cosines, sines and each token's row in them."""
@@ -167,7 +173,7 @@ def rope_store(
     num_kv_heads = caches[0].shape[2]
     num_heads = num_all - 2 * num_kv_heads
     query = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=qkv.dtype)
-    packed = pack_cache(*caches)
+    packed = pack_cache(*caches, qkv.dtype)
     cosines, sines, rows = angles
     step = library.structure(
         "step",
@@ -182,6 +188,8 @@ def rope_store(
         query=query,
         key_cache=packed[0],
         value_cache=packed[1],
+        key_scales=scales[0],
+        value_scales=scales[1],
         qkv=qkv,
         query_norm=norms and norms[0],
         key_norm=norms and norms[1],
@@ -192,7 +200,7 @@ def rope_store(
         head_dim=head_dim,
         eps=eps,
     )
-    for cache, stored in zip(caches, unpack_cache(*packed), strict=True):
+    for cache, stored in zip(caches, unpack_cache(*packed, qkv.dtype), strict=True):
         cache.copy_(stored)
     return query
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.rotary_store_kv_reference import rotate
+from penstock.kernels.store_kv_reference import store_kv_reference
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # One library serves all examples of a test; examples do not change it.
@@ -75,8 +76,9 @@ def test_a_row_does_not_depend_on_its_neighbours(library):
     head_dim=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
     window=st.sampled_from([None, 1, 5, 100, 1000]),
     soft_cap=st.sampled_from([None, 5.0]),
+    is_fp8=st.booleans(),
 )
-def test_attention(library, step, block_size, heads, head_dim, window, soft_cap):
+def test_attention(library, step, block_size, heads, head_dim, window, soft_cap, is_fp8):
     case = PagedCase(
         CaseShape(
             step=step,
@@ -86,19 +88,29 @@ def test_attention(library, step, block_size, heads, head_dim, window, soft_cap)
             dtype=library.dtype,
             window=window,
             soft_cap=soft_cap,
+            is_fp8=is_fp8,
             num_shared=1,
         )
     )
-    options = {"scale": head_dim**-0.5, "window": window, "soft_cap": soft_cap}
+    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
     result = operations.attention(library, *case.tensors, **options)
     assert_near(result, case.expected())
 
 
-def test_attention_of_a_token_does_not_depend_on_its_chunk(library):
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_attention_of_a_token_does_not_depend_on_its_chunk(library, is_fp8):
     """All tokens at once, or the last ones with the same cache before them: the same bits."""
-    shape = CaseShape(step=[(0, 300)], heads=(6, 2), head_dim=64, dtype=library.dtype, window=70)
-    case = PagedCase(shape)
-    options = {"scale": 64**-0.5, "window": 70}
+    case = PagedCase(
+        CaseShape(
+            step=[(0, 300)],
+            heads=(6, 2),
+            head_dim=64,
+            dtype=library.dtype,
+            window=70,
+            is_fp8=is_fp8,
+        )
+    )
+    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
     whole = operations.attention(library, *case.tensors, **options)
     for num_tokens in (1, 2, 5, 44, 45, 299):
         part = operations.attention(library, *case.last(num_tokens).tensors, **options)
@@ -158,3 +170,29 @@ def test_rope_store(library: CpuLibrary, head_dim: int, has_norm: bool):
     untouched = torch.ones(24, dtype=torch.bool)
     untouched[slots] = False
     assert caches[0].flatten(0, 1)[untouched].isnan().all()
+
+
+def test_a_cache_in_fp8(library: CpuLibrary) -> None:
+    """Every number that E4M3 has, those between, those beyond its range, and NaN."""
+    heads, head_dim = (5, 2), 64
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (every[:126] + every[1:127]) / 2
+    others = torch.tensor([448.0, 460, 1e4, torch.inf, -torch.inf, 2**-10, 2**-11, 1e-9, -0.0])
+    numbers = torch.cat([every, between, between * 1.001, -between * 0.999, others])
+    values = numbers[torch.arange(8 * 2 * head_dim) % len(numbers)].view(8, 2, head_dim)
+    qkv = random(8, heads[0] + 2 * heads[1], head_dim, dtype=torch.float32)
+    qkv[:, -2:] = values
+    qkv = qkv.to(library.dtype)
+    caches = tuple(torch.zeros(3, 8, 2, head_dim).to(torch.float8_e4m3fn) for _ in "kv")
+    expected = tuple(each.clone() for each in caches)
+    scales = (torch.tensor([0.01, 0.02]), torch.tensor([1.0, 2.0]))
+    slots = torch.tensor([23, 0, 9, 1, 2, 3, 4, 5])
+    still = torch.zeros(1, head_dim // 2)
+    angles = (still.cos(), still, torch.zeros(8, dtype=torch.int64))
+    operations.rope_store(library, qkv, caches, slots, angles, None, eps=1e-6, scales=scales)
+    _, keys, values = qkv.split((heads[0], *heads[1:], heads[1]), dim=1)
+    store_kv_reference(keys, values, *expected, slots, key_scale=scales[0], value_scale=scales[1])
+    for found, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(
+            found.float().nan_to_num(nan=500.0), wanted.float().nan_to_num(nan=500.0)
+        )
