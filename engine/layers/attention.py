@@ -57,6 +57,9 @@ class ForwardContext:
         return keys, values
 
 
+_ONE = torch.ones(())
+
+
 class Attention(nn.Module):
     """Attend over the sequence so far; this step's keys and values must be stored before.
 
@@ -68,6 +71,7 @@ class Attention(nn.Module):
     Attributes:
         key_scale, value_scale: float32 [num_kv_heads], factors of the stored numbers; None unless
             the cache is in FP8.
+        given_scales: of keys and values, as the checkpoint has them: [] or [num_kv_heads].
         is_invariant: a token's bits depend only on the tokens before it.
     """
 
@@ -83,14 +87,16 @@ class Attention(nn.Module):
         self.window = window
         self.soft_cap = soft_cap
         self.is_invariant = False
+        self.given_scales = (_ONE, _ONE)
         self.register_buffer("key_scale", None, persistent=False)
         self.register_buffer("value_scale", None, persistent=False)
 
     def use_fp8_cache(self, num_kv_heads: int, device: torch.device) -> None:
-        """Store keys and values in e4m3 with a scale of 1, the default for checkpoints without
-        scales. The range (± 448) is enough for normed keys and values."""
-        self.key_scale = torch.ones(num_kv_heads, device=device)
-        self.value_scale = torch.ones(num_kv_heads, device=device)
+        """Store keys and values in e4m3 with the checkpoint's scales, or 1 where it has none. The
+        range (± 448) is enough for normed keys and values."""
+        key_scale, value_scale = self.given_scales
+        self.key_scale = torch.ones(num_kv_heads, device=device) * key_scale.to(device)
+        self.value_scale = torch.ones(num_kv_heads, device=device) * value_scale.to(device)
 
     def forward(
         self, query: Tensor, context: ForwardContext, *, sinks: Tensor | None = None

@@ -175,10 +175,6 @@ class Decoder(nn.Module):
                 module.is_invariant = True
 
     @property
-    def linears(self) -> list[Linear]:
-        return [module for module in self.modules() if isinstance(module, Linear)]
-
-    @property
     def matrix_layers(self) -> list[MatrixLayer]:
         return [module for module in self.modules() if isinstance(module, MatrixLayer)]
 

@@ -100,5 +100,6 @@ def llama_module_names(module: str) -> tuple[str, ...]:
 
 
 def is_ignorable(tensor: str) -> bool:
-    """Whether a checkpoint's tensor is redundant, since it follows from the config."""
-    return tensor.endswith(("rotary_emb.inv_freq", ".attn.bias", ".masked_bias"))
+    """Whether a checkpoint's tensor is redundant, since it follows from the config, or serves
+    products in FP8 that there are not."""
+    return tensor.endswith(("rotary_emb.inv_freq", ".attn.bias", ".masked_bias", ".q_scale"))

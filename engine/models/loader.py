@@ -13,7 +13,7 @@ from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Linear, MatrixLayer, constant
 from penstock.engine.model_files import weights_fingerprint
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.decoder import Decoder, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.registry import Architecture, read_model_config
@@ -83,6 +83,20 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
     model.rotary = rotary.to(device)
     return model.eval()
+
+
+def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttention) -> None:
+    """The scales of an FP8 cache, if the checkpoint has them, whether or not they are used."""
+    heads, found = attention.num_kv_heads, []
+    for kind in ("k", "v"):
+        names = (f"{prefix}.{kind}_scale", f"{prefix}.{kind}_proj.{kind}_scale")
+        for name in (each for each in names if each in checkpoint):
+            shape = checkpoint.shape(name)
+            if shape not in ((), (1,), (heads,)):
+                raise checkpoint.fault(name, f"has shape {list(shape)}, expected [] or [{heads}]")
+            found.append(checkpoint.read(name, shape).float().reshape(-1))
+    if len(found) == 2:
+        attention.attention.given_scales = (found[0], found[1])
 
 
 def _describe(checkpoint: Checkpoint, config: ModelConfig) -> str:
@@ -173,6 +187,9 @@ def _fill_from(
             for kind, parameter in list(module.named_parameters(recurse=False)):
                 vector = checkpoint.read(f"{prefixes[0]}.{kind}", tuple(parameter.shape))
                 module.register_parameter(kind, constant(concatenate([vector], like)))
+    for index, layer in enumerate(model.layers):
+        (prefix,) = architecture.module_names(f"layers.{index}.self_attn")
+        _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
     ignored = {"lm_head.weight"} if model.config.is_tied else set()
     surplus = [name for name in checkpoint.unread - ignored if not is_ignorable(name)]
     if surplus:

@@ -227,7 +227,7 @@ INLINE uvec_part codes_or_entries(uvec_part codes, bvec table, int has_table) {
 
 /* sums += the products of a block, in integers */
 INLINE const char *NAME(add_byte_products)(
-    uvec_part *sums, const uint8_t *x, long stride, const char *w, long num_lines, long ahead, bvec table,
+    uvec_part *sums, const uint8_t *x, long stride, const char *w, long num_lines, bvec table,
     const int has_table, const int rows, const int code_bits) {
     enum { PARTS = GROUP * NUM_PARTS };
     for (long k = 0; k < num_lines; k++, w += GROUP * LINE_BYTES) {
@@ -235,7 +235,7 @@ INLINE const char *NAME(add_byte_products)(
 #pragma GCC unroll 8
         for (int i = 0; i < PARTS; i++) memcpy(&lines[i], w + i * PART_BYTES, PART_BYTES);
 #pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + ahead + v * LINE_BYTES, 0, 2);
+        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + v * LINE_BYTES + AHEAD_BYTES, 0, 2);
 #pragma GCC unroll 2
         for (int half = 0; half < 8 / code_bits; half++) {
             uvec_part codes[PARTS];
@@ -259,14 +259,14 @@ INLINE const char *NAME(add_byte_products)(
 /* sums += the products of a block, in float */
 INLINE const char *NAME(add_float_products)(
     vec *sums, const struct quantized_format *f, const DTYPE *x, long stride, const char *w, long num_lines,
-    long ahead, nibble_table table, const int rows, const int code_bits) {
+    nibble_table table, const int rows, const int code_bits) {
     const int num_k = 32 / code_bits;
     for (long line = 0; line < num_lines; line++, w += GROUP * LINE_BYTES) {
         uvec lines[GROUP];
 #pragma GCC unroll 8
         for (int v = 0; v < GROUP; v++) memcpy(&lines[v], w + v * LINE_BYTES, sizeof lines[v]);
 #pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + ahead + v * LINE_BYTES, 0, 2);
+        for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + v * LINE_BYTES + AHEAD_BYTES, 0, 2);
 #pragma GCC unroll 8
         for (int step = 0; step < num_k / PAIR; step++) {
             NAME(weights) weights[GROUP];
@@ -322,10 +322,10 @@ static __attribute__((noinline)) void NAME(add_block)(
     }
 }
 
-/* `rows` rows, in bytes or exact, against a group; prefetches what is `ahead` bytes further. */
+/* `rows` rows, in bytes or exact, against a group */
 INLINE void NAME(quantized_tile)(
-    const struct linear_quantized_args *a, long row, long group, long ahead, const int rows,
-    const int code_bits, const int is_exact) {
+    const struct linear_quantized_args *a, long row, long group, const int rows, const int code_bits,
+    const int is_exact) {
     enum { PARTS = GROUP * NUM_PARTS };
     const struct quantized_format *f = &a->format;
     const long in = a->linear.in_features;
@@ -349,7 +349,7 @@ INLINE void NAME(quantized_tile)(
 #pragma GCC unroll 32
             for (int i = 0; i < rows * GROUP; i++) sums[i] = (vec){0};
             w = NAME(add_float_products)(
-                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, ahead, table, rows, code_bits);
+                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, table, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * GROUP; i++) finished[i] = sums[i];
             NAME(add_block)(a, totals, finished, row, rows, block, layout.num_blocks, scales);
@@ -363,7 +363,7 @@ INLINE void NAME(quantized_tile)(
                     sums[r * PARTS + i] = -(uint32_t)f->zero * x_sum - (uvec_part){0};
             }
             w = NAME(add_byte_products)(
-                sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, ahead, byte_table,
+                sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, byte_table,
                 f->table != NULL, rows, code_bits);
 #pragma GCC unroll 32
             for (int i = 0; i < rows * PARTS; i++) finished[i] = sums[i];
@@ -374,14 +374,14 @@ INLINE void NAME(quantized_tile)(
 }
 
 INLINE void NAME(quantized_rows_of_group)(
-    const struct linear_quantized_args *a, long row, long end, long group, long ahead, const int code_bits,
+    const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
     const int is_exact) {
-    for (; row + MAX_ROWS <= end; row += MAX_ROWS, ahead = 0)
-        NAME(quantized_tile)(a, row, group, ahead, MAX_ROWS, code_bits, is_exact);
+    for (; row + MAX_ROWS <= end; row += MAX_ROWS)
+        NAME(quantized_tile)(a, row, group, MAX_ROWS, code_bits, is_exact);
     switch (end - row) {
 #define CASE(n) \
     case n: \
-        if (n < MAX_ROWS) NAME(quantized_tile)(a, row, group, ahead, n < MAX_ROWS ? n : 1, code_bits, is_exact); \
+        if (n < MAX_ROWS) NAME(quantized_tile)(a, row, group, n < MAX_ROWS ? n : 1, code_bits, is_exact); \
         break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
 #undef CASE
@@ -394,13 +394,12 @@ static void NAME(linear_quantized_item)(const void *args, long item) {
     const long row = item % parts * ROWS_PER_ITEM, groups = num_groups(a->linear.out_features);
     const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
     const long group = group_of_item(item / parts, groups);
-    const long ahead = AHEAD_BYTES;
     if (a->x_scales) {
-        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, ahead, 4, 0);
-        else NAME(quantized_rows_of_group)(a, row, end, group, ahead, 8, 0);
+        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 0);
+        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 0);
     } else {
-        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, ahead, 4, 1);
-        else NAME(quantized_rows_of_group)(a, row, end, group, ahead, 8, 1);
+        if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 1);
+        else NAME(quantized_rows_of_group)(a, row, end, group, 8, 1);
     }
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.engine.config import ModelConfig, Quantization
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.linear import Linear
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
@@ -62,6 +63,10 @@ def logits(model: LanguageModel, chunks: tuple[int, ...] = (NUM_TOKENS,)) -> Ten
         )
         parts.append(model.logits(model(token_ids[positions], context)).float().clone())
     return torch.cat(parts)
+
+
+def linears(model: Decoder) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:

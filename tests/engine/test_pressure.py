@@ -129,7 +129,8 @@ class Bytes:
         runner = self.executor._runner
         blocks: Tensor = runner._kv_pool[:, :, self.tables[seq_id]]
         if isinstance(runner._model, CpuDecoder):  # whose kernels have an order of their own
-            blocks = torch.stack([torch.stack(unpack_cache(*layer)) for layer in blocks])
+            dtype = runner._model.dtype
+            blocks = torch.stack([torch.stack(unpack_cache(*layer, dtype)) for layer in blocks])
         return blocks.flatten(2, 3)[:, :, : self.computed[seq_id]].clone()
 
 

@@ -28,7 +28,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.weights.matrix import DenseMatrix
 from penstock.engine.weights.quantization import quantize_rows
 
-from .quantized_models import BLOCK_SIZE, CPU, load, logits, relative_error
+from .quantized_models import BLOCK_SIZE, CPU, linears, load, logits, relative_error
 
 MOVED = {"int8": (0.003, 0.1), "fp8": (0.01, 0.25), "int4": (0.05, 0.7)}
 QUESTIONS = [
@@ -111,7 +111,7 @@ def test_modules_that_are_excluded(tiny_checkpoint: Callable[..., Path]):
     exclude = ("model.layers.0", "lm_head", "*.down_proj")
     config = ModelConfig(quantization="int4", quantization_exclude=exclude)
     untied = load_model(config, tiny_checkpoint(), CPU)
-    assert [bool(each.quantized) for each in untied.linears] == [False] * 4 + [True] * 3 + [False]
+    assert [bool(each.quantized) for each in linears(untied)] == [False] * 4 + [True] * 3 + [False]
     assert untied.embed_tokens.quantized
     assert not untied.lm_head.quantized
     tied = load_model(config, tiny_checkpoint("Qwen2ForCausalLM", tie_word_embeddings=True), CPU)
@@ -123,7 +123,7 @@ def test_a_part_that_is_excluded_keeps_its_layer(tiny_checkpoint: Callable[..., 
     """q, k and v are one product."""
     config = ModelConfig(quantization="int4", quantization_exclude=("*.layers.1.*.v_proj",))
     model = load_model(config, tiny_checkpoint(), CPU)
-    assert [bool(each.quantized) for each in model.linears] == [True] * 4 + [False] + [True] * 3
+    assert [bool(each.quantized) for each in linears(model)] == [True] * 4 + [False] + [True] * 3
 
 
 def test_a_pattern_that_matches_nothing_is_refused(tiny_checkpoint: Callable[..., Path]):
@@ -179,7 +179,8 @@ def test_no_place_for_them(
     cpu_kernels(decoder, BLOCK_SIZE)  # compiled where there is place
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "file"))
-    assert load_model(ModelConfig(quantization="int4"), tiny_checkpoint(), CPU).linears[0].quantized
+    model = load_model(ModelConfig(quantization="int4"), tiny_checkpoint(), CPU)
+    assert linears(model)[0].quantized
     assert "quantized again at each start" in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ def test_graphs_that_cannot_be_are_refused(tiny_checkpoint: Callable[..., Path])
 
 def test_the_type_of_the_cache(tiny_checkpoint: Callable[..., Path]) -> None:
     fp8 = CacheConfig(kv_cache_dtype="fp8")
-    assert resolve_kv_dtype(CacheConfig(), torch.bfloat16, CUDA) == torch.bfloat16
+    assert resolve_kv_dtype(CacheConfig(), torch.bfloat16) == torch.bfloat16
     assert resolve_kv_dtype(fp8, torch.bfloat16) == torch.float8_e4m3fn
-    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 needs a GPU"):
-        ModelRunner(EngineConfig(cache=fp8, device=DeviceConfig(device="cpu")), tiny_checkpoint())
+    runners = [
+        ModelRunner(EngineConfig(cache=cache, device=DeviceConfig(device="cpu")), tiny_checkpoint())
+        for cache in (CacheConfig(num_blocks=8), replace(fp8, num_blocks=8))
+    ]
+    assert runners[0].info.bytes_per_block == 4 * runners[1].info.bytes_per_block  # of float32
+    assert runners[1].info.kv_cache_dtype == "float8_e4m3fn"
 
 
 def test_a_gpu_takes_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from penstock.engine.weights.matrix import Matrix, QuantizedMatrix
 from penstock.kernels.linear_quantized_reference import quantize_rows_reference
 
 from ..greedy_parity import requests, run
+from ..quantized_models import linears
 
 WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -101,9 +102,9 @@ def test_each_module_has_a_scheme_of_its_own(rows_checkpoint):
     """One is dense here, a part of a fused one is, and the rest is quantized."""
     path = rows_checkpoint("layers.0.self_attn.o_proj", "layers.1.self_attn.k_proj")
     model = load_model(ModelConfig(), path, torch.device("cpu"))
-    is_quantized = [bool(linear.quantized) for linear in model.linears]
+    is_quantized = [bool(linear.quantized) for linear in linears(model)]
     assert is_quantized == [True, False, True, True, False, True, True, True]
-    stored, q_proj = load_file(path / WEIGHTS), model.linears[4].weight[:64]
+    stored, q_proj = load_file(path / WEIGHTS), linears(model)[4].weight[:64]
     assert torch.equal(q_proj, stored[f"{Q_PROJ}.codes"] * stored[f"{Q_PROJ}.scales"][:, None])
     assert tokens(path)
 

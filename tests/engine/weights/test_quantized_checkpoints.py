@@ -18,7 +18,7 @@ from penstock.engine.models.loader import load_model
 from penstock.kernels.cpu.isa import ISA_VARIABLE
 
 from ...support.isas import usable_isas
-from ..quantized_models import load, logits, relative_error
+from ..quantized_models import linears, load, logits, relative_error
 from . import quantized_checkpoints as made
 from .quantized_checkpoints import WEIGHTS, Write, compressed, rewrite
 
@@ -107,7 +107,7 @@ def test_the_numbers_are_those_of_the_format(
         "mlp.down": ("down_proj",),
     }
     stored = load_file(source / WEIGHTS)
-    for index, (linear, original) in enumerate(zip(model.linears, dense.linears, strict=True)):
+    for index, (linear, original) in enumerate(zip(linears(model), linears(dense), strict=True)):
         layer, kind = divmod(index, 4)
         place, names = list(parts.items())[kind]
         prefixes = [f"model.layers.{layer}.{place.partition('.')[0]}.{name}" for name in names]
@@ -228,6 +228,6 @@ def test_numbers_that_are_none_are_kept(
     tensors[f"{Q_PROJ}.scales"][1, 5] = torch.nan
     save_file(tensors, tmp_path / WEIGHTS)
     model = load_model(ModelConfig(), tmp_path, torch.device("cpu"))
-    is_nan = numbers_of(model.linears[0]).isnan()
+    is_nan = numbers_of(linears(model)[0]).isnan()
     assert is_nan[5, 32:].all()
     assert int(is_nan.sum()) == 32
