@@ -54,7 +54,7 @@ def test_the_type_of_the_cache(tiny_checkpoint: Callable[..., Path]) -> None:
     assert resolve_kv_dtype(fp8, torch.bfloat16) == torch.float8_e4m3fn
     runners = [
         ModelRunner(EngineConfig(cache=cache, device=DeviceConfig(device="cpu")), tiny_checkpoint())
-        for cache in (CacheConfig(num_blocks=8), replace(fp8, num_blocks=8))
+        for cache in (CacheConfig(num_blocks=32), replace(fp8, num_blocks=32))
     ]
     assert runners[0].info.bytes_per_block == 4 * runners[1].info.bytes_per_block  # of float32
     assert runners[1].info.kv_cache_dtype == "float8_e4m3fn"
