@@ -63,7 +63,7 @@ def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
     if is_directory:
         return _require(path, "config.json")
     if is_there or config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
-        raise ModelLoadError(f"model path {config.model!r} is no directory or GGUF file")
+        raise ModelLoadError(f"model path {config.model!r} is not a directory or GGUF file")
     return _require(_download(config, weights=weights), "config.json")
 
 

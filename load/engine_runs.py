@@ -116,7 +116,11 @@ class Run:
 
 
 def build_engine(
-    parsed: argparse.Namespace, quantization: Quantization, device: DeviceConfig
+    parsed: argparse.Namespace,
+    quantization: Quantization,
+    device: DeviceConfig,
+    *,
+    quantize_activations: bool = True,
 ) -> tuple[EngineCore, EngineInfo]:
     """An engine core by a bench's flags, in which `--num-seqs` sequences run at once."""
     max_num_seqs = max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
@@ -124,7 +128,7 @@ def build_engine(
         model=parsed.model,
         dtype=parsed.dtype,
         quantization=quantization,
-        quantize_activations=parsed.quantize_activations,
+        quantize_activations=quantize_activations,
     )
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
     return build_core(EngineConfig(model=model, scheduler=scheduler, device=device))

@@ -15,9 +15,8 @@
  *
  * Scales and offsets are half-precision, times a column's factor, if is_half, and otherwise float.
  *
- * The nibbles of a column's 32 bits hold k in the order 0 4 2 6 1 5 3 7 from the lowest half of each byte
- * pair on, so that a shift by 4 i leaves k = 2 i and 2 i + 1 at the ends of two 16-bit words, where a table
- * of bfloat16 is indexed: see `nibble_shift`.
+ * The nibbles of a column's 32 bits hold k = 0 2 4 6 1 3 5 7, from the lowest on. So a shift by 4 i leaves
+ * k = 2 i and 2 i + 1 at the ends of two 16-bit words, which index a table of bfloat16.
  */
 
 enum { GROUP_LANES = GROUP * LANES };

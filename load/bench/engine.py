@@ -239,6 +239,7 @@ def _build(parsed: argparse.Namespace) -> tuple[EngineCore, EngineInfo]:
             num_threads=parsed.num_threads or None,
             deterministic=parsed.deterministic,
         ),
+        quantize_activations=parsed.quantize_activations,
     )
 
 

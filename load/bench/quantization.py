@@ -277,7 +277,11 @@ def run(parsed: argparse.Namespace) -> int:
     path = resolve_model(ModelConfig(model=parsed.model), weights=True)
     device = DeviceConfig(device="cpu", num_threads=parsed.num_threads or None)
     kinds: tuple[Quantization, ...] = ("none", *parsed.quantizations)
-    cores = {kind: build_engine(parsed, kind, device) for kind in kinds}
+    rounds_inputs = parsed.quantize_activations
+    cores = {
+        kind: build_engine(parsed, kind, device, quantize_activations=rounds_inputs)
+        for kind in kinds
+    }
     infos = {kind: info for kind, (_, info) in cores.items()}
     lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
     try:

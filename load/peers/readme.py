@@ -1,4 +1,4 @@
-"""Writes the table of rivals in RESULTS.md, from a comparison's JSON:
+"""Writes a table of rivals in RESULTS.md, from a comparison's JSON:
 
 python -m penstock.load.peers.readme load/results/DATE-peers.json
 """
@@ -13,13 +13,18 @@ from penstock.load.peers.report import OURS, Cell, Report, cells
 from penstock.load.report.tables import replace_marked, table
 
 README = Path(__file__).parents[1] / "RESULTS.md"
-NAME = "rivals: written by load.peers.readme"
 _WORKLOADS = {
     "single": "single stream",
     "c8": "8 in flight",
     "c32": "32 in flight",
     "front128": "128 in flight",
 }
+
+
+def marker(weights: str) -> str:
+    """Of the table for such weights."""
+    kind = "" if weights == "bf16" else f" in {weights}"
+    return f"rivals{kind}: written by load.peers.readme"
 
 
 def summary(found: Sequence[Cell]) -> str:
@@ -46,8 +51,9 @@ def summary(found: Sequence[Cell]) -> str:
 
 
 def main(path: str) -> int:
-    text = summary(cells(Report.read(Path(path)).observations))
-    replace_marked(README, NAME, text)
+    report = Report.read(Path(path))
+    text = summary(cells(report.observations))
+    replace_marked(README, marker(report.weights), text)
     print(text)
     return 0
 

@@ -1,4 +1,4 @@
-"""The README's table of rivals is what the command makes of the newest comparison."""
+"""The README's tables of rivals are what the command makes of the newest comparisons."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.load.peers.readme import NAME, README, summary
+from penstock.load.peers.readme import README, marker, summary
 from penstock.load.peers.report import Observation, Report, cells
 from penstock.load.report.tables import marked, replace_marked
 
 RESULTS = README.parent / "results"
 
 
-def test_the_readme_shows_the_newest_comparison() -> None:
-    newest = max(RESULTS.glob("*-peers.json"))
-    assert marked(README, NAME) == summary(cells(Report.read(newest).observations))
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_the_readme_shows_the_newest_comparison(weights: str) -> None:
+    pattern = "*-peers.json" if weights == "bf16" else f"*-peers-{weights}.json"
+    report = Report.read(max(RESULTS.glob(pattern)))
+    assert report.weights == weights
+    assert marked(README, marker(weights)) == summary(cells(report.observations))
 
 
 def observation(system: str, tokens_per_s: float) -> Observation:
@@ -45,4 +48,4 @@ def test_a_page_without_the_comments_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing here")
     with pytest.raises(AssertionError, match="lacks the comments"):
-        replace_marked(page, NAME, "text")
+        replace_marked(page, marker("bf16"), "text")

@@ -145,7 +145,7 @@ def refusal(model: str) -> str:
 
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path):
     file = tmp_path / "x.gguf"
-    assert "no directory or GGUF file" in refusal(str(file))
+    assert "is not a directory or GGUF file" in refusal(str(file))
     file.write_bytes(b"something else")
     assert refusal(str(file)) == f"{file} is not a GGUF file"
     file.write_bytes(b"GGUF" + bytes(100))
