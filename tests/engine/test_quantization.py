@@ -217,3 +217,19 @@ def test_the_demo_model_answers_the_same(monkeypatch: pytest.MonkeyPatch):
     assert answers("int8") == expected
     monkeypatch.setenv("CC", "no-such-compiler")
     assert answers("int8") == expected
+
+
+@pytest.mark.parametrize("rounds_inputs", [True, False])
+@pytest.mark.parametrize("quantization", MOVED)
+def test_sizes_that_do_not_fill_a_line(
+    quantization: Quantization, rounds_inputs: bool, tiny_checkpoint: Callable[..., Path]
+):
+    """As they are multiplied without a kernel of their own, if there is none for them."""
+    path = tiny_checkpoint("Qwen3ForCausalLM", hidden_size=58, intermediate_size=90, head_dim=16)
+    exact = logits(load(path, "none"))
+    kernels, in_torch = (
+        logits(load(path, quantization, quantize_activations=rounds_inputs, in_torch=each))
+        for each in (False, True)
+    )
+    assert relative_error(in_torch, exact) < MOVED[quantization][1]
+    assert relative_error(kernels, in_torch) < 0.1 * relative_error(in_torch, exact)
