@@ -17,21 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.json_file import check_file, is_present
+from penstock.engine.json_file import GGUF_MAGIC, check_file, is_present, weight_samples
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
-_MAGIC = b"GGUF"
-_BEGINNING_BYTES = 1 << 20
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _VERSION = 1  # of what is written; a change makes other directories
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 _EOS_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
@@ -58,16 +49,12 @@ def gguf_directory(file: Path) -> Path:
 
 def _digest(file: Path) -> str:
     """Of its size, its beginning, and samples to its end."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as data:
-        start = data.read(_BEGINNING_BYTES)
-        if not start.startswith(_MAGIC):
+        if data.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise ModelLoadError(f"{file} is not a GGUF file")
-        digest.update(start)
-        for number in range(_NUM_SAMPLES):
-            data.seek(number * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
-            digest.update(data.read(_SAMPLE_BYTES))
+    digest = hashlib.sha256(str(file.stat().st_size).encode())
+    for sample in weight_samples(file):
+        digest.update(sample)
     return digest.hexdigest()[:16]
 
 
@@ -93,6 +80,7 @@ def _link(file: Path, folder: Path) -> None:
 def _write(file: Path, folder: Path) -> None:
     import gguf
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -110,7 +98,7 @@ def _write(file: Path, folder: Path) -> None:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(f"{file} cannot be read: {reason}") from error
     kind = config["model_type"]
-    config["architectures"] = [_ARCHITECTURES.get(kind, kind)]
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)]
     config["dtype"] = "bfloat16"
     tensors = {
         each.name: {
@@ -121,12 +109,9 @@ def _write(file: Path, folder: Path) -> None:
         }
         for each in reader.tensors
     }
-    if factors := [each.data for each in reader.tensors if each.name == _ROPE_FACTORS]:
+    if factors := [each.data for each in reader.tensors if each.name == ROPE_FACTORS]:
         config["rope_scaling"] = _rope_scaling(file, config, factors[0].tolist())
-    index = {
-        "architecture": fields["general.architecture"],
-        "tensors": tensors,
-    }
+    index = {"architecture": fields["general.architecture"], "tensors": tensors}
     eos_token_ids = sorted({fields[name] for name in _EOS_IDS if name in fields})
     tokenizer.save_pretrained(folder)
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids})
@@ -166,7 +151,7 @@ def _rope_scaling(file: Path, config: dict[str, Any], factors: list[float]) -> d
     expected = (plain / scaled).tolist()
     pairs = zip(expected, factors, strict=True)
     if any(abs(one - other) > 1e-3 * other for one, other in pairs):
-        raise ModelLoadError(f"{file}: tensor {_ROPE_FACTORS} is not a scaling that is supported")
+        raise ModelLoadError(f"{file}: tensor {ROPE_FACTORS} is not a scaling that is supported")
     return {**scaling, "rope_theta": theta}
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ModelLoadError
 
 MAX_TEXT_BYTES = 512 << 20  # the largest tokenizers have a tenth of it
+GGUF_MAGIC = b"GGUF"
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_BEGINNING_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -43,6 +48,20 @@ def check_file(path: Path, *, max_bytes: int | None = None) -> None:
         raise ModelLoadError(f"{path} is {kind}, not a regular file")
     if max_bytes is not None and about.st_size > max_bytes:
         raise ModelLoadError(f"{path} has {about.st_size:,} bytes, more than {max_bytes:,}")
+
+
+def weight_samples(path: Path) -> Iterator[bytes]:
+    """Parts of a file of weights that tell it from others: its header, or the beginning of a GGUF
+    file, and samples evenly spaced from start to end."""
+    size = path.stat().st_size
+    with path.open("rb") as data:
+        first = data.read(8)
+        is_gguf = first.startswith(GGUF_MAGIC)
+        header_bytes = _BEGINNING_BYTES if is_gguf else int.from_bytes(first, "little")
+        yield data.read(min(header_bytes, size, _MAX_HEADER_BYTES))
+        for number in range(_NUM_SAMPLES):
+            data.seek(number * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+            yield data.read(_SAMPLE_BYTES)
 
 
 def read_text(path: Path) -> str:

@@ -26,16 +26,13 @@ from huggingface_hub.errors import (
 from penstock.engine.config import DEMO_MODEL, ModelConfig
 from penstock.engine.config_fields import MAX_INTEGER, ConfigFields, read_model_fields
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.json_file import check_file, is_present, read_json
+from penstock.engine.json_file import check_file, is_present, read_json, weight_samples
 from penstock.engine.request import SAMPLING_PARAMETERS, SamplingParams
 
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _WEIGHTS = (*_WEIGHT_FILES, "*.gguf")
-_NUM_SAMPLES = 64  # of a file, in its fingerprint
-_SAMPLE_BYTES = 4096
-_MAX_HEADER_BYTES = 100_000_000  # that of `safetensors`
 _NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and a copy of the weights in another format
 
 
@@ -185,10 +182,6 @@ def weights_fingerprint(path: Path) -> bytes:
         check_file(file)
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as data:
-            header_bytes = int.from_bytes(data.read(8), "little")
-            digest.update(data.read(min(header_bytes, size, _MAX_HEADER_BYTES)))
-            for number in range(_NUM_SAMPLES):
-                data.seek(number * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
-                digest.update(data.read(_SAMPLE_BYTES))
+        for sample in weight_samples(file):
+            digest.update(sample)
     return digest.digest()

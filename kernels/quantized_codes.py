@@ -59,16 +59,8 @@ class QuantizedCodes:
 
     def dequantize(self) -> Tensor:
         """float32 [out_features, in_features], in the order of inputs."""
-        numbers = self.levels() * self._spread(self.scales)
-        if self.offsets is not None:
-            numbers -= self._spread(self.offsets)
-        if self.order is None:
-            return numbers
-        return torch.empty_like(numbers).index_copy_(1, self.order, numbers)
-
-    def _spread(self, values: Tensor) -> Tensor:
-        spread = values.repeat_interleave(self.columns_per_scale, dim=1)
-        return spread[:, : self.in_features]
+        size = self.columns_per_scale
+        return scale_blocks(self.levels(), self.scales, self.offsets, size, self.order)
 
     def levels(self) -> Tensor:
         """float32 [out_features, in_features]: the numbers before scales and offsets."""
@@ -93,3 +85,28 @@ class QuantizedCodes:
             multiple = BYTE / largest
             levels = (self.table * multiple).round()
         return replace(self, table=levels, scales=self.scales / multiple)
+
+
+def scale_blocks(
+    levels: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    columns_per_scale: int,
+    order: Tensor | None,
+) -> Tensor:
+    """levels · scales - offsets, in the order of inputs.
+
+    Args:
+        levels: float32 [num_rows, in_features], overwritten
+        scales, offsets: float32 [num_rows, ceil(in_features / columns_per_scale)]
+        order: as in `QuantizedCodes`.
+    """
+
+    def spread(values: Tensor) -> Tensor:
+        """A value of each block of columns for each of them."""
+        return values.repeat_interleave(columns_per_scale, dim=1)[:, : levels.shape[1]]
+
+    levels *= spread(scales)
+    if offsets is not None:
+        levels -= spread(offsets)
+    return levels if order is None else torch.empty_like(levels).index_copy_(1, order, levels)

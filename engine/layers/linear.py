@@ -49,10 +49,6 @@ class MatrixLayer(nn.Module):
         self.part_sizes: tuple[int, ...] = (out_features,)
         self.weight = constant(torch.empty(out_features, in_features))
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes + sum(each.nbytes for each in self.quantized)
-
     def hold(self, matrix: Matrix, *, rounds_inputs: bool = True) -> None:
         """Use this matrix instead."""
         if isinstance(matrix, DenseMatrix):

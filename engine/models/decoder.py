@@ -181,8 +181,8 @@ class Decoder(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Size of all weights, as they are held."""
-        matrices = sum(each.num_bytes - each.weight.nbytes for each in self.matrix_layers)
-        return matrices + sum(each.nbytes for each in self.parameters())
+        quantized = sum(each.nbytes for layer in self.matrix_layers for each in layer.quantized)
+        return quantized + sum(each.nbytes for each in self.parameters())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -27,20 +27,12 @@ class CpuLinear(Protocol):
         """Bytes that a product reads."""
         ...
 
-    def write(
-        self,
-        program: Program,
-        y: Place | None,
-        x: Buffer,
-        *,
-        residual: Place | None = None,
-        **others: Any,
-    ) -> Structure:
-        """Add y = x · matrix (+ bias) (+ residual, which is not y).
+    def write(self, program: Program, y: Place | None, x: Buffer, **others: Any) -> Structure:
+        """Add y = x · matrix (+ bias).
 
         Args:
             y: None: to be set in the result.
-            others: further arguments of all operations that this takes.
+            others: of the product: a residual, which is not y, to be added; num_rows.
 
         Returns:
             The arguments of the (last) product.
@@ -68,17 +60,9 @@ class PackedLinear:
     def num_bytes(self) -> int:
         return self._weight.nbytes
 
-    def write(
-        self,
-        program: Program,
-        y: Place | None,
-        x: Buffer,
-        *,
-        residual: Place | None = None,
-        **others: Any,
-    ) -> Structure:
+    def write(self, program: Program, y: Place | None, x: Buffer, **others: Any) -> Structure:
         return program.add(
-            "linear", y=y, x=x, residual=residual, weight=self._weight, bias=self._bias,
+            "linear", y=y, x=x, weight=self._weight, bias=self._bias,
             in_features=self.in_features, out_features=self.out_features, **others,
         )  # fmt: skip
 
@@ -100,15 +84,7 @@ class QuantizedLinear:
     def num_bytes(self) -> int:
         return self._packed.weight.nbytes
 
-    def write(
-        self,
-        program: Program,
-        y: Place | None,
-        x: Buffer,
-        *,
-        residual: Place | None = None,
-        **others: Any,
-    ) -> Structure:
+    def write(self, program: Program, y: Place | None, x: Buffer, **others: Any) -> Structure:
         packed = self._packed
         rows = {name: others[name] for name in ("num_rows",) if name in others}
         if self._order is not None:
@@ -135,7 +111,7 @@ class QuantizedLinear:
             program.add("sum_blocks", sums=sums, x=x, **blocks)
             given["x_float_sums"] = sums
         return program.add(
-            "linear_quantized", y=y, residual=residual, bias=self._bias, **given,
+            "linear_quantized", y=y, bias=self._bias, **given,
             **packed.arguments(), **others,
         )  # fmt: skip
 
@@ -156,49 +132,40 @@ class StackedLinear:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
-    def write(
-        self,
-        program: Program,
-        y: Place | None,
-        x: Buffer,
-        *,
-        residual: Place | None = None,
-        **others: Any,
-    ) -> Structure:
+    def write(self, program: Program, y: Place | None, x: Buffer, **others: Any) -> Structure:
         assert y is not None, "it has several products"
+        residual: Place | None = others.pop("residual", None)
         start = 0
         for part in self.parts:
-            of_part = residual and residual.columns(start)
-            product = part.write(
-                program, y.columns(start), x, residual=of_part, stride=self.out_features, **others
-            )
+            others["residual"] = residual and residual.columns(start)
+            product = part.write(program, y.columns(start), x, stride=self.out_features, **others)
             start += part.out_features
         return product
 
 
 def pack_linear(library: CpuLibrary, layer: MatrixLayer, bias: Tensor | None = None) -> CpuLinear:
     """Pack the layer's matrix as its kernel reads it; the layer loses it."""
-    weight, quantized, rounds_inputs = layer.weight.data, layer.quantized, layer.rounds_inputs
-    layer.drop()
-    if not quantized:
-        return PackedLinear(library, weight, bias)
-    parts = [
-        _pack_codes(library, codes, each, in_bytes=rounds_inputs)
-        for codes, each in zip(quantized, split_bias(bias, quantized), strict=True)
-    ]
+    parts = _pack_parts(library, layer, bias)
     return parts[0] if len(parts) == 1 else StackedLinear(parts)
 
 
 def pack_table(library: CpuLibrary, layer: Embedding) -> CpuTable:
-    """Pack an embedding or a head; the layer loses it."""
-    if not layer.quantized:
-        weight = layer.weight.data
-        layer.drop()
-        return PackedLinear(library, weight)
-    (codes,) = layer.quantized
-    in_bytes = layer.rounds_inputs
+    """The same of an embedding or a head."""
+    (table,) = _pack_parts(library, layer, None)
+    return table
+
+
+def _pack_parts(
+    library: CpuLibrary, layer: MatrixLayer, bias: Tensor | None
+) -> list[PackedLinear | QuantizedLinear]:
+    weight, quantized, rounds_inputs = layer.weight.data, layer.quantized, layer.rounds_inputs
     layer.drop()
-    return _pack_codes(library, codes, None, in_bytes=in_bytes)
+    if not quantized:
+        return [PackedLinear(library, weight, bias)]
+    return [
+        _pack_codes(library, codes, each, in_bytes=rounds_inputs)
+        for codes, each in zip(quantized, split_bias(bias, quantized), strict=True)
+    ]
 
 
 def _pack_codes(

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.kernels.quantized_codes import QuantizedCodes, scale_blocks
 
 _NUM_ROWS = 1024  # that are dequantized at once: their copies in float32 are small
 
@@ -108,17 +108,9 @@ class QuantizedMatrix:
         """Of the rows from `start` on, which are in these rows of blocks."""
         codes = self.codes[start : start + len(blocks)]
         numbers = codes.float() if self.codebook is None else self.codebook[codes.long()]
-        numbers *= self._spread(self.scales[blocks])
-        if self.offsets is not None:
-            numbers -= self._spread(self.offsets[blocks])
-        if self.permutation is None:
-            return numbers
-        return torch.empty_like(numbers).index_copy_(1, self.permutation, numbers)
-
-    def _spread(self, values: Tensor) -> Tensor:
-        """A value of each block of columns for each of them."""
-        spread = values.repeat_interleave(self.columns_per_scale, dim=1)
-        return spread[:, : self.codes.shape[1]]
+        offsets = None if self.offsets is None else self.offsets[blocks]
+        size = self.columns_per_scale
+        return scale_blocks(numbers, self.scales[blocks], offsets, size, self.permutation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +135,7 @@ def stack(parts: Sequence[Matrix], like: Tensor) -> Matrix:
     quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
     if len(quantized) < len(parts):
         return DenseMatrix(concatenate([part.dequantize() for part in parts], like))
-    joined = tuple(_join(list(run), like) for _, run in groupby(quantized, _layout))
+    joined = tuple(join(list(run), like) for _, run in groupby(quantized, _layout))
     return joined[0] if len(joined) == 1 else StackedMatrix(joined)
 
 
@@ -158,8 +150,8 @@ def _layout(matrix: QuantizedMatrix) -> tuple[object, ...]:
     )
 
 
-def _join(parts: Sequence[QuantizedMatrix], like: Tensor) -> QuantizedMatrix:
-    """Parts of the same layout."""
+def join(parts: Sequence[QuantizedMatrix], like: Tensor) -> QuantizedMatrix:
+    """The rows of parts with the same layout, on the device of `like`."""
     first, blocks = parts[0], [part.block_values() for part in parts]
     offsets = [each for _, each in blocks if each is not None]
     return QuantizedMatrix(

@@ -14,14 +14,13 @@ from torch import Tensor
 from penstock.engine.config import Quantization
 from penstock.engine.errors import ConfigError
 from penstock.engine.weights.converted import ConvertedMatrices
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, stack
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix, join, stack
 from penstock.kernels.linear_quantized_reference import quantize_rows_reference
 
 INT4_BLOCK, INT8_BLOCK = 64, 128  # columns of a scale
 _NUM_VALUES = 1 << 17  # at once: their copies in float32 stay in the cache
 # Scales that are tried for a block of 4 bits: its largest magnitude divided by these.
 _INT4_STEPS = (-8.0, -7.6, -7.2, -6.8, 7.0, 6.6)
-_FLOAT8_LIMIT = 448.0
 
 
 def _to_int8(rows: Tensor) -> QuantizedMatrix:
@@ -69,7 +68,7 @@ def _joined(codes: Tensor, scales: Tensor, rows: Tensor) -> QuantizedMatrix:
 def _to_fp8(rows: Tensor) -> QuantizedMatrix:
     """A scale for each row."""
     rows = rows.float()
-    scales = rows.abs().amax(dim=1, keepdim=True) / _FLOAT8_LIMIT
+    scales = rows.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     codes = (rows / scales).nan_to_num(nan=0.0).to(torch.float8_e4m3fn)
     return QuantizedMatrix(codes=codes, scales=scales, columns_per_scale=rows.shape[1])
 
@@ -129,11 +128,12 @@ class Quantizer:
         self.unused -= matched
         if matched or self.default == "none" or not isinstance(part, DenseMatrix):
             return part
-        found = self.kept and self.kept.find(name, part.values.shape)
-        if not found:
+        if self.kept is None:
+            return quantize_rows(part.values, self.default, like)
+        found = self.kept.find(name, part.values.shape)
+        if found is None:
             found = quantize_rows(part.values, self.default, like)
-            if self.kept is not None:
-                self.kept.add(name, found)
+            self.kept.add(name, found)
         return found
 
 
@@ -150,10 +150,4 @@ def quantize_rows(values: Tensor, kind: Quantization, like: Tensor) -> Quantized
         _ROUND[kind](rows.to(like.dtype))
         for rows in torch.split(values, max(1, _NUM_VALUES // size))
     ]
-    return QuantizedMatrix(
-        codes=torch.cat([part.codes.view(torch.uint8) for part in parts]).view(
-            parts[0].codes.dtype
-        ),
-        scales=torch.cat([part.scales for part in parts]),
-        columns_per_scale=parts[0].columns_per_scale,
-    )
+    return join(parts, like)

@@ -39,12 +39,17 @@ struct NAME(attention_chunk) {
     DTYPE masked[2][MAX_HEAD_DIM * PAIR]; /* pairs at the ends, of which one is not seen */
 };
 
-/* Start of the tile's head in the block of a position. */
+/* Where the tile's head starts in the block of a position, in values. */
+INLINE long NAME(block_start)(
+    const struct attention_args *a, const struct NAME(attention_tile) *tile, long position) {
+    long block = tile->table[position / a->block_size];
+    return (block * a->num_kv_heads + tile->head) * a->block_size * a->head_dim;
+}
+
 INLINE const DTYPE *NAME(find_block)(
     const struct attention_args *a, const struct NAME(attention_tile) *tile, const void *cache,
     long position) {
-    long block = tile->table[position / a->block_size];
-    return (const DTYPE *)cache + (block * a->num_kv_heads + tile->head) * a->block_size * a->head_dim;
+    return (const DTYPE *)cache + NAME(block_start)(a, tile, position);
 }
 
 /* Copy the keys of LANES positions side by side, where they would span blocks. */
@@ -57,14 +62,6 @@ static void NAME(gather_keys)(
         for (long d = 0; d < a->head_dim; d += PAIR)
             memcpy(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR * sizeof *to);
     }
-}
-
-/* Start of the tile's head in the block of a position of an E4M3 cache. */
-INLINE const uint8_t *NAME(find_bytes)(
-    const struct attention_args *a, const struct NAME(attention_tile) *tile, const void *cache,
-    long position) {
-    long block = tile->table[position / a->block_size];
-    return (const uint8_t *)cache + (block * a->num_kv_heads + tile->head) * a->block_size * a->head_dim;
 }
 
 INLINE void NAME(widen_bytes)(DTYPE *to, const uint8_t *from, long size) {
@@ -82,15 +79,16 @@ static void NAME(widen_chunk)(
         const long position = chunk->begin + i, offset = position % a->block_size, lane = i % LANES;
         run = a->block_size - offset < LANES - lane ? a->block_size - offset : LANES - lane;
         DTYPE *to = chunk->gathered + (i - lane) * a->head_dim;
-        const uint8_t *keys = NAME(find_bytes)(a, tile, a->key_cache, position) + offset * PAIR;
+        const uint8_t *keys =
+            (const uint8_t *)a->key_cache + NAME(block_start)(a, tile, position) + offset * PAIR;
         for (long d = 0; d < a->head_dim; d += PAIR)
             NAME(widen_bytes)(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR);
         chunk->keys[i / LANES] = to;
     }
     for (long i = chunk->first / PAIR * PAIR; i < chunk->end; i += PAIR) {
         const long position = chunk->begin + i;
-        const uint8_t *values =
-            NAME(find_bytes)(a, tile, a->value_cache, position) + position % a->block_size * a->head_dim;
+        const uint8_t *values = (const uint8_t *)a->value_cache + NAME(block_start)(a, tile, position) +
+                                position % a->block_size * a->head_dim;
         NAME(widen_bytes)(chunk->widened + i * a->head_dim, values, PAIR * a->head_dim);
         chunk->values[i / PAIR] = chunk->widened + i * a->head_dim;
     }

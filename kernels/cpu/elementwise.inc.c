@@ -60,17 +60,17 @@ INLINE void NAME(store_key_value)(
     const struct rope_store_args *a, long head, long slot, const DTYPE *key, const DTYPE *value) {
     const long size = a->head_dim, block = slot / a->block_size, offset = slot % a->block_size;
     const long start = (block * a->num_kv_heads + head) * a->block_size * size;
+    const long key_start = start + offset * PAIR;
+    const long value_start = start + offset / PAIR * PAIR * size + offset % PAIR;
     if (a->key_scales) {
-        uint8_t *keys = (uint8_t *)a->key_cache + start + offset * PAIR;
-        uint8_t *values = (uint8_t *)a->value_cache + start + offset / PAIR * PAIR * size + offset % PAIR;
+        uint8_t *keys = (uint8_t *)a->key_cache + key_start, *values = (uint8_t *)a->value_cache + value_start;
         for (long d = 0; d < size; d++) {
             keys[d / PAIR * PAIR * a->block_size + d % PAIR] = narrow_float8(GET(key + d) / a->key_scales[head]);
             values[d * PAIR] = narrow_float8(GET(value + d) / a->value_scales[head]);
         }
         return;
     }
-    DTYPE *keys = (DTYPE *)a->key_cache + start + offset * PAIR;
-    DTYPE *values = (DTYPE *)a->value_cache + start + offset / PAIR * PAIR * size + offset % PAIR;
+    DTYPE *keys = (DTYPE *)a->key_cache + key_start, *values = (DTYPE *)a->value_cache + value_start;
     for (long d = 0; d < size; d += PAIR) memcpy(keys + d * a->block_size, key + d, PAIR * sizeof *key);
     for (long d = 0; d < size; d++) values[d * PAIR] = value[d];
 }

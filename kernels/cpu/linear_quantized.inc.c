@@ -465,7 +465,7 @@ static void NAME(embed_quantized_item)(const void *args, long token) {
             uint32_t word;
             memcpy(&word, w + n * 4, sizeof word);
             for (int i = 0; i < layout.k_per_line && k + i < end; i++) {
-                const vec code = bits == 4 ? decode_k(f, usplat(word), i, table, 4) : decode_k(f, usplat(word), i, table, 8);
+                const vec code = decode_k(f, usplat(word), i, table, bits);
                 PUT(y + k + i, (code[0] * scale - offset) * factor);
             }
         }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.errors import ModelLoadError
-from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX
+from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX, ROPE_FACTORS
 from penstock.engine.json_file import check_file, read_json
 from penstock.engine.weights.checkpoint import FLOATS, Checkpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
@@ -45,9 +45,6 @@ _LAYER = "model.layers."
 _INTERLEAVED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
-_ROPE_FACTORS = "rope_freqs.weight"  # in the config
-
-
 class GgufCheckpoint(Checkpoint):
     """The tensors of a GGUF file by the names that they have in safetensors.
 
@@ -65,7 +62,7 @@ class GgufCheckpoint(Checkpoint):
         self.is_interleaved = index.text("architecture") == "llama"
         self._bytes = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
         self._tensors = index.section("tensors")
-        self.unread = set(self._tensors) - {_ROPE_FACTORS}
+        self.unread = set(self._tensors) - {ROPE_FACTORS}  # which are in the config
 
     def read(
         self, name: str, shape: tuple[int, ...], *, dtypes: tuple[str, ...] = FLOATS
