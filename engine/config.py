@@ -7,7 +7,7 @@ at start (the number of blocks, the context that fits) are passed separately.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from penstock.engine.errors import ConfigError
 
@@ -33,7 +33,9 @@ class ModelConfig:
         model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
         quantization: of a dense checkpoint's matrices at load; on a CPU only.
-        quantization_exclude: names of modules that stay as they are, or patterns as in a shell.
+        quantization_override: `PATTERN=KIND`: another quantization for the modules of this name, or
+            pattern as in a shell; the first that matches counts.
+        quantization_exclude: names or patterns of modules that stay as they are.
         quantize_activations: round the inputs of quantized matrices to bytes at run time.
         max_model_len: context in tokens; None uses the model's own.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
@@ -44,12 +46,31 @@ class ModelConfig:
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization = "none"
+    quantization_override: tuple[str, ...] = ()
     quantization_exclude: tuple[str, ...] = ()
     quantize_activations: bool = True
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     generation_config: Literal["auto", "none"] = "auto"
     seed: int = 0  # of dummy weights
+
+    def __post_init__(self) -> None:
+        for text in self.quantization_override:
+            pattern, _, kind = text.rpartition("=")
+            _check(
+                pattern != "" and kind in QUANTIZATIONS,
+                f"--quantization-override must be MODULE=KIND, such as lm_head=int8, with one of "
+                f"{', '.join(QUANTIZATIONS)}, not {text!r}",
+            )
+
+    @property
+    def quantization_rules(self) -> dict[str, Quantization]:
+        """The quantization of modules by pattern, where it is not `quantization`."""
+        rules: dict[str, Quantization] = dict.fromkeys(self.quantization_exclude, "none")
+        for text in self.quantization_override:
+            pattern, _, kind = text.rpartition("=")
+            rules.setdefault(pattern, cast("Quantization", kind))
+        return rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,6 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
     model = config.model
     types = (
         f"{device.dtype} {device.kv_cache_dtype} {model.quantization} "
-        f"{','.join(model.quantization_exclude)} {model.quantize_activations}"
+        f"{model.quantization_rules} {model.quantize_activations}"
     )
     return weights + f" {types} {device.block_size}".encode()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import ModelConfig, Quantization
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Linear, MatrixLayer, constant
@@ -40,19 +40,20 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
         ModelLoadError: names the invalid file, field or tensor.
         ConfigError: quantization is requested on a GPU, or of modules that there are not.
     """
-    if config.quantization != "none" and device.type != "cpu":
+    rules = config.quantization_rules
+    kinds = [each for each in (config.quantization, *rules.values()) if each != "none"]
+    if kinds and device.type != "cpu":
         raise ConfigError(
-            f"--quantization {config.quantization} needs a CPU: leave it out, or use --device cpu"
+            f"--quantization {kinds[0]} needs a CPU: leave it out, or use --device cpu"
         )
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
     like = torch.empty(0, dtype=dtype, device=device)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(path)
     kept = None
-    if checkpoint is not None and config.quantization != "none":
-        name = f"{config.quantization}-{str(dtype).removeprefix('torch.')}"
-        kept = ConvertedMatrices(weights_fingerprint(path), name)
-    quantize = Quantizer(config.quantization, tuple(config.quantization_exclude), kept)
+    if checkpoint is not None and kinds:
+        kept = ConvertedMatrices(weights_fingerprint(path), dtype)
+    quantize = Quantizer(config.quantization, rules, kept)
     if decoder_config.is_tied:
         (table,) = architecture.module_names("embed_tokens")
         quantize.aliases[table] = "lm_head"
@@ -69,7 +70,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
         model = Decoder(decoder_config).to(dtype)
     if checkpoint is None:
         model = _allocate(model, path, device)
-        model.quantization = config.quantization
+        model.quantization = " + ".join(dict.fromkeys(kinds)) or "none"
         _fill_random(model, config.seed)
         for name, module in model.named_modules():
             if isinstance(module, MatrixLayer):
@@ -77,7 +78,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
                 hold(module, architecture.module_names(name), list(parts))
     else:
         _fill_from(checkpoint, model, architecture, hold, like)
-        model.quantization = _describe(checkpoint, config)
+        model.quantization = _describe(checkpoint, kinds)
     quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
@@ -99,12 +100,12 @@ def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttentio
         attention.attention.given_scales = (found[0], found[1])
 
 
-def _describe(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """How the weights are stored."""
+def _describe(checkpoint: Checkpoint, kinds: Sequence[Quantization]) -> str:
+    """How the weights are stored; kinds: that a dense checkpoint's are rounded to."""
     found = format_of(checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
         return f"{found} {' + '.join(checkpoint.types)}"
-    return config.quantization if found == "dense" else found
+    return found if found != "dense" else " + ".join(dict.fromkeys(kinds)) or "none"
 
 
 def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> torch.dtype:

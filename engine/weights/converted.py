@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.engine.config import Quantization
 from penstock.engine.weights.formats.packing import unpack_nibbles
 from penstock.engine.weights.matrix import QuantizedMatrix
 from penstock.kernels.cpu.build import BuildError, cache_dir
@@ -28,20 +29,21 @@ class ConvertedMatrices:
     """
     Args:
         fingerprint: of the checkpoint (`weights_fingerprint`).
-        kind: all else that the matrices depend on.
+        dtype: to which its numbers were rounded before they were quantized.
     """
 
-    def __init__(self, fingerprint: bytes, kind: str) -> None:
-        self._folder: Path | None = None
+    def __init__(self, fingerprint: bytes, dtype: torch.dtype) -> None:
+        self._root: Path | None = None
+        self._name = f"{fingerprint.hex()[:24]}-{{}}-{str(dtype).removeprefix('torch.')}-{_VERSION}"
         try:
-            name = f"{fingerprint.hex()[:24]}-{kind}-{_VERSION}"
-            self._folder = cache_dir() / "weights" / name
+            self._root = cache_dir() / "weights"
         except BuildError as error:
             _log.warning("weights are quantized again at each start: %s", error)
 
-    def find(self, name: str, shape: torch.Size) -> QuantizedMatrix | None:
+    def find(self, name: str, kind: Quantization, shape: torch.Size) -> QuantizedMatrix | None:
         """The matrix of a module, if it is there; its tensors are mapped from the file."""
-        path = None if self._folder is None else self._folder / f"{name}.safetensors"
+        folder = self._folder(kind)
+        path = None if folder is None else folder / f"{name}.safetensors"
         if path is None or not path.is_file():
             return None
         try:
@@ -59,21 +61,25 @@ class ConvertedMatrices:
             return None
         return QuantizedMatrix(codes=codes, scales=scales, columns_per_scale=columns)
 
-    def add(self, name: str, matrix: QuantizedMatrix) -> None:
+    def add(self, name: str, kind: Quantization, matrix: QuantizedMatrix) -> None:
         """Keep the matrix of a module, unless it is small or cannot be written."""
-        if self._folder is None or matrix.codes.numel() < _MIN_VALUES:
+        folder = self._folder(kind)
+        if folder is None or matrix.codes.numel() < _MIN_VALUES:
             return
         tensors = {"scales": matrix.scales, **_stored_codes(matrix.codes)}
         metadata = {"columns_per_scale": str(matrix.columns_per_scale)}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-                fresh = Path(folder) / "matrix.safetensors"
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+                fresh = Path(unfinished) / "matrix.safetensors"
                 save_file(tensors, fresh, metadata)
-                fresh.replace(self._folder / f"{name}.safetensors")
+                fresh.replace(folder / f"{name}.safetensors")
         except (OSError, SafetensorError) as error:
             _log.warning("weights are quantized again at each start: %s", error)
-            self._folder = None
+            self._root = None
+
+    def _folder(self, kind: Quantization) -> Path | None:
+        return None if self._root is None else self._root / self._name.format(kind)
 
 
 def _stored_codes(codes: Tensor) -> dict[str, Tensor]:

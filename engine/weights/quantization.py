@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +84,9 @@ class Quantizer:
     """Makes one matrix of a layer's parts.
 
     Args:
-        default: of modules that no pattern names.
-        excluded: patterns of module names, as in a shell, which stay as they are.
+        default: of modules that no rule names.
+        rules: the quantization of modules by patterns of their names, as in a shell; the first that
+            matches counts.
         kept: where to look for, and put, what was quantized.
 
     Attributes:
@@ -95,13 +95,13 @@ class Quantizer:
     """
 
     default: Quantization = "none"
-    excluded: tuple[str, ...] = ()
+    rules: Mapping[str, Quantization] = field(default_factory=dict)
     kept: ConvertedMatrices | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     unused: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unused = set(self.excluded)
+        self.unused = set(self.rules)
 
     def __call__(self, names: Sequence[str], parts: Sequence[Matrix], like: Tensor) -> Matrix:
         """
@@ -117,23 +117,26 @@ class Quantizer:
             ConfigError: a pattern matched nothing.
         """
         if self.unused:
-            raise ConfigError(f"--quantization-exclude {min(self.unused)} matches no module")
+            pattern = min(self.unused)
+            is_excluded = self.rules[pattern] == "none"
+            flag = "exclude" if is_excluded else "override"
+            raise ConfigError(f"--quantization-{flag} {pattern} matches no module")
 
     def _part(self, name: str, part: Matrix, like: Tensor) -> Matrix:
-        matched = {
-            pattern
-            for pattern, module in product(self.excluded, (name, self.aliases.get(name, name)))
-            if _matches(module, pattern)
-        }
-        self.unused -= matched
-        if matched or self.default == "none" or not isinstance(part, DenseMatrix):
+        modules = (name, self.aliases.get(name, name))
+        matched = [
+            pattern for pattern in self.rules if any(_matches(each, pattern) for each in modules)
+        ]
+        self.unused.difference_update(matched)
+        kind = self.rules[matched[0]] if matched else self.default
+        if kind == "none" or not isinstance(part, DenseMatrix):
             return part
         if self.kept is None:
-            return quantize_rows(part.values, self.default, like)
-        found = self.kept.find(name, part.values.shape)
+            return quantize_rows(part.values, kind, like)
+        found = self.kept.find(name, kind, part.values.shape)
         if found is None:
-            found = quantize_rows(part.values, self.default, like)
-            self.kept.add(name, found)
+            found = quantize_rows(part.values, kind, like)
+            self.kept.add(name, kind, found)
         return found
 
 

@@ -146,6 +146,7 @@ _EXAMPLES = "such as 30s, 10m, 12h or 30d, 0 or more"
 TEXT = Kind("TEXT", "a text")
 HOST = Kind("HOST", "an address")
 NAME = Kind("NAME", "a name")
+OVERRIDE = Kind("MODULE=KIND", "a module and a kind")
 KEY = Kind("KEY", "a key")
 ORIGIN = Kind("ORIGIN", "an origin")
 FILE = Kind("FILE", "a path")
@@ -274,6 +275,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
         Flag("quantization", _MODEL.quantization, "store a dense checkpoint's matrices in fewer "
              "bits: less memory, faster, less exact (CPU only)", choices=QUANTIZATIONS),
+        Flag("quantization-override", (), "another quantization for a module, such as "
+             "lm_head=int8; may be repeated", OVERRIDE, is_list=True),
         Flag("quantization-exclude", (), "a module to leave as it is, such as lm_head or "
              "model.layers.0.*; may be repeated", NAME, is_list=True),
         Flag("quantize-activations", True, "round the inputs of quantized matrices to bytes, for "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,35 @@ def test_modules_that_are_excluded(tiny_checkpoint: Callable[..., Path]):
     assert logits(load(tiny_checkpoint(), "int4", quantization_exclude=exclude)).isfinite().all()
 
 
+def test_another_kind_for_some_modules(tiny_checkpoint: Callable[..., Path]):
+    settings: dict[str, Any] = {
+        "quantization_override": ("lm_head=int8", "*.layers.0.mlp=int8", "*.layers.*.mlp=none"),
+        "quantization_exclude": ("*.layers.0.mlp.down_proj",),
+    }
+    config = ModelConfig(quantization="int4", **settings)
+    for _ in range(2):  # the second time from the cache
+        model = load_model(config, tiny_checkpoint(), CPU)
+        bits = [each.quantized[0].bits if each.quantized else 16 for each in linears(model)]
+        assert bits == [4, 4, 8, 16, 4, 4, 16, 16]
+        assert model.lm_head.quantized[0].bits == 8
+        assert model.quantization == "int4 + int8"
+    assert logits(load(tiny_checkpoint(), "int4", **settings)).isfinite().all()
+
+
+def test_only_some_modules(tiny_checkpoint: Callable[..., Path]):
+    model = load_model(ModelConfig(quantization_override=("*.mlp=fp8",)), tiny_checkpoint(), CPU)
+    assert [bool(each.quantized) for each in linears(model)] == [False, False, True, True] * 2
+    assert model.quantization == "fp8"
+
+
+@pytest.mark.parametrize("override", ["lm_head", "=int8", "lm_head=int5", "lm_head="])
+def test_an_override_names_a_module_and_a_kind(override: str):
+    with pytest.raises(
+        ConfigError, match=f"--quantization-override must be MODULE=KIND.*{override}"
+    ):
+        ModelConfig(quantization_override=(override,))
+
+
 def test_a_part_that_is_excluded_keeps_its_layer(tiny_checkpoint: Callable[..., Path]):
     """q, k and v are one product."""
     config = ModelConfig(quantization="int4", quantization_exclude=("*.layers.1.*.v_proj",))
@@ -129,6 +159,9 @@ def test_a_part_that_is_excluded_keeps_its_layer(tiny_checkpoint: Callable[..., 
 def test_a_pattern_that_matches_nothing_is_refused(tiny_checkpoint: Callable[..., Path]):
     config = ModelConfig(quantization="int4", quantization_exclude=("lm_haed",))
     with pytest.raises(ConfigError, match="--quantization-exclude lm_haed matches no module"):
+        load_model(config, tiny_checkpoint(), CPU)
+    config = ModelConfig(quantization_override=("lm_haed=int8",))
+    with pytest.raises(ConfigError, match="--quantization-override lm_haed matches no module"):
         load_model(config, tiny_checkpoint(), CPU)
 
 
@@ -195,6 +228,7 @@ def test_kv_of_other_weights_is_not_shared():
     models = [ModelConfig(quantization=quantization) for quantization in QUANTIZATIONS]
     models.append(ModelConfig(quantization="int4", quantize_activations=False))
     models.append(ModelConfig(quantization="int4", quantization_exclude=("lm_head",)))
+    models.append(ModelConfig(quantization="int8", quantization_override=("*.mlp=int8",)))
     for model in models:
         core, info = build_core(EngineConfig(model=model, cache=CacheConfig(num_blocks=128)))
         assert info.quantization == model.quantization
