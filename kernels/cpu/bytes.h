@@ -65,6 +65,17 @@ INLINE int32_t imax_lanes(ivec x) {
 #endif
 }
 
+/* Signed integers as floats. */
+INLINE vec float_of_parts(const uvec_part *parts) {
+    union { uvec_part part[NUM_PARTS]; ivec all; } whole;
+    for (int i = 0; i < NUM_PARTS; i++) whole.part[i] = parts[i];
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps((__m512i)whole.all);
+#else
+    return __builtin_convertvector(whole.all, vec);
+#endif
+}
+
 #if defined(__AVX512VNNI__)
 /* sum + Σ x[4i + j] · w[4i + j] over j in lane i, bytes of x unsigned, those of w signed. Exact modulo
  * 2^32. */

@@ -289,35 +289,31 @@ static __attribute__((noinline)) void NAME(write_quantized_tile)(
     pool_release();
 }
 
-/* totals += the products of a block, times its scales; not inlined, so that the loop before it has all
- * registers for its sums. */
-static __attribute__((noinline)) void NAME(add_block)(
-    const struct linear_quantized_args *a, vec *totals, const void *products, long row, int rows, long block,
-    long num_blocks, const char *scales) {
+/* totals += the products of a block times its scales, from the registers that hold them. */
+INLINE void NAME(add_block)(
+    const struct linear_quantized_args *a, vec *totals, const uvec_part *sums, const vec *float_sums, long row,
+    const int rows, long block, long num_blocks, const char *scales, const int is_exact) {
     const struct quantized_format *f = &a->format;
-    const char *starts = scales + GROUP_LANES * (f->is_half ? 2 : 4);
-    vec factors[GROUP], offsets[GROUP];
-    for (int v = 0; v < GROUP; v++) {
-        factors[v] = load_scales(scales, v, f->is_half);
-        if (f->has_offsets) offsets[v] = load_scales(starts, v, f->is_half);
-    }
-    for (long at = row * num_blocks + block; rows-- > 0; at += num_blocks, totals += GROUP) {
-        if (a->x_scales) {
-            const vec x_scale = splat(a->x_scales[at]);
+    const char *offsets = scales + GROUP_LANES * (f->is_half ? 2 : 4);
+    vec factors[GROUP];
 #pragma GCC unroll 8
-            for (int v = 0; v < GROUP; v++) {
-                const vec product = __builtin_convertvector(((const ivec *)products)[v], vec) * x_scale;
-                totals[v] += product * factors[v];
-            }
-        } else {
+    for (int v = 0; v < GROUP; v++) factors[v] = load_scales(scales, v, f->is_half);
 #pragma GCC unroll 8
-            for (int v = 0; v < GROUP; v++) totals[v] += ((const vec *)products)[v] * factors[v];
+    for (int r = 0; r < rows; r++) {
+        const vec x_scale = is_exact ? (vec){0} : splat(a->x_scales[(row + r) * num_blocks + block]);
+#pragma GCC unroll 8
+        for (int v = 0; v < GROUP; v++) {
+            const int i = r * GROUP + v;
+            if (is_exact) totals[i] += float_sums[i] * factors[v];
+            else totals[i] += float_of_parts(sums + i * NUM_PARTS) * (x_scale * factors[v]);
         }
-        products = (const vec *)products + GROUP;
-        if (!f->has_offsets) continue;
-        const vec x_sum = splat(a->x_scales ? a->x_scales[at] * (float)a->x_sums[at] : a->x_float_sums[at]);
+    }
+    if (!f->has_offsets) return;
+    for (int r = 0; r < rows; r++) {
+        const long at = (row + r) * num_blocks + block;
+        const vec x_sum = splat(is_exact ? a->x_float_sums[at] : a->x_scales[at] * (float)a->x_sums[at]);
 #pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) totals[v] -= x_sum * offsets[v];
+        for (int v = 0; v < GROUP; v++) totals[r * GROUP + v] -= x_sum * load_scales(offsets, v, f->is_half);
     }
 }
 
@@ -344,29 +340,31 @@ INLINE void NAME(quantized_tile)(
         const char *scales = w;
         w += layout.scales * (f->has_offsets ? 2 : 1);
         if (is_exact) {
-            vec sums[MAX_ROWS * GROUP], finished[MAX_ROWS * GROUP];
+            vec sums[MAX_ROWS * GROUP];
 #pragma GCC unroll 32
             for (int i = 0; i < rows * GROUP; i++) sums[i] = (vec){0};
             w = NAME(add_float_products)(
                 sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, table, rows, code_bits);
 #pragma GCC unroll 32
-            for (int i = 0; i < rows * GROUP; i++) finished[i] = sums[i];
-            NAME(add_block)(a, totals, finished, row, rows, block, layout.num_blocks, scales);
+            for (int i = 0; i < rows * GROUP; i++) KEEP_IN_REGISTER(sums[i]);
+            NAME(add_block)(a, totals, NULL, sums, row, rows, block, layout.num_blocks, scales, 1);
         } else {
-            uvec_part sums[MAX_ROWS * PARTS], finished[MAX_ROWS * PARTS];
+            uvec_part sums[MAX_ROWS * PARTS];
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 const uint32_t x_sum = (uint32_t)a->x_sums[(row + r) * layout.num_blocks + block];
 #pragma GCC unroll 8
-                for (int i = 0; i < PARTS; i++)
+                for (int i = 0; i < PARTS; i++) {
                     sums[r * PARTS + i] = -(uint32_t)f->zero * x_sum - (uvec_part){0};
+                    KEEP_IN_REGISTER(sums[r * PARTS + i]);
+                }
             }
             w = NAME(add_byte_products)(
                 sums, (const uint8_t *)a->linear.x + row * stride + k, stride, w, num_lines, byte_table,
                 f->table != NULL, rows, code_bits);
 #pragma GCC unroll 32
-            for (int i = 0; i < rows * PARTS; i++) finished[i] = sums[i];
-            NAME(add_block)(a, totals, finished, row, rows, block, layout.num_blocks, scales);
+            for (int i = 0; i < rows * PARTS; i++) KEEP_IN_REGISTER(sums[i]);
+            NAME(add_block)(a, totals, sums, NULL, row, rows, block, layout.num_blocks, scales, 0);
         }
     }
     NAME(write_quantized_tile)(a, row, group, totals, rows, (const float *)start);

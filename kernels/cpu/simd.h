@@ -33,6 +33,14 @@ static const ivec LANE_NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE uvec usplat(uint32_t x) { return x - (uvec){0}; }
 
+/* Between two loops' uses of x, so that GCC gives each its own register: with one for all, it keeps x in
+ * memory during the inner loop. */
+#if defined(__AVX512F__)
+#define KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
+#else
+#define KEEP_IN_REGISTER(x) ((void)0)
+#endif
+
 /* The lanes of `yes` where `mask` is set, those of `no` elsewhere. */
 INLINE vec choose(ivec mask, vec yes, vec no) {
     return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
