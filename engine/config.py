@@ -14,12 +14,12 @@ from penstock.engine.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
-KVCacheDType = Literal["auto", "fp8"]
+KVCacheDType = Literal["auto", "fp8", "int8"]
 CudagraphMode = Literal["auto", "none", "piecewise", "full"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
-KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8")
+KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "int8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
@@ -79,7 +79,8 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens of a block; even, since the CPU kernels keep positions in pairs.
-        kv_cache_dtype: `auto` is the model's dtype; `fp8` (e4m3) halves a token's KV.
+        kv_cache_dtype: `auto` is the model's dtype; `fp8` (e4m3) halves a token's KV; `int8`, on a
+            CPU only, nearly does, more exactly: each key and value has a scale.
         kv_cache_memory_bytes: bytes for the device pool; None uses a share of the free memory.
         gpu_memory_utilization: the share of a GPU's memory that this engine may use in total.
         num_blocks: overrides the device pool's size, in blocks.

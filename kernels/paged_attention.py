@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock.kernels import int8_cache
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.paged_attention_reference import paged_attention_reference
 from penstock.kernels.paged_layout import PagedLayout
@@ -67,14 +68,18 @@ def paged_attention(
 
 def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: PagedLayout) -> None:
     num_tokens, num_heads, head_dim = query.shape
-    _, _, num_kv_heads, cache_head_dim = key_cache.shape
+    num_kv_heads, stored_size = key_cache.shape[2:]
+    is_int8 = key_cache.dtype == torch.int8
+    expected_size = head_dim + int8_cache.SCALE_BYTES if is_int8 else head_dim
     assert key_cache.shape == value_cache.shape, f"{key_cache.shape} and {value_cache.shape}"
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     assert key_cache.dtype == value_cache.dtype, "one dtype for keys and values"
-    assert head_dim == cache_head_dim, f"head_dim {head_dim} in query, {cache_head_dim} in cache"
+    assert stored_size == expected_size, f"head_dim {head_dim} in query, {stored_size} in cache"
+    assert not (is_int8 and query.is_cuda), "no GPU kernel reads int8"
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads share {num_kv_heads} KV heads"
-    assert key_cache.dtype in (query.dtype, torch.float8_e4m3fn), "the query's dtype or FP8"
+    dtypes = (query.dtype, torch.float8_e4m3fn, torch.int8)
+    assert key_cache.dtype in dtypes, "the query's dtype, FP8 or int8"
     assert layout.slot_mapping.shape == (num_tokens,), "one slot for each token"
     assert layout.query_start_loc.shape == (layout.num_seqs + 1,)
     assert layout.block_tables.shape[0] == layout.num_seqs

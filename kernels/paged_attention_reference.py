@@ -12,7 +12,7 @@ windows: Jiang et al., "Mistral 7B", 2023, §2; shared key heads: Ainslie et al.
 Options: a soft cap replaces each score by soft_cap · tanh(score / soft_cap) (Gemma 2, 2024, §2). A
 sink is a head's extra logit in the softmax without a value: it only takes weight from the others
 (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, §2). An FP8 cache holds keys divided by the
-key_scale of their KV head, and values divided by its value_scale.
+key_scale of their KV head, and values divided by its value_scale; an int8 cache is `int8_cache`'s.
 
 Only stored slots are ever read: a freed block may hold anything, NaN too, and a masked NaN would
 still spoil its neighbours (0 × NaN). Padding therefore points to a position of the sequence
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels import int8_cache
 from penstock.kernels.paged_layout import PagedLayout
 
 _MAX_PADDED_SLOTS = 1 << 14  # a gather of this size is small, however much of it is padding
@@ -52,7 +53,7 @@ def paged_attention_reference(
     Args:
         query: [num_tokens, num_heads, head_dim]
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], of the query's
-            dtype or in float8_e4m3fn
+            dtype or in float8_e4m3fn; or in int8 with SCALE_BYTES more, as in `int8_cache`
         window: positions a token sees, itself included; None sees all before it.
         sinks: [num_heads]
         key_scale, value_scale: float32 [num_kv_heads], or one for all; only for FP8.
@@ -111,20 +112,23 @@ class _Rows:
     """The keys or the values of one layer, by slot."""
 
     def __init__(self, cache: Tensor, scale: Tensor | None) -> None:
-        self.cache = cache.flatten(0, 1)  # [num_slots, num_kv_heads, head_dim]
+        self.cache = cache.flatten(0, 1)  # [num_slots, num_kv_heads, head_dim], as stored
         self.scale = scale
+        self.is_exact = scale is None and cache.dtype != torch.int8
 
     def gather(self, slots: Tensor) -> Tensor:
-        """The rows at slots [n, m], in float32 if scaled: [n, num_kv_heads, m, head_dim]
+        """The rows at slots [n, m], in float32 unless exact: [n, num_kv_heads, m, head_dim]
 
         Uses `index_select`, several times faster than indexing on a CPU.
         """
         if self.scale is None:
             gathered = self.cache.index_select(0, slots.flatten())
+            if not self.is_exact:
+                gathered = int8_cache.decode(gathered)
         else:
             stored = self.cache.view(torch.uint8).index_select(0, slots.flatten())
             gathered = stored.view(self.cache.dtype).float() * self.scale.view(-1, 1)
-        return gathered.view(*slots.shape, *self.cache.shape[1:]).transpose(1, 2)
+        return gathered.view(*slots.shape, *gathered.shape[1:]).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +197,7 @@ class _Attention:
     @property
     def _is_plain(self) -> bool:
         """Whether torch's own attention computes the same."""
-        return self.soft_cap is None and self.sinks is None and self.keys.scale is None
+        return self.soft_cap is None and self.sinks is None and self.keys.is_exact
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels import int8_cache
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.qk_norm import QKNorm
 from penstock.kernels.rotary_store_kv_reference import rotary_store_kv_reference
@@ -27,8 +28,11 @@ def rotary_store_kv(
 ) -> Tensor:
     """Rotate queries and keys, store keys and values; see `rotary_store_kv_reference`."""
     num_tokens, num_all_heads, head_dim = qkv.shape
-    _, _, num_kv_heads, cache_head_dim = key_cache.shape
-    assert head_dim == cache_head_dim, f"head_dim {head_dim}, {cache_head_dim} in the cache"
+    num_kv_heads, stored_size = key_cache.shape[2:]
+    is_int8 = key_cache.dtype == torch.int8
+    expected_size = head_dim + int8_cache.SCALE_BYTES if is_int8 else head_dim
+    assert stored_size == expected_size, f"head_dim {head_dim}, {stored_size} in the cache"
+    assert not (is_int8 and qkv.is_cuda), "no GPU kernel stores int8"
     assert num_all_heads > 2 * num_kv_heads, f"{num_all_heads} heads, {num_kv_heads} KV heads"
     assert slot_mapping.shape == (num_tokens,), "one slot for each token"
     for angles in rotary:
@@ -60,13 +64,15 @@ def _check_cache(
 ) -> None:
     """Assert that keys and values of `dtype` can be stored there."""
     assert key_cache.shape == value_cache.shape
+    assert key_cache.dtype == value_cache.dtype, "one dtype for keys and values"
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     assert slot_mapping.dtype == torch.int64, f"slots in {slot_mapping.dtype}"
     num_kv_heads = key_cache.shape[2]
     for cache, scale in zip((key_cache, value_cache), scales, strict=True):
         if scale is None:
-            assert cache.dtype == dtype, f"{dtype} into a cache of {cache.dtype} without a scale"
+            is_exact = cache.dtype == dtype
+            assert is_exact or cache.dtype == torch.int8, f"{dtype} into {cache.dtype} unscaled"
         else:
             assert cache.dtype == torch.float8_e4m3fn, f"a scale for a cache of {cache.dtype}"
             assert scale.dtype == torch.float32, f"a scale in {scale.dtype}"

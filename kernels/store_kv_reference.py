@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels import int8_cache
 from penstock.kernels.bits import as_bits
 
 
@@ -23,7 +24,8 @@ def store_kv_reference(
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim]
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], modified
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], modified; in int8
+            with SCALE_BYTES more, as in `int8_cache`
         slot_mapping: int64 [num_tokens], block × block_size + offset, or −1
         key_scale, value_scale: float32 [num_kv_heads] or [], for an FP8 cache, which stores
             x / scale, rounded to nearest and clamped to FP8's range.
@@ -36,7 +38,10 @@ def store_kv_reference(
 
 
 def _as_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [num_tokens, num_kv_heads, head_dim] as stored in a cache of this dtype."""
+    """x [num_tokens, num_kv_heads, head_dim] as stored in a cache of this dtype, bytes with their
+    scales."""
+    if dtype == torch.int8:
+        return int8_cache.encode(x)
     if scale is None:
         return x
     largest = torch.finfo(dtype).max

@@ -37,8 +37,9 @@ class ForwardContext:
     """What layers need to know of a step; always an argument, never a global.
 
     Attributes:
-        kv_pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], written by
-            the forward pass; keys at index 0 of the second dimension, values at 1.
+        kv_pool: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size], written by
+            the forward pass; keys at index 0 of the second dimension, values at 1. The head size is
+            that of `LayerKV`.
         positions: int64 [num_tokens]
         prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; only for
             models with `needs_prompt_lens`.
@@ -52,7 +53,7 @@ class ForwardContext:
     attend: Attend = paged_attention
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Keys and values of a layer, each [num_blocks, block_size, num_kv_heads, head_size]."""
         keys, values = self.kv_pool[layer].unbind(0)
         return keys, values
 

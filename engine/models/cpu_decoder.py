@@ -227,7 +227,7 @@ class PackedLayer:
         writes to what it reads.
 
         Args:
-            cache: [2, num_blocks, block_size, num_kv_heads, head_dim]
+            cache: [2, num_blocks, block_size, num_kv_heads, head_size], as in `LayerKV`
         """
         attended = program.buffer("attended", stream.size)
         normed = program.buffer("normed", stream.size)
@@ -257,6 +257,7 @@ class PackedAttention:
             "query": query, "key_cache": cache[0], "value_cache": cache[1],
             "block_size": cache.shape[2], "num_heads": module.num_heads,
             "num_kv_heads": module.num_kv_heads, "head_dim": module.head_dim,
+            "is_int8": cache.dtype == torch.int8,
             "key_scales": module.attention.key_scale,
             "value_scales": module.attention.value_scale,
         }  # fmt: skip

@@ -15,6 +15,7 @@ from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.language_model import LayerKV
+from penstock.kernels import int8_cache
 from penstock.kernels.gated_activation import silu_and_mul
 from penstock.kernels.qk_norm import QKNorm
 from penstock.kernels.rotary_store_kv import rotary_store_kv
@@ -148,10 +149,13 @@ class Decoder(nn.Module):
 
     @property
     def kv_spec(self) -> tuple[LayerKV, ...]:
+        head_size = self.config.head_dim
+        if self._kv_dtype == torch.int8:
+            head_size += int8_cache.SCALE_BYTES
         return tuple(
             LayerKV(
                 num_heads=self.config.num_kv_heads,
-                head_size=self.config.head_dim,
+                head_size=head_size,
                 dtype=self._kv_dtype or self.dtype,
                 window=window,
             )
@@ -164,6 +168,10 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention):
                 module.use_fp8_cache(self.config.num_kv_heads, self.device)
+
+    def use_int8_cache(self) -> None:
+        """Store keys and values in bytes, with a scale for each token and head; on a CPU."""
+        self._kv_dtype = torch.int8
 
     def use_invariant_kernels(self) -> None:
         """Make a token's results, to the bit, depend only on the tokens before it; on a GPU.

@@ -16,6 +16,8 @@ class LayerKV:
     """The keys and values that one layer stores for each token.
 
     Attributes:
+        head_size: numbers of this dtype that a key or a value takes, its scale included: more than
+            the model's head size in an int8 cache.
         window: how many positions a token sees; None: all before it.
     """
 
@@ -77,6 +79,10 @@ class TorchModel(LanguageModel, Protocol):
 
     def use_fp8_cache(self) -> None:
         """Store keys and values in FP8."""
+        ...
+
+    def use_int8_cache(self) -> None:
+        """Store keys and values in bytes, with a scale for each token and head; on a CPU."""
         ...
 
     def use_invariant_kernels(self) -> None:

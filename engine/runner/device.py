@@ -44,9 +44,20 @@ def resolve_cudagraph_mode(config: DeviceConfig, device: torch.device) -> Cudagr
     return "none"
 
 
+def check_kv_dtype(config: CacheConfig, device: torch.device) -> None:
+    """Refuse a KV cache that the device's kernels cannot read.
+
+    Raises:
+        ConfigError: int8 on a GPU.
+    """
+    if config.kv_cache_dtype == "int8" and device.type != "cpu":
+        raise ConfigError("--kv-cache-dtype int8 needs a CPU: use fp8, or --device cpu")
+
+
 def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache, for a model in `dtype`."""
-    return dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    kinds = {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    return kinds[config.kv_cache_dtype]
 
 
 def resolve_max_model_len(config: ModelConfig, context_len: int) -> int:

@@ -25,7 +25,7 @@ class KVShape:
     num_layers: int
     block_size: int
     num_kv_heads: int
-    head_dim: int
+    head_size: int
     dtype: torch.dtype
 
     @classmethod
@@ -46,26 +46,33 @@ class KVShape:
             num_layers=len(kv_spec),
             block_size=block_size,
             num_kv_heads=num_heads,
-            head_dim=head_size,
+            head_size=head_size,
             dtype=dtype,
         )
 
     @property
     def bytes_per_block(self) -> int:
-        numbers = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        numbers = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_size
         return numbers * self.dtype.itemsize
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
-        """[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], uninitialised.
+        """[num_layers, 2, num_blocks, block_size, num_kv_heads, head_size], uninitialised.
 
         Nothing is read before it is written; on a CPU pages are allocated at their first write.
         """
         try:
             return torch.empty(
-                (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim),
+                (
+                    self.num_layers,
+                    2,
+                    num_blocks,
+                    self.block_size,
+                    self.num_kv_heads,
+                    self.head_size,
+                ),
                 dtype=self.dtype,
                 device=device,
             )

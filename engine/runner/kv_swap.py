@@ -87,7 +87,7 @@ class HostTier:
     """A pool of blocks in host memory, pinned where the device is a GPU.
 
     Args:
-        pool: the device's, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+        pool: the device's, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size].
         num_host_blocks: at least 1.
         staging: None uses the device's default.
 
@@ -232,7 +232,7 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def _allocate(num_blocks: int, pool: Tensor) -> Tensor:
-    """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], uninitialised; pages are
+    """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], uninitialised; pages are
     allocated at their first write."""
     num_layers, _, _, *plane = pool.shape
     try:

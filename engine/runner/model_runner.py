@@ -23,6 +23,7 @@ from penstock.engine.models.loader import load_model
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
+    check_kv_dtype,
     resolve_kv_dtype,
     resolve_max_model_len,
     select_device,
@@ -87,12 +88,15 @@ class ModelRunner:
         self, config: EngineConfig, model_path: Path, *, eos_token_ids: tuple[int, ...] = ()
     ) -> None:
         self._device = select_device(config.device)
+        check_kv_dtype(config.cache, self._device)
         model = load_model(config.model, model_path, self._device)
         dtype, quantization = model.dtype, model.quantization
         max_model_len = resolve_max_model_len(config.model, model.context_len)
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
-        if kv_dtype != dtype:
+        if kv_dtype == torch.float8_e4m3fn:
             model.use_fp8_cache()
+        elif kv_dtype == torch.int8:
+            model.use_int8_cache()
         shape = KVShape.of(model.kv_spec, config.cache.block_size)
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)

@@ -305,7 +305,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("num-blocks", None, "number of KV blocks, instead of a size", INTEGER),
         Flag("block-size", _CACHE.block_size, "tokens per KV block; an even number", BLOCK_SIZE),
         Flag("kv-cache-dtype", _CACHE.kv_cache_dtype, "fp8: half the KV memory per token, slightly "
-             "less exact", choices=KV_CACHE_DTYPES),
+             "less exact; int8: as little, more exact, on a CPU", choices=KV_CACHE_DTYPES),
         Flag("gpu-memory-utilization", _CACHE.gpu_memory_utilization, "share of the GPU's memory "
              "to use in total", SHARE),
         Flag("enable-prefix-caching", _CACHE.enable_prefix_caching, "share KV between requests "

@@ -5,6 +5,10 @@
  *     keys      [head_dim / PAIR][block_size][PAIR]   a lane is a position
  *     values    [block_size / PAIR][head_dim][PAIR]   a lane is a dimension
  *
+ * In int8 (kernels/int8_cache.py) a part ends with the scales of its positions, float [block_size]. The products
+ * take the codes as they are, small integers that every DTYPE holds exactly; a key's scale then multiplies its
+ * scores, a value's its weights.
+ *
  * The block has the size given by the pool's shape, so moving whole blocks does not depend on this.
  *
  * An item is one key head and the queries of a few neighbouring tokens that share it: up to
@@ -37,13 +41,14 @@ struct NAME(attention_chunk) {
     const DTYPE *values[CHUNK / PAIR]; /* of PAIR positions each */
     DTYPE gathered[CHUNK * MAX_HEAD_DIM], widened[CHUNK * MAX_HEAD_DIM];
     DTYPE masked[2][MAX_HEAD_DIM * PAIR]; /* pairs at the ends, of which one is not seen */
+    float key_scales[CHUNK], value_scales[CHUNK]; /* in int8 */
 };
 
 /* Where the tile's head starts in the block of a position, in values. */
 INLINE long NAME(block_start)(
     const struct attention_args *a, const struct NAME(attention_tile) *tile, long position) {
     long block = tile->table[position / a->block_size];
-    return (block * a->num_kv_heads + tile->head) * a->block_size * a->head_dim;
+    return part_start(block, tile->head, a->num_kv_heads, a->block_size, a->head_dim, a->is_int8);
 }
 
 INLINE const DTYPE *NAME(find_block)(
@@ -64,32 +69,38 @@ static void NAME(gather_keys)(
     }
 }
 
-INLINE void NAME(widen_bytes)(DTYPE *to, const uint8_t *from, long size) {
+INLINE void NAME(widen_bytes)(DTYPE *to, const uint8_t *from, long size, const int is_int8) {
     long i = 0;
-    for (; i + LANES <= size; i += LANES) STORE(to + i, widen_float8(load_bytes(from + i)));
-    for (; i < size; i++) PUT(to + i, widen_float8(usplat(from[i]))[0]);
+    for (; i + LANES <= size; i += LANES)
+        STORE(to + i, is_int8 ? load_int8(from + i) : widen_float8(load_bytes(from + i)));
+    for (; i < size; i++) PUT(to + i, is_int8 ? (int8_t)from[i] : widen_float8(usplat(from[i]))[0]);
 }
 
-/* Both from a cache in E4M3: the keys of a panel side by side, values as they are. */
-static void NAME(widen_chunk)(
+/* Both from a cache of bytes: the keys of a panel side by side, values as they are. */
+INLINE void NAME(widen_chunk)(
     const struct attention_args *a, const struct NAME(attention_tile) *tile,
-    struct NAME(attention_chunk) *chunk) {
+    struct NAME(attention_chunk) *chunk, const int is_int8) {
     chunk->key_stride = LANES * PAIR;
     for (long i = chunk->first_panel, run; i < chunk->end; i += run) {
         const long position = chunk->begin + i, offset = position % a->block_size, lane = i % LANES;
         run = a->block_size - offset < LANES - lane ? a->block_size - offset : LANES - lane;
         DTYPE *to = chunk->gathered + (i - lane) * a->head_dim;
-        const uint8_t *keys =
-            (const uint8_t *)a->key_cache + NAME(block_start)(a, tile, position) + offset * PAIR;
+        const long start = NAME(block_start)(a, tile, position);
+        const uint8_t *keys = (const uint8_t *)a->key_cache + start + offset * PAIR;
         for (long d = 0; d < a->head_dim; d += PAIR)
-            NAME(widen_bytes)(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR);
+            NAME(widen_bytes)(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR, is_int8);
         chunk->keys[i / LANES] = to;
+        if (is_int8) {
+            const long scales = start + a->block_size * a->head_dim + offset * (long)sizeof(float);
+            memcpy(chunk->key_scales + i, (const char *)a->key_cache + scales, run * sizeof(float));
+            memcpy(chunk->value_scales + i, (const char *)a->value_cache + scales, run * sizeof(float));
+        }
     }
     for (long i = chunk->first / PAIR * PAIR; i < chunk->end; i += PAIR) {
         const long position = chunk->begin + i;
         const uint8_t *values = (const uint8_t *)a->value_cache + NAME(block_start)(a, tile, position) +
                                 position % a->block_size * a->head_dim;
-        NAME(widen_bytes)(chunk->widened + i * a->head_dim, values, PAIR * a->head_dim);
+        NAME(widen_bytes)(chunk->widened + i * a->head_dim, values, PAIR * a->head_dim, is_int8);
         chunk->values[i / PAIR] = chunk->widened + i * a->head_dim;
     }
 }
@@ -243,6 +254,7 @@ static float NAME(weigh)(
         ivec position = (int32_t)(chunk->begin + i) + LANE_NUMBERS;
         ivec is_seen = (position >= (int32_t)tile->first[row]) & (position <= (int32_t)tile->last[row]);
         vec score = load_f32(scores + i) * scale;
+        if (a->is_int8) score *= load_f32(chunk->key_scales + i);
         if (a->soft_cap > 0) score = cap_softly(score, (float)a->soft_cap);
         score = choose(is_seen, score, splat(-INFINITY));
         store_f32(scores + i, score);
@@ -255,8 +267,12 @@ static float NAME(weigh)(
     vec sum = {0};
     for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         vec weight = exp_vec(load_f32(scores + i) - splat(origin));
-        STORE(weights + i, weight);
         sum += weight;
+        if (a->is_int8) { /* times 127: of the size of values, which a half holds; 0 stays, beside NaN too */
+            const vec scaled = weight * (load_f32(chunk->value_scales + i) * splat(127.0f));
+            weight = choose(is_above(weight, splat(0.0f)), scaled, splat(0.0f));
+        }
+        STORE(weights + i, weight);
     }
     float shrink = exp_vec(splat(*largest - origin))[0];
     *total = *total * shrink + sum_lanes(sum);
@@ -277,8 +293,10 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
         chunk.first = tile->first_of_all > begin ? tile->first_of_all - begin : 0;
         chunk.first_panel = chunk.first / LANES * LANES;
         chunk.end = tile->last_of_all - begin < CHUNK ? tile->last_of_all - begin + 1 : CHUNK;
-        if (a->key_scales) {
-            NAME(widen_chunk)(a, tile, &chunk);
+        if (a->is_int8) {
+            NAME(widen_chunk)(a, tile, &chunk, 1);
+        } else if (a->key_scales) {
+            NAME(widen_chunk)(a, tile, &chunk, 0);
         } else {
             NAME(find_keys)(a, tile, &chunk);
             NAME(find_values)(a, tile, &chunk);
@@ -291,6 +309,8 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
         NAME(mix_chunk)(
             tile->num_rows, a->head_dim, sums, shrink, (const DTYPE (*)[CHUNK])weights, &chunk);
     }
+    if (a->is_int8)
+        for (int r = 0; r < tile->num_rows; r++) total[r] *= 127.0f;
     if (a->value_scales)
         for (int r = 0; r < tile->num_rows; r++) total[r] /= a->value_scales[tile->head];
     if (!pool_claim()) return;

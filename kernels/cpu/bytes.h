@@ -4,6 +4,8 @@
 
 #include "simd.h"
 
+#include <float.h>
+
 enum { QUAD = 4 };        /* bytes whose products are summed at once */
 
 typedef uint8_t bvec __attribute__((vector_size(16)));
@@ -34,6 +36,12 @@ INLINE ivec round_to_int(vec x) {
     for (int lane = 0; lane < LANES; lane++) to[lane] = (int32_t)__builtin_lrintf(x[lane]);
     return to;
 #endif
+}
+
+/* Of a row whose largest magnitude this is; 0 where it is zero, NaN, or too small for a quotient. */
+INLINE float inverse_scale(float largest) {
+    const float inverse = 127.0f / largest;
+    return inverse <= FLT_MAX ? inverse : 0.0f;
 }
 
 /* The low byte of each lane. */

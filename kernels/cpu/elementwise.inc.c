@@ -59,14 +59,25 @@ INLINE void NAME(rotate)(
 INLINE void NAME(store_key_value)(
     const struct rope_store_args *a, long head, long slot, const DTYPE *key, const DTYPE *value) {
     const long size = a->head_dim, block = slot / a->block_size, offset = slot % a->block_size;
-    const long start = (block * a->num_kv_heads + head) * a->block_size * size;
+    const long start = part_start(block, head, a->num_kv_heads, a->block_size, size, a->is_int8);
     const long key_start = start + offset * PAIR;
     const long value_start = start + offset / PAIR * PAIR * size + offset % PAIR;
-    if (a->key_scales) {
+    if (a->key_scales || a->is_int8) {
         uint8_t *keys = (uint8_t *)a->key_cache + key_start, *values = (uint8_t *)a->value_cache + value_start;
+        uint8_t key_codes[MAX_HEAD_DIM], value_codes[MAX_HEAD_DIM];
+        if (a->is_int8) {
+            const long scale_start = start + a->block_size * size + offset * (long)sizeof(float);
+            *(float *)((char *)a->key_cache + scale_start) = NAME(encode_int8)(key_codes, key, size);
+            *(float *)((char *)a->value_cache + scale_start) = NAME(encode_int8)(value_codes, value, size);
+        } else {
+            for (long d = 0; d < size; d++) {
+                key_codes[d] = narrow_float8(GET(key + d) / a->key_scales[head]);
+                value_codes[d] = narrow_float8(GET(value + d) / a->value_scales[head]);
+            }
+        }
         for (long d = 0; d < size; d++) {
-            keys[d / PAIR * PAIR * a->block_size + d % PAIR] = narrow_float8(GET(key + d) / a->key_scales[head]);
-            values[d * PAIR] = narrow_float8(GET(value + d) / a->value_scales[head]);
+            keys[d / PAIR * PAIR * a->block_size + d % PAIR] = key_codes[d];
+            values[d * PAIR] = value_codes[d];
         }
         return;
     }

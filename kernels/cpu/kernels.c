@@ -68,6 +68,14 @@ INLINE int lines_ahead(int i, int num_full, long group_bytes) {
     return (GROUP + num_full - 2) / (num_full - 1);
 }
 
+/* Where a key head's part of a block starts in a cache, in its numbers; in int8 a part has a float of scale for
+ * each position. */
+INLINE long part_start(
+    long block, long head, long num_kv_heads, long block_size, long head_dim, int64_t is_int8) {
+    const long size = head_dim + (is_int8 ? (long)sizeof(float) : 0);
+    return (block * num_kv_heads + head) * block_size * size;
+}
+
 INLINE int panels_for(int rows) { return rows <= MAX_ROWS / 2 || MAX_PANELS == 1 ? MAX_PANELS : MAX_PANELS / 2; }
 
 /* cap · tanh(x / cap) */
@@ -108,6 +116,7 @@ INLINE long num_attention_items(
 #define ROUND(x) JOIN(round, DTYPE)(x)
 
 #include "products.inc.c"
+#include "bytes.inc.c"
 #include "attention.inc.c"
 #include "draw.inc.c"
 #include "elementwise.inc.c"

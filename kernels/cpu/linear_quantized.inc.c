@@ -121,26 +121,6 @@ INLINE NAME(weights) NAME(decode)(
 
 /* --- rows as bytes -------------------------------------------------------------------------- */
 
-/* LANES values, with zeros past the last. */
-INLINE vec NAME(load_up_to)(const DTYPE *x, long size) {
-    if (size >= LANES) return LOAD(x);
-    DTYPE last[LANES];
-    memset(last, 0, sizeof last);
-    memcpy(last, x, size * sizeof(DTYPE));
-    return LOAD(last);
-}
-
-/* The largest magnitude, by the bits of floats: NaN is above infinity, which is above all others. */
-INLINE float NAME(largest_magnitude)(const DTYPE *x, long size) {
-    ivec largest = {0};
-    for (long i = 0; i < size; i += LANES)
-        largest = imax(largest, (ivec)NAME(load_up_to)(x + i, size - i) & 0x7fffffff);
-    const int32_t bits = imax_lanes(largest);
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* In the order of a line of nibbles: the low halves of its bytes, then the high ones. */
 INLINE bvec order_as_nibbles(bvec bytes) {
     return __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
@@ -156,11 +136,10 @@ static void NAME(quantize_row)(const void *args, long row) {
         const long start = block * a->columns_per_scale;
         const long end = start + a->columns_per_scale < a->size ? start + a->columns_per_scale : a->size;
         const float largest = NAME(largest_magnitude)(x + start, end - start);
-        float inverse = 127.0f / largest;
-        if (!(inverse <= FLT_MAX)) inverse = 0.0f; /* all zeros, or too small for a quotient; NaN */
+        const vec inverse = splat(inverse_scale(largest));
         ivec sum = {0};
         for (long i = start; i < end; i += LANES) {
-            const ivec rounded = round_to_int(NAME(load_up_to)(x + i, end - i) * splat(inverse));
+            const ivec rounded = round_to_int(NAME(load_up_to)(x + i, end - i) * inverse);
             bvec ordered = to_bytes(rounded);
             if (a->code_bits == 4) ordered = order_as_nibbles(ordered);
             if (padded - i >= LANES) memcpy(bytes + i, &ordered, LANES);

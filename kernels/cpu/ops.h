@@ -120,6 +120,7 @@ struct rope_store_args {
     const float *key_scales, *value_scales;  /* [num_kv_heads], if the cache is in E4M3; else null */
     const struct step *step;
     int64_t block_size, num_heads, num_kv_heads, head_dim;
+    int64_t is_int8; /* the cache holds bytes with scales */
     double eps;
 };
 
@@ -130,7 +131,8 @@ struct attention_args {
     const float *key_scales, *value_scales; /* [num_kv_heads], if the cache is in E4M3; else null */
     const struct step *step;
     int64_t block_size, num_heads, num_kv_heads, head_dim;
-    int64_t window; /* 0: none */
+    int64_t is_int8; /* the cache holds bytes with scales */
+    int64_t window;  /* 0: none */
     double scale, soft_cap; /* soft_cap 0: none */
 };
 

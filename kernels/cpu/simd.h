@@ -209,6 +209,18 @@ INLINE uvec load_bytes(const uint8_t *p) {
 #endif
 }
 
+/* Signed bytes. */
+INLINE vec load_int8(const uint8_t *p) {
+    typedef int8_t bytes __attribute__((vector_size(16)));
+    bytes x;
+    memcpy(&x, p, sizeof x);
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#else
+    return __builtin_convertvector(x, vec);
+#endif
+}
+
 /* To nearest even, beyond 448 to it. */
 INLINE uint8_t narrow_float8(float x) {
     uint32_t bits;

@@ -11,27 +11,33 @@ import ctypes
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.config import DeviceConfig
+from penstock.engine.config import KV_CACHE_DTYPES, DeviceConfig, KVCacheDType
 from penstock.engine.errors import ConfigError
 from penstock.engine.runner.device import select_device
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.cpu.program import Program
+from penstock.kernels.int8_cache import SCALE_BYTES
 from penstock.load.memory_rate import MemoryReader
 from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.tables import publish, table_of
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 _EPS = 1e-5
+# None: the library's own.
+_STORED: Mapping[KVCacheDType, torch.dtype | None] = {
+    "auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8
+}  # fmt: skip
 _MAX_COPIES = 64  # of a small operation, whose data are cached in real use too
 
 
@@ -84,11 +90,21 @@ class CaseMaker:
         numbers = num_rows * in_features + out_features * in_features + num_rows * out_features
         num_flop = 2 * num_rows * in_features * out_features
         name = f"linear {in_features:,} → {out_features:,}, rows: {num_rows}"
-        return self._case(name, copy, numbers, num_flop=num_flop)
+        num_bytes = numbers * self.library.dtype.itemsize
+        return self._case(name, copy, num_bytes, num_flop=num_flop)
 
-    def decode_attention(self, num_seqs: int, context: int) -> Case:
+    def decode_attention(
+        self, num_seqs: int, context: int, *, kv_cache_dtype: KVCacheDType = "auto"
+    ) -> Case:
         """One query token of each sequence over its KV: ours through random block tables, torch's
-        SDPA over contiguous KV."""
+        SDPA over contiguous KV in the library's dtype."""
+        stored = _STORED[kv_cache_dtype] or self.library.dtype
+        head_size = HEAD_DIM + (SCALE_BYTES if stored == torch.int8 else 0)
+        ones = torch.ones(NUM_KV_HEADS)
+        scales: dict[str, Tensor] = {}
+        if stored == torch.float8_e4m3fn:
+            scales = {"key_scales": ones, "value_scales": ones}
+        cache_args = {**scales, "block_size": BLOCK_SIZE, "is_int8": stored == torch.int8}
 
         def copy() -> Copy:
             query = self._random(num_seqs, NUM_HEADS, HEAD_DIM)
@@ -96,7 +112,11 @@ class CaseMaker:
             keys, values = self._random(*kv_shape), self._random(*kv_shape)
             tables = torch.randperm(num_seqs * -(-context // BLOCK_SIZE)).to(torch.int32)
             tables = tables.view(num_seqs, -1)
-            caches = self._stored(keys, values, tables)
+            if scales:  # numbers that it has, so that the error is the kernel's
+                keys, values = (each.to(stored).to(each.dtype) for each in (keys, values))
+            shape = (tables.numel(), BLOCK_SIZE, NUM_KV_HEADS, head_size)
+            caches = [torch.empty(shape, dtype=stored) for _ in "kv"]
+            self._store(caches, keys, values, tables, cache_args)
             starts = torch.arange(num_seqs + 1, dtype=torch.int32)
             seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
             step = self.library.structure(
@@ -106,26 +126,35 @@ class CaseMaker:
             out = torch.full_like(query, torch.nan)
             ours = self._call(
                 "attention", out=out, query=query, key_cache=caches[0], value_cache=caches[1],
-                step=step, block_size=BLOCK_SIZE, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS,
-                head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5,
+                step=step, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM,
+                scale=HEAD_DIM**-0.5, **cache_args,
             )  # fmt: skip
             inputs = (query, *(each.transpose(1, 2).contiguous() for each in (keys, values)))
-            kept = (*caches, step, tables, starts, seq_lens)
+            kept = (*caches, step, tables, starts, seq_lens, ones)
             return Copy(ours, _sdpa, inputs, out, kept)
 
-        numbers = num_seqs * HEAD_DIM * 2 * (NUM_HEADS + context * NUM_KV_HEADS)
+        kv_bytes = context * NUM_KV_HEADS * head_size * stored.itemsize
+        num_bytes = 2 * num_seqs * (NUM_HEADS * HEAD_DIM * self.library.dtype.itemsize + kv_bytes)
         num_flop = 4 * num_seqs * NUM_HEADS * HEAD_DIM * context
         name = f"decode attention, sequences: {num_seqs}, context {context:,}"
-        return self._case(name, copy, numbers, num_flop=num_flop)
+        if kv_cache_dtype != "auto":
+            name += f", {kv_cache_dtype} KV"
+        return self._case(name, copy, num_bytes, num_flop=num_flop)
 
-    def _stored(self, keys: Tensor, values: Tensor, tables: Tensor) -> list[Tensor]:
-        """Key and value caches, filled by the kernel that knows their layout: with no rotation,
-        and one query head for each key head."""
+    def _store(
+        self,
+        caches: Sequence[Tensor],
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        cache_args: Mapping[str, Any],
+    ) -> None:
+        """Fill key and value caches by the kernel that knows their layout: with no rotation, and
+        one query head for each key head."""
         _, context, num_heads, head_dim = keys.shape
         positions = torch.arange(context)
         blocks = tables[:, positions // BLOCK_SIZE].long()
         slots = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
-        caches = [self._empty(tables.numel(), BLOCK_SIZE, num_heads, head_dim) for _ in "kv"]
         cosines, sines = torch.ones(head_dim // 2), torch.zeros(head_dim // 2)
         rows, query = torch.zeros_like(slots), torch.empty_like(keys)
         step = self.library.structure(
@@ -135,10 +164,8 @@ class CaseMaker:
         qkv = torch.cat([keys, keys, values], dim=2)
         self.library.run(
             "rope_store", query=query, key_cache=caches[0], value_cache=caches[1], qkv=qkv,
-            step=step, block_size=BLOCK_SIZE, num_heads=num_heads, num_kv_heads=num_heads,
-            head_dim=head_dim,
+            step=step, num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, **cache_args,
         )  # fmt: skip
-        return caches
 
     def rms_norm(self, num_rows: int, size: int) -> Case:
         def copy() -> Copy:
@@ -148,7 +175,8 @@ class CaseMaker:
             ours = self._call("rms_norm", y=y, x=x, weight=weight, **rest)
             return Copy(ours, _rms_norm, (x, weight), y, (rows,))
 
-        return self._case(f"rms_norm {size:,}, rows: {num_rows}", copy, 2 * num_rows * size)
+        num_bytes = 2 * num_rows * size * self.library.dtype.itemsize
+        return self._case(f"rms_norm {size:,}, rows: {num_rows}", copy, num_bytes)
 
     def silu_mul(self, num_rows: int, size: int) -> Case:
         def copy() -> Copy:
@@ -157,14 +185,14 @@ class CaseMaker:
             ours = self._call("silu_mul", y=y, x=x, num_rows=rows, size=size)
             return Copy(ours, _silu_and_mul, (x,), y, (rows,))
 
-        return self._case(f"silu_mul {size:,}, rows: {num_rows}", copy, 3 * num_rows * size)
+        num_bytes = 3 * num_rows * size * self.library.dtype.itemsize
+        return self._case(f"silu_mul {size:,}, rows: {num_rows}", copy, num_bytes)
 
     # -- their parts ------------------------------------------------------------------------
 
     def _case(
-        self, name: str, copy: Callable[[], Copy], num_numbers: int, *, num_flop: int = 0
+        self, name: str, copy: Callable[[], Copy], num_bytes: int, *, num_flop: int = 0
     ) -> Case:
-        num_bytes = num_numbers * self.library.dtype.itemsize
         num_copies = min(max(1, math.ceil(self.min_bytes / num_bytes)), _MAX_COPIES)
         copies = tuple(copy() for _ in range(num_copies))
         return Case(name=name, copies=copies, num_bytes=num_bytes, num_flop=num_flop)
@@ -318,7 +346,10 @@ def _cases(maker: CaseMaker, parsed: argparse.Namespace) -> list[Case]:
     features = parsed.features
     return [
         *(maker.linear(rows, features, 4 * features) for rows in parsed.rows),
-        *(maker.decode_attention(num_seqs, parsed.context) for num_seqs in (1, 8)),
+        *(
+            maker.decode_attention(num_seqs, parsed.context, kv_cache_dtype=kind)
+            for num_seqs, kind in product((1, 8), KV_CACHE_DTYPES)
+        ),
         *(maker.rms_norm(rows, features) for rows in parsed.rows),
         *(maker.silu_mul(rows, 4 * features) for rows in parsed.rows),
     ]

@@ -42,7 +42,7 @@ def kv_shape(sizes: Sizes, *, dtype: torch.dtype) -> KVShape:
         num_layers=sizes.model["num_hidden_layers"],
         block_size=sizes.attention.block_size,
         num_kv_heads=sizes.model["num_key_value_heads"],
-        head_dim=sizes.model["head_dim"],
+        head_size=sizes.model["head_dim"],
         dtype=dtype,
     )
 

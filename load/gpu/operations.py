@@ -118,13 +118,13 @@ def _sample_tokens(bench: Bench) -> Operation:
 def _stores(bench: Bench) -> Iterator[Operation]:
     """Keys and values of a step into scattered slots."""
     num_tokens, shape = bench.sizes.num_rows, kv_shape(bench.sizes, dtype=bench.sizes.dtype)
-    head = (shape.num_kv_heads, shape.head_dim)
+    head = (shape.num_kv_heads, shape.head_size)
     num_blocks = shape.num_blocks_for(num_tokens)
     caches = [bench.random(num_blocks, shape.block_size, *head) for _ in range(2)]
     slots = bench.permutation(num_blocks * shape.block_size)[:num_tokens]
     num_heads = bench.sizes.model["num_attention_heads"] + 2 * shape.num_kv_heads
-    qkv = bench.random(num_tokens, num_heads, shape.head_dim)
-    cos, sin = (bench.random(num_tokens, 1, shape.head_dim // 2) for _ in range(2))
+    qkv = bench.random(num_tokens, num_heads, shape.head_size)
+    cos, sin = (bench.random(num_tokens, 1, shape.head_size // 2) for _ in range(2))
     turn = gpu_operation("rotary_store_kv")
     yield Operation(
         "rotary_store_kv",
@@ -137,7 +137,7 @@ def _moves(bench: Bench) -> Iterator[Operation]:
     """Half of a pool's blocks, scattered: into staging, back, and into the other half."""
     shape = kv_shape(bench.sizes, dtype=bench.sizes.dtype)
     num_blocks = bench.sizes.swap_blocks
-    plane = (shape.block_size, shape.num_kv_heads, shape.head_dim)
+    plane = (shape.block_size, shape.num_kv_heads, shape.head_size)
     pool = bench.random(shape.num_layers, 2, 2 * num_blocks, *plane)
     staging = bench.random(num_blocks, shape.num_layers, 2, *plane)
     here, there = torch.split(bench.permutation(2 * num_blocks), num_blocks)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels import int8_cache
 from penstock.kernels.paged_layout import PagedLayout
 
 FP8 = torch.float8_e4m3fn
@@ -31,6 +32,7 @@ class CaseShape:
     head_dim: int = 32
     dtype: torch.dtype = torch.float32
     is_fp8: bool = False
+    is_int8: bool = False
     has_sinks: bool = False
     window: int | None = None
     soft_cap: float | None = None
@@ -179,12 +181,16 @@ class PagedCase:
         return slots[: self.totals[seq]]
 
     def _stored(self, numbers: Tensor, scale: Tensor | None) -> Tensor:
+        if self.shape.is_int8:
+            return int8_cache.encode(numbers.to(self.shape.dtype))
         if scale is None:
             return numbers.to(self.shape.dtype)
         return (numbers / scale[:, None]).clamp(-448, 448).to(FP8)
 
     def _numbers(self, cache: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
         """What a cache holds at slots: float64 [num_slots, num_kv_heads, head_dim]."""
+        if self.shape.is_int8:
+            return int8_cache.decode(cache.flatten(0, 1)[slots]).double()
         if scale is None:
             return cache.flatten(0, 1)[slots].double()
         stored = cache.view(torch.uint8).flatten(0, 1)[slots].view(FP8)
@@ -192,7 +198,9 @@ class PagedCase:
 
     def _fill_nan(self, cache: Tensor, slots: Tensor) -> None:
         nan = torch.tensor(torch.nan, device=self.device).to(cache.dtype)
-        if cache.dtype == FP8:
+        if cache.dtype == torch.int8:
+            nan.fill_(-1)  # so are all bytes of a NaN, of which the scale then is one
+        elif cache.dtype == FP8:
             cache, nan = cache.view(torch.uint8), nan.view(torch.uint8)
         cache.flatten(0, 1)[slots] = nan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,9 +67,19 @@ def test_options(options, step, is_fp8):
     check(CaseShape(step=step, heads=(6, 2), is_fp8=is_fp8, **options))
 
 
+@pytest.mark.parametrize("kind", [{"is_fp8": True}, {"is_int8": True}])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_cache_in_fp8(dtype):
-    check(CaseShape(step=STEPS["mixed"], is_fp8=True, dtype=dtype, num_shared=1))
+def test_a_cache_of_bytes(dtype, kind):
+    check(CaseShape(step=STEPS["mixed"], dtype=dtype, num_shared=1, **kind))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 12])
+@pytest.mark.parametrize("head_dim", [6, 24, 80])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+def test_a_cache_in_int8_of_any_shape(step, head_dim, block_size):
+    shape = CaseShape(step=step, block_size=block_size, heads=(6, 2), head_dim=head_dim)
+    check(replace(shape, is_int8=True))
+    check(replace(shape, is_int8=True, **OPTIONS["all"]))
 
 
 def test_one_scale_for_all_heads():

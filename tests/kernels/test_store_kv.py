@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels import int8_cache
+from penstock.kernels.int8_cache import SCALE_BYTES
 from penstock.kernels.rotary_store_kv import rotary_store_kv
 from penstock.kernels.store_kv_reference import store_kv_reference
 
@@ -61,11 +63,34 @@ def test_fp8_is_scaled_rounded_and_clamped(dtype):
         assert cache[[0, 2, 3]].float().isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_has_a_scale_for_each_token_and_head(dtype):
+    """A number is off by half of a scale at most: by 1/254 of the largest of its vector."""
+    key, value = random(4, 2, 7, dtype=dtype), 100 * random(4, 2, 7, seed=1, dtype=dtype)
+    key[0, 1] = 0.0
+    key[1, 0, 2], value[1, 1, 3] = torch.nan, -torch.inf
+    caches = tuple(torch.full((4, 3, 2, 7 + SCALE_BYTES), -1, dtype=torch.int8) for _ in "kv")
+    slots = torch.tensor([7, 3, -1, 11])
+    store_kv_reference(key, value, *caches, slots)
+    for cache, new in zip(caches, (key, value), strict=True):
+        stored, new = int8_cache.decode(cache.flatten(0, 1)[[7, 3, 11]]), new[[0, 1, 3]].float()
+        is_finite = new.isfinite().all(dim=-1)
+        assert torch.equal(stored.isfinite().all(dim=-1), is_finite)
+        assert int(is_finite.sum()) == 5
+        error = (stored - new).abs()
+        assert (error <= new.abs().amax(dim=-1, keepdim=True) / 253)[is_finite].all()
+        untouched = [slot for slot in range(12) if slot not in (3, 7, 11)]
+        assert (cache.flatten(0, 1)[untouched] == -1).all()
+    assert torch.equal(int8_cache.decode(caches[0][2, 1, 1]), torch.zeros(7))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"key_cache": nan_cache(torch.float16)},
         {"key_cache": nan_cache(FP8)},
+        {"key_cache": torch.zeros(4, 3, 2, 12, dtype=torch.int8)},
+        {each: torch.zeros(4, 3, 2, 8, dtype=torch.int8) for each in ("key_cache", "value_cache")},
         {"key_scale": torch.ones(2)},
         {"slot_mapping": torch.tensor([0, 1])},
         {"slot_mapping": torch.tensor([0], dtype=torch.int32)},

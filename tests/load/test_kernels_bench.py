@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.engine.config import KV_CACHE_DTYPES
 from penstock.kernels.cpu.build import CACHE_VARIABLE
 from penstock.kernels.cpu.library import load_library
 from penstock.load.bench.kernels import Case, CaseMaker, Ceilings, Copy, measure
@@ -33,6 +34,8 @@ def test_bytes_and_products_are_those_of_the_shapes(maker: CaseMaker) -> None:
     assert len(linear.copies) == 2  # more than 64 KiB
     attention = maker.decode_attention(3, 40)
     assert attention.num_bytes == 2 * 3 * 128 * 2 * (32 + 40 * 8)
+    in_int8 = maker.decode_attention(3, 40, kv_cache_dtype="int8")
+    assert in_int8.num_bytes == 2 * 3 * (2 * 128 * 32 + 132 * 40 * 8)
     assert maker.rms_norm(5, 64).num_bytes == 2 * 2 * 5 * 64
     assert maker.silu_mul(5, 64).num_bytes == 2 * 3 * 5 * 64
 
@@ -46,8 +49,8 @@ def test_the_limit_is_whatever_takes_longer() -> None:
 
 def test_every_kernel_equals_float64(maker: CaseMaker) -> None:
     cases = (
-        maker.linear(5, 64, 256), maker.decode_attention(3, 40), maker.rms_norm(5, 64),
-        maker.silu_mul(5, 64),
+        maker.linear(5, 64, 256), maker.rms_norm(5, 64), maker.silu_mul(5, 64),
+        *(maker.decode_attention(3, 40, kv_cache_dtype=kind) for kind in KV_CACHE_DTYPES),
     )  # fmt: skip
     for case in cases:
         cost = measure(case, CEILINGS, repeats=1)
@@ -69,7 +72,7 @@ def test_it_prints_what_it_writes(penstock: Penstock, tmp_path: Path) -> None:
     assert data["dtype"] == "bfloat16"
     assert min(data["ceilings"].values()) > 0
     names = [cost["name"] for cost in data["costs"]]
-    assert len(names) == 2 + 2 + 2 + 2  # linear, attention, norm, activation
+    assert len(names) == 2 + 6 + 2 + 2  # linear, attention, norm, activation
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row.split("|")[1].strip() for row in rows[2:]] == names
     assert set(rows) <= set((tmp_path / "kernels.md").read_text().splitlines())

@@ -23,7 +23,7 @@ from penstock.engine.runner.memory import available_bytes
 from penstock.engine.runner.model_runner import ModelRunner
 
 # 2 layers × 2 × 16 tokens × 2 heads × 8 numbers × 4 bytes
-SHAPE = KVShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+SHAPE = KVShape(num_layers=2, block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 BLOCK = 4096
 
 
@@ -44,7 +44,7 @@ def test_bytes():
     pool = SHAPE.allocate(3, torch.device("cpu"))
     assert pool.nbytes == 3 * BLOCK
     assert pool.shape == (2, 2, 3, 16, 2, 8)
-    half = KVShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+    half = KVShape(num_layers=2, block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
     assert half.bytes_per_block == BLOCK // 2
 
 

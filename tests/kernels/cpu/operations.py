@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.quantized import PackedCodes
+from penstock.kernels.int8_cache import SCALE_BYTES
 from penstock.kernels.paged_layout import PagedLayout
 
 
@@ -53,26 +54,74 @@ def linear(
 def pack_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Caches [num_blocks, block_size, num_kv_heads, head_dim] in the order of attention.inc.c, for
     a library of this dtype."""
-    num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     pair = 2 if dtype == torch.bfloat16 else 1
-    keys = key_cache.view(num_blocks, block_size, num_kv_heads, head_dim // pair, pair)
-    values = value_cache.view(num_blocks, block_size // pair, pair, num_kv_heads, head_dim)
+    if key_cache.dtype != torch.int8:
+        return _pack_keys(key_cache, pair), _pack_values(value_cache, pair)
+    (keys, key_scales), (values, value_scales) = map(_split, (key_cache, value_cache))
     return (
-        keys.permute(0, 2, 3, 1, 4).contiguous().view_as(key_cache),
-        values.permute(0, 3, 1, 4, 2).contiguous().view_as(value_cache),
+        _join(_pack_keys(keys, pair), key_scales),
+        _join(_pack_values(values, pair), value_scales),
     )
 
 
 def unpack_cache(keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of `pack_cache`."""
-    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
     pair = 2 if dtype == torch.bfloat16 else 1
-    key_cache = keys.view(num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
-    value_cache = values.view(num_blocks, num_kv_heads, block_size // pair, head_dim, pair)
+    if keys.dtype != torch.int8:
+        return _unpack_keys(keys, pair), _unpack_values(values, pair)
+    (keys, key_scales), (values, value_scales) = map(_take_apart, (keys, values))
     return (
-        key_cache.permute(0, 3, 1, 2, 4).reshape(keys.shape),
-        value_cache.permute(0, 2, 4, 1, 3).reshape(values.shape),
+        torch.cat([_unpack_keys(keys, pair), key_scales], dim=-1),
+        torch.cat([_unpack_values(values, pair), value_scales], dim=-1),
     )
+
+
+def _pack_keys(cache: Tensor, pair: int) -> Tensor:
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    pairs = cache.view(num_blocks, block_size, num_kv_heads, head_dim // pair, pair)
+    return pairs.permute(0, 2, 3, 1, 4).contiguous().view_as(cache)
+
+
+def _pack_values(cache: Tensor, pair: int) -> Tensor:
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    pairs = cache.view(num_blocks, block_size // pair, pair, num_kv_heads, head_dim)
+    return pairs.permute(0, 3, 1, 4, 2).contiguous().view_as(cache)
+
+
+def _unpack_keys(keys: Tensor, pair: int) -> Tensor:
+    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
+    packed = keys.view(num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
+    return packed.permute(0, 3, 1, 2, 4).reshape(keys.shape)
+
+
+def _unpack_values(values: Tensor, pair: int) -> Tensor:
+    num_blocks, block_size, num_kv_heads, head_dim = values.shape
+    packed = values.view(num_blocks, num_kv_heads, block_size // pair, head_dim, pair)
+    return packed.permute(0, 2, 4, 1, 3).reshape(values.shape)
+
+
+def _split(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a cache in int8, position by position."""
+    codes, scales = cache.split([cache.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
+    return codes.contiguous(), scales
+
+
+def _join(codes: Tensor, scales: Tensor) -> Tensor:
+    """In each head's part of a block the codes, as they are packed, then the scales."""
+    num_blocks, block_size, num_kv_heads, head_dim = codes.shape
+    parts = (codes.view(num_blocks, num_kv_heads, -1), scales.transpose(1, 2).flatten(2))
+    shape = (num_blocks, block_size, num_kv_heads, head_dim + SCALE_BYTES)
+    return torch.cat(parts, dim=-1).view(shape)
+
+
+def _take_apart(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `_join`."""
+    num_blocks, block_size, num_kv_heads, stored_size = packed.shape
+    sizes = [block_size * (stored_size - SCALE_BYTES), block_size * SCALE_BYTES]
+    codes, scales = packed.view(num_blocks, num_kv_heads, -1).split(sizes, dim=-1)
+    codes = codes.reshape(num_blocks, block_size, num_kv_heads, -1)
+    scales = scales.view(num_blocks, num_kv_heads, block_size, SCALE_BYTES)
+    return codes, scales.transpose(1, 2)
 
 
 def attention(
@@ -104,6 +153,7 @@ def attention(
         num_heads=query.shape[1],
         num_kv_heads=key_cache.shape[2],
         head_dim=query.shape[2],
+        is_int8=key_cache.dtype == torch.int8,
         window=window or 0,
         scale=scale,
         soft_cap=soft_cap or 0.0,
@@ -198,6 +248,7 @@ def rope_store(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        is_int8=caches[0].dtype == torch.int8,
         eps=eps,
     )
     for cache, stored in zip(caches, unpack_cache(*packed, qkv.dtype), strict=True):

@@ -6,6 +6,8 @@ their size; narrower types are rounded once or twice more.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,9 @@ from tests.kernels.cpu import operations
 from tests.kernels.paged_case import CaseShape, PagedCase
 from torch import Tensor
 
+from penstock.kernels import int8_cache
 from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.int8_cache import SCALE_BYTES
 from penstock.kernels.rotary_store_kv_reference import rotate
 from penstock.kernels.store_kv_reference import store_kv_reference
 
@@ -71,14 +75,14 @@ def test_a_row_does_not_depend_on_its_neighbours(library):
         min_size=1,
         max_size=4,
     ),
-    block_size=st.sampled_from([8, 16, 32, 128]),
+    block_size=st.sampled_from([2, 6, 8, 16, 32, 128]),
     heads=st.sampled_from([(1, 1), (6, 2), (7, 1), (3, 3), (20, 1)]),
     head_dim=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
     window=st.sampled_from([None, 1, 5, 100, 1000]),
     soft_cap=st.sampled_from([None, 5.0]),
-    is_fp8=st.booleans(),
+    kind=st.sampled_from([{}, {"is_fp8": True}, {"is_int8": True}]),
 )
-def test_attention(library, step, block_size, heads, head_dim, window, soft_cap, is_fp8):
+def test_attention(library, step, block_size, heads, head_dim, window, soft_cap, kind):
     case = PagedCase(
         CaseShape(
             step=step,
@@ -88,8 +92,8 @@ def test_attention(library, step, block_size, heads, head_dim, window, soft_cap,
             dtype=library.dtype,
             window=window,
             soft_cap=soft_cap,
-            is_fp8=is_fp8,
             num_shared=1,
+            **kind,
         )
     )
     options = {name: each for name, each in case.arguments.items() if name != "sinks"}
@@ -97,8 +101,8 @@ def test_attention(library, step, block_size, heads, head_dim, window, soft_cap,
     assert_near(result, case.expected())
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_attention_of_a_token_does_not_depend_on_its_chunk(library, is_fp8):
+@pytest.mark.parametrize("kind", [{}, {"is_fp8": True}, {"is_int8": True}])
+def test_attention_of_a_token_does_not_depend_on_its_chunk(library, kind):
     """All tokens at once, or the last ones with the same cache before them: the same bits."""
     case = PagedCase(
         CaseShape(
@@ -107,7 +111,7 @@ def test_attention_of_a_token_does_not_depend_on_its_chunk(library, is_fp8):
             head_dim=64,
             dtype=library.dtype,
             window=70,
-            is_fp8=is_fp8,
+            **kind,
         )
     )
     options = {name: each for name, each in case.arguments.items() if name != "sinks"}
@@ -194,3 +198,70 @@ def test_a_cache_in_fp8(library: CpuLibrary) -> None:
     store_kv_reference(keys, values, *expected, slots, key_scale=scales[0], value_scale=scales[1])
     for found, wanted in zip(caches, expected, strict=True):
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def store_without_rotation(
+    library: CpuLibrary, qkv: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor
+) -> None:
+    """qkv [num_tokens, num_heads + 2 · num_kv_heads, head_dim]"""
+    still = torch.zeros(1, qkv.shape[2] // 2)
+    angles = (still.cos(), still, torch.zeros(len(qkv), dtype=torch.int64))
+    operations.rope_store(library, qkv, caches, slots, angles, None, eps=1e-6)
+
+
+@pytest.mark.parametrize("block_size", [2, 6, 16])
+@pytest.mark.parametrize("head_dim", [16, 48, 128])
+def test_a_cache_in_int8(library: CpuLibrary, block_size: int, head_dim: int) -> None:
+    """The same codes and scales as the reference's, and nothing beside them."""
+    num_tokens, num_kv_heads = 7, 3
+    qkv = random(num_tokens, 5 * num_kv_heads, head_dim, dtype=torch.float32)
+    values = qkv[:, -num_kv_heads:]
+    values[0, 0] = 0.0
+    values[1, 1] *= 1e-39
+    values[2, 2, 3] = torch.inf
+    values[3, 0, 1] = torch.nan
+    values[4] *= 300
+    values[5, 1] = 0.0
+    values[5, 1, 0] = -2.5  # a code of −127
+    qkv = qkv.to(library.dtype)
+    shape = (9, block_size, num_kv_heads, head_dim + SCALE_BYTES)
+    caches = tuple(torch.full(shape, 77, dtype=torch.int8) for _ in "kv")
+    expected = tuple(each.clone() for each in caches)
+    slots = torch.tensor([17, 0, 9, 1, 2, 3, 4])
+    store_without_rotation(library, qkv, caches, slots)
+    keys, values = qkv.split(num_kv_heads, dim=1)[-2:]
+    store_kv_reference(keys, values, *expected, slots)
+    for found, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(found[..., :head_dim], wanted[..., :head_dim])
+        numbers = (int8_cache.decode(each) for each in (found, wanted))
+        torch.testing.assert_close(*numbers, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_token_that_is_not_finite_spoils_no_other(library: CpuLibrary) -> None:
+    """Tokens before it, although the same item computes them, and other sequences."""
+    shape = CaseShape(
+        step=[(0, 20), (33, 1)], heads=(4, 2), head_dim=32, dtype=library.dtype, is_int8=True
+    )
+    case = PagedCase(shape)
+    expected = case.expected()
+    slot = case.layout.slot_mapping[10]
+    for cache, number in ((case.key_cache, torch.inf), (case.value_cache, torch.nan)):
+        rows = torch.full((1, 2, 32), number)
+        cache.flatten(0, 1)[slot] = int8_cache.encode(rows)[0]
+    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
+    result = operations.attention(library, *case.tensors, **options)
+    assert result[10:20].isnan().all()
+    others = [*range(10), 20]
+    assert_near(result[others], expected[others])
+
+
+def test_small_values_of_an_int8_cache(library: CpuLibrary) -> None:
+    """Of many positions, each with little weight: no dtype runs out of range."""
+    shape = CaseShape(step=[(2000, 1)], heads=(4, 2), head_dim=32, dtype=library.dtype)
+    case = PagedCase(replace(shape, is_int8=True))
+    values = int8_cache.decode(case.value_cache) * 1e-2
+    case.value_cache = int8_cache.encode(values)
+    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
+    result, expected = operations.attention(library, *case.tensors, **options), case.expected()
+    error = float((result.double() - expected).norm() / expected.norm())
+    assert error < TOLERANCES[library.dtype]
