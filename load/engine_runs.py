@@ -20,8 +20,10 @@ from typing import Literal
 import torch
 
 from penstock.engine.config import (
+    CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVCacheDType,
     ModelConfig,
     Quantization,
     SchedulerConfig,
@@ -121,6 +123,7 @@ def build_engine(
     device: DeviceConfig,
     *,
     quantize_activations: bool = True,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> tuple[EngineCore, EngineInfo]:
     """An engine core by a bench's flags, in which `--num-seqs` sequences run at once."""
     max_num_seqs = max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
@@ -131,7 +134,8 @@ def build_engine(
         quantize_activations=quantize_activations,
     )
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
-    return build_core(EngineConfig(model=model, scheduler=scheduler, device=device))
+    cache = CacheConfig(kv_cache_dtype=kv_cache_dtype)
+    return build_core(EngineConfig(model=model, cache=cache, scheduler=scheduler, device=device))
 
 
 def greedy_request(index: int, prompt: Iterable[int], num_output_tokens: int) -> Request:

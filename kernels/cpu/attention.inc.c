@@ -86,9 +86,17 @@ INLINE void NAME(widen_chunk)(
         run = a->block_size - offset < LANES - lane ? a->block_size - offset : LANES - lane;
         DTYPE *to = chunk->gathered + (i - lane) * a->head_dim;
         const long start = NAME(block_start)(a, tile, position);
+        const long share = offset * a->head_dim, ahead = position + KEYS_AHEAD;
+        prefetch((const uint8_t *)a->value_cache + start + share, run * a->head_dim);
+        if (ahead <= tile->last_of_all)
+            prefetch((const uint8_t *)a->key_cache + NAME(block_start)(a, tile, ahead) + share, run * a->head_dim);
         const uint8_t *keys = (const uint8_t *)a->key_cache + start + offset * PAIR;
-        for (long d = 0; d < a->head_dim; d += PAIR)
-            NAME(widen_bytes)(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR, is_int8);
+        if (run == LANES)
+            for (long d = 0; d < a->head_dim; d += PAIR)
+                NAME(widen_bytes)(to + d * LANES, keys + d * a->block_size, LANES * PAIR, is_int8);
+        else
+            for (long d = 0; d < a->head_dim; d += PAIR)
+                NAME(widen_bytes)(to + d * LANES + lane * PAIR, keys + d * a->block_size, run * PAIR, is_int8);
         chunk->keys[i / LANES] = to;
         if (is_int8) {
             const long scales = start + a->block_size * a->head_dim + offset * (long)sizeof(float);
@@ -105,11 +113,6 @@ INLINE void NAME(widen_chunk)(
     }
 }
 
-/* Prefetch: blocks lie anywhere, so the processor cannot predict the next reads. */
-INLINE void NAME(prefetch)(const DTYPE *p, long num_values) {
-    for (long i = 0; i < num_values; i += 64 / (long)sizeof *p) __builtin_prefetch(p + i, 0, 2);
-}
-
 static void NAME(find_keys)(
     const struct attention_args *a, const struct NAME(attention_tile) *tile,
     struct NAME(attention_chunk) *chunk) {
@@ -124,7 +127,7 @@ static void NAME(find_keys)(
                      : gathered;
         if (is_whole)
             for (long d = 0; d < a->head_dim / PAIR; d++)
-                NAME(prefetch)(chunk->keys[i / LANES] + d * chunk->key_stride, LANES * PAIR);
+                prefetch(chunk->keys[i / LANES] + d * chunk->key_stride, LANES * PAIR * sizeof(DTYPE));
     }
 }
 
@@ -137,7 +140,7 @@ static void NAME(find_values)(
             NAME(find_block)(a, tile, a->value_cache, chunk->begin + i) + offset * a->head_dim;
         for (; run > 0 && i < chunk->end; run -= PAIR, i += PAIR, values += PAIR * a->head_dim) {
             chunk->values[i / PAIR] = values;
-            NAME(prefetch)(values, PAIR * a->head_dim);
+            prefetch(values, PAIR * a->head_dim * sizeof(DTYPE));
         }
     }
 }

@@ -21,6 +21,8 @@ enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
 enum { ROWS_PER_ITEM = 128 };
 /* How far ahead quantized weights are prefetched. */
 enum { AHEAD_BYTES = 512 };
+/* How many positions ahead keys of a byte each are prefetched. */
+enum { KEYS_AHEAD = 128 };
 /* Other products prefetch the group of weights that their thread takes next: full tiles all of it
  * (`lines_ahead`), fewer rows its first lines. */
 enum { LINE_BYTES = 64, SHORT_GROUP_BYTES = 64 << 10, HEAD_LINES = 96 };
@@ -74,6 +76,11 @@ INLINE long part_start(
     long block, long head, long num_kv_heads, long block_size, long head_dim, int64_t is_int8) {
     const long size = head_dim + (is_int8 ? (long)sizeof(float) : 0);
     return (block * num_kv_heads + head) * block_size * size;
+}
+
+/* Blocks lie anywhere, so the processor cannot predict the next reads. */
+INLINE void prefetch(const void *p, long num_bytes) {
+    for (long i = 0; i < num_bytes; i += LINE_BYTES) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
 INLINE int panels_for(int rows) { return rows <= MAX_ROWS / 2 || MAX_PANELS == 1 ? MAX_PANELS : MAX_PANELS / 2; }

@@ -23,6 +23,7 @@ import torch
 from penstock.engine.config import (
     DEMO_MODEL,
     DTYPES,
+    KV_CACHE_DTYPES,
     QUANTIZATIONS,
     DeviceConfig,
 )
@@ -126,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="multiply quantized weights with inputs as they are",
     )
+    add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="dtype of the KV cache")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
     add("--num-threads", type=int, default=0, help="CPU threads; 0: the engine's choice")
     add(
@@ -163,6 +165,8 @@ def run(parsed: argparse.Namespace) -> int:
         settings = {name: getattr(parsed, name) for name in ("num_seqs", "repeats", "seed")}
         cells = measure(core, info, lengths, **settings, reader=reader)
     types = info.dtype if info.quantization == "none" else f"{info.dtype} and {info.quantization}"
+    if parsed.kv_cache_dtype != "auto":
+        types += f" with {parsed.kv_cache_dtype} KV"
     title = (
         f"{info.model}, {types} on {info.device}: {lengths.prompt_tokens} tokens in, "
         f"{lengths.output_tokens} out"
@@ -240,6 +244,7 @@ def _build(parsed: argparse.Namespace) -> tuple[EngineCore, EngineInfo]:
             deterministic=parsed.deterministic,
         ),
         quantize_activations=parsed.quantize_activations,
+        kv_cache_dtype=parsed.kv_cache_dtype,
     )
 
 

@@ -42,18 +42,27 @@ def load(
 
 
 @torch.inference_mode()
-def logits(model: LanguageModel, chunks: tuple[int, ...] = (NUM_TOKENS,)) -> Tensor:
-    """Of random tokens in chunks of these sizes: [NUM_TOKENS, vocab_size]"""
-    token_ids = torch.randint(0, 160, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3))
+def logits(
+    model: LanguageModel,
+    chunks: tuple[int, ...] | None = None,
+    *,
+    token_ids: Tensor | None = None,
+) -> Tensor:
+    """Of tokens, NUM_TOKENS random ones unless given, in chunks of these sizes or at once:
+    [num_tokens, vocab_size]"""
+    if token_ids is None:
+        token_ids = torch.randint(0, 160, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3))
     shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
-    pool = shape.allocate(3, CPU).fill_(torch.nan)
+    num_blocks = shape.num_blocks_for(len(token_ids))
+    pool = shape.allocate(num_blocks, CPU)
+    pool.view(torch.uint8).fill_(0xFF)  # NaN in every dtype, and as a scale
     parts = []
-    for positions in torch.arange(NUM_TOKENS).split(list(chunks)):
+    for positions in torch.arange(len(token_ids)).split(list(chunks or (len(token_ids),))):
         seq_len = int(positions[-1]) + 1
         layout = PagedLayout(
             query_start_loc=torch.tensor([0, len(positions)], dtype=torch.int32),
             seq_lens=torch.tensor([seq_len], dtype=torch.int32),
-            block_tables=torch.arange(3, dtype=torch.int32)[None],
+            block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
             slot_mapping=positions,
             max_query_len=len(positions),
             max_seq_len=seq_len,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVCacheDType,
     ModelConfig,
     SchedulerConfig,
 )
@@ -40,6 +42,11 @@ MAX_MODEL_LEN = 384  # of an engine, which scarce memory has to hold
 MODELS: dict[str, dict[str, Any]] = {
     "bfloat16": {"architecture": "LlamaForCausalLM", "dtype": "bfloat16"},
     "float32": {"architecture": "LlamaForCausalLM", "dtype": "float32"},
+    "int8 cache": {
+        "architecture": "LlamaForCausalLM",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "int8",
+    },
     "window": {"architecture": "MistralForCausalLM", "dtype": "bfloat16", "sliding_window": 40},
     "dynamic": {  # rotary frequencies that depend on the length
         "architecture": "LlamaForCausalLM",
@@ -194,11 +201,13 @@ def _step(core: EngineCore, answers: Answers) -> None:
         answers.add(output)
 
 
-def build(path: Path, way: Way, *, deterministic: bool = True) -> EngineCore:
+def build(
+    path: Path, way: Way, *, deterministic: bool = True, kv_cache_dtype: KVCacheDType = "auto"
+) -> EngineCore:
     core, info = build_core(
         EngineConfig(
             model=ModelConfig(model=str(path), max_model_len=MAX_MODEL_LEN),
-            cache=way.cache,
+            cache=replace(way.cache, kv_cache_dtype=kv_cache_dtype),
             scheduler=way.scheduler,
             device=DeviceConfig(
                 device="cpu", num_threads=way.num_threads, deterministic=deterministic
@@ -210,16 +219,21 @@ def build(path: Path, way: Way, *, deterministic: bool = True) -> EngineCore:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Path:
+def model(
+    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]
+) -> Callable[[Way], EngineCore]:
+    """Builds an engine for it."""
     fields = {"max_position_embeddings": CONTEXT, **MODELS[request.param]}
-    return tiny_checkpoint(fields.pop("architecture"), **fields)
+    kv_cache_dtype = fields.pop("kv_cache_dtype", "auto")
+    path = tiny_checkpoint(fields.pop("architecture"), **fields)
+    return partial(build, path, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> Answers:
+def alone(model: Callable[[Way], EngineCore]) -> Answers:
     """Each prompt by itself, its KV computed anew."""
     cache = CacheConfig(num_blocks=100, enable_prefix_caching=False)
-    answers = answer(build(model, Way(cache=cache)), one_by_one=True)
+    answers = answer(model(Way(cache=cache)), one_by_one=True)
     assert len(answers.outputs) == 77
     assert {len(kinds) for kinds in answers.logits.values()} == {1}
     return answers
@@ -227,12 +241,15 @@ def alone(model: Path) -> Answers:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_the_way_changes_no_bit(
-    model: Path, alone: Answers, name: str, monkeypatch: pytest.MonkeyPatch
+    model: Callable[[Way], EngineCore],
+    alone: Answers,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     way = WAYS[name]
     if way.num_threads > 1:
         monkeypatch.setattr(cpu_decoder, "_MIN_SHARED_S", 0.0)  # else small steps run on one
-    core = build(model, way)
+    core = model(way)
     assert answer(core) == alone
     counters = core.scheduler.counters
     assert (counters.num_preemptions > 5) == way.is_preempting
@@ -240,8 +257,10 @@ def test_the_way_changes_no_bit(
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_a_warm_cache_changes_no_bit(model: Path, alone: Answers, one_by_one: bool) -> None:
-    core = build(model, Way())
+def test_a_warm_cache_changes_no_bit(
+    model: Callable[[Way], EngineCore], alone: Answers, one_by_one: bool
+) -> None:
+    core = model(Way())
     counters = core.scheduler.blocks.counters
     assert answer(core, one_by_one=one_by_one) == alone
     cold = counters.prefix_hits
