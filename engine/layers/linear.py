@@ -10,8 +10,12 @@ from torch import Tensor, nn
 
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 from penstock.kernels.linear import linear
-from penstock.kernels.linear_quantized_reference import linear_quantized_reference
-from penstock.kernels.quantized_codes import QuantizedCodes
+from penstock.kernels.linear_quantized import (
+    PackedMatrix,
+    embed_quantized,
+    linear_quantized,
+    pack_for,
+)
 
 
 def constant(values: Tensor) -> nn.Parameter:
@@ -19,7 +23,7 @@ def constant(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
-def split_bias(bias: Tensor | None, parts: Sequence[QuantizedCodes]) -> Sequence[Tensor | None]:
+def split_bias(bias: Tensor | None, parts: Sequence[PackedMatrix]) -> Sequence[Tensor | None]:
     """The bias of each part."""
     if bias is None:
         return [None] * len(parts)
@@ -32,15 +36,16 @@ class MatrixLayer(nn.Module):
     Attributes:
         part_sizes: the output sizes of the fused parts, in order; a single one if not fused.
         weight: in the model's dtype; empty if the matrix is quantized.
-        quantized: the matrix from top to bottom; empty if it is dense. Its products give the same
-            numbers as the CPU's kernels; its codes are converted to float32 for each of them, so
-            this saves memory but no time.
-        rounds_inputs: the inputs of a quantized matrix are rounded to bytes.
+        quantized: the matrix from top to bottom, packed for its device; empty if it is dense. In
+            torch on a CPU its products give the same numbers as the CPU's kernels; its codes are
+            converted to float32 for each of them, so this saves memory but no time.
+        rounds_inputs: the inputs of a quantized matrix are rounded to bytes, where
+            `linear_quantized` does.
         is_invariant: a row's result does not depend on the other rows, to the bit.
     """
 
     is_invariant = False
-    quantized: tuple[QuantizedCodes, ...] = ()
+    quantized: tuple[PackedMatrix, ...] = ()
     rounds_inputs = False
 
     def __init__(self, out_features: int, in_features: int) -> None:
@@ -49,16 +54,24 @@ class MatrixLayer(nn.Module):
         self.part_sizes: tuple[int, ...] = (out_features,)
         self.weight = constant(torch.empty(out_features, in_features))
 
-    def hold(self, matrix: Matrix, *, rounds_inputs: bool = True) -> None:
-        """Use this matrix instead."""
+    def hold(
+        self, matrix: Matrix, *, rounds_inputs: bool = True, like: Tensor | None = None
+    ) -> None:
+        """Use this matrix instead.
+
+        Args:
+            like: has the model's dtype and device; None: the present weight has.
+        """
         if isinstance(matrix, DenseMatrix):
             self.weight, self.quantized = constant(matrix.values), ()
             return
         parts = (matrix,) if isinstance(matrix, QuantizedMatrix) else matrix.parts
-        self.quantized = tuple(part.for_kernels() for part in parts)
-        self.rounds_inputs = rounds_inputs and not any(each.is_float8 for each in self.quantized)
-        if self.rounds_inputs:
-            self.quantized = tuple(each.with_byte_levels() for each in self.quantized)
+        like = self.weight if like is None else like
+        codes = [part.for_kernels() for part in parts]
+        # A CPU multiplies no bytes of floats, and all parts of a layer alike.
+        is_possible = like.is_cuda or not any(each.is_float8 for each in codes)
+        self.rounds_inputs = rounds_inputs and is_possible
+        self.quantized = tuple(pack_for(like, each, in_bytes=self.rounds_inputs) for each in codes)
         self.weight = constant(self.weight.new_empty(0))
 
     def drop(self) -> None:
@@ -70,10 +83,12 @@ class MatrixLayer(nn.Module):
         if not self.quantized:
             return (linear if self.is_invariant else F.linear)(x, self.weight, bias)
         products = (
-            linear_quantized_reference(x, part, each, in_bytes=self.rounds_inputs)
+            linear_quantized(
+                x, part, each, in_bytes=self.rounds_inputs, is_invariant=self.is_invariant
+            )
             for part, each in zip(self.quantized, split_bias(bias, self.quantized), strict=True)
         )
-        return torch.cat(list(products), dim=1)
+        return next(products) if len(self.quantized) == 1 else torch.cat(list(products), dim=1)
 
 
 class Linear(MatrixLayer):
@@ -103,7 +118,7 @@ class Embedding(MatrixLayer):
         """token_ids [num_tokens] → [num_tokens, hidden_size]"""
         if not self.quantized:
             return F.embedding(token_ids, self.weight)
-        return self.quantized[0].rows(token_ids).to(self.weight.dtype)
+        return embed_quantized(token_ids, self.quantized[0], self.weight.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import ModelConfig, Quantization
-from penstock.engine.errors import ConfigError, ModelLoadError
+from penstock.engine.errors import ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Linear, MatrixLayer, constant
 from penstock.engine.model_files import weights_fingerprint
@@ -38,14 +38,10 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
 
     Raises:
         ModelLoadError: names the invalid file, field or tensor.
-        ConfigError: quantization is requested on a GPU, or of modules that there are not.
+        ConfigError: --quantization-override or -exclude names modules that there are not.
     """
     rules = config.quantization_rules
     kinds = [each for each in (config.quantization, *rules.values()) if each != "none"]
-    if kinds and device.type != "cpu":
-        raise ConfigError(
-            f"--quantization {kinds[0]} needs a CPU: leave it out, or use --device cpu"
-        )
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
     like = torch.empty(0, dtype=dtype, device=device)
@@ -60,9 +56,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
 
     def hold(module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]) -> None:
         matrix = quantize(names, parts, like)
-        if device.type != "cpu":
-            matrix = DenseMatrix(concatenate([matrix.dequantize()], like))
-        module.hold(matrix, rounds_inputs=config.quantize_activations)
+        module.hold(matrix, rounds_inputs=config.quantize_activations, like=like)
 
     if checkpoint is not None:
         _check_layers(checkpoint, architecture, decoder_config)

@@ -165,6 +165,7 @@ def _pack_parts(
     return [
         _pack_codes(library, codes, each, in_bytes=rounds_inputs)
         for codes, each in zip(quantized, split_bias(bias, quantized), strict=True)
+        if isinstance(codes, QuantizedCodes)  # as they are on a CPU
     ]
 
 

@@ -130,12 +130,12 @@ def stack(parts: Sequence[Matrix], like: Tensor) -> Matrix:
     """The parts' rows as one matrix, dense if a part is.
 
     Args:
-        like: has the device, and the dtype of dense values.
+        like: has the device and dtype of dense values; codes are moved when they are packed.
     """
     quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
     if len(quantized) < len(parts):
         return DenseMatrix(concatenate([part.dequantize() for part in parts], like))
-    joined = tuple(join(list(run), like) for _, run in groupby(quantized, _layout))
+    joined = tuple(join(list(run)) for _, run in groupby(quantized, _layout))
     return joined[0] if len(joined) == 1 else StackedMatrix(joined)
 
 
@@ -150,16 +150,15 @@ def _layout(matrix: QuantizedMatrix) -> tuple[object, ...]:
     )
 
 
-def join(parts: Sequence[QuantizedMatrix], like: Tensor) -> QuantizedMatrix:
-    """The rows of parts with the same layout, on the device of `like`."""
+def join(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """The rows of parts with the same layout, where the first one lies."""
     first, blocks = parts[0], [part.block_values() for part in parts]
     offsets = [each for _, each in blocks if each is not None]
+    like = first.scales.float()
     return QuantizedMatrix(
-        codes=concatenate(
-            [part.codes for part in parts], first.codes.new_empty(0, device=like.device)
-        ),
-        scales=concatenate([scales for scales, _ in blocks], like.float()),
-        offsets=concatenate(offsets, like.float()) if offsets else None,
+        codes=concatenate([part.codes for part in parts], first.codes),
+        scales=concatenate([scales for scales, _ in blocks], like),
+        offsets=concatenate(offsets, like) if offsets else None,
         codebook=first.codebook,
         columns_per_scale=first.columns_per_scale,
         permutation=first.permutation,

@@ -153,4 +153,4 @@ def quantize_rows(values: Tensor, kind: Quantization, like: Tensor) -> Quantized
         _ROUND[kind](rows.to(like.dtype))
         for rows in torch.split(values, max(1, _NUM_VALUES // size))
     ]
-    return join(parts, like)
+    return join(parts)

@@ -217,12 +217,6 @@ def test_no_place_for_them(
     assert "quantized again at each start" in caplog.text
 
 
-@pytest.mark.parametrize("quantization", MOVED)
-def test_a_gpu_is_refused(quantization: Quantization, tiny_checkpoint: Callable[..., Path]):
-    with pytest.raises(ConfigError, match=f"--quantization {quantization} needs a CPU"):
-        load_model(ModelConfig(quantization=quantization), tiny_checkpoint(), torch.device("cuda"))
-
-
 def test_kv_of_other_weights_is_not_shared():
     roots = set()
     models = [ModelConfig(quantization=quantization) for quantization in QUANTIZATIONS]
