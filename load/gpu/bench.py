@@ -78,6 +78,7 @@ class Sizes:
     model: dict[str, Any]  # `config.json` of the random checkpoint
     check_lens: tuple[int, ...] = (1, 16, 33, 1025, 2051)  # of sequences whose attention is checked
     num_rows: int = 32768  # of the small operations, each a token
+    product_rows: tuple[int, ...] = (1, 4, 16, 2048)  # of products with quantized weights
     num_sampled: int = 256  # rows of logits
     vocab_sizes: tuple[int, ...] = (128256, 32000, 151936)  # that sampling is tuned for
     swap_blocks: int = 1024  # moved each way
@@ -207,6 +208,20 @@ def sampling(own: Config) -> tuple[Config, ...]:
         {**own, "BLOCK": block, "num_warps": num_warps}
         for block, num_warps in product((1024, 2048, 4096, 8192), (4, 8, 16))
     )
+
+
+# Of a product with quantized weights, by class of rows.
+PRODUCTS: dict[str, tuple[Config, ...]] = {
+    name: tuple(
+        {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+        for block_n, num_warps, num_stages in product(block_ns, (2, 4, 8), (2, 3, 4, 5))
+    )
+    for name, block_m, block_ns in (
+        ("few", 16, (16, 32, 64)),
+        ("some", 64, (32, 64, 128)),
+        ("many", 128, (64, 128, 256)),
+    )
+}
 
 
 def seconds_of(timer: Timer, call: Callable[[], object]) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain, pairwise, product
 
 import torch
 from torch import Tensor
@@ -29,14 +30,17 @@ from penstock.kernels.sampling_reference import sample_tokens_reference
 from penstock.kernels.token_logprobs_reference import token_logprobs_reference
 from penstock.load.gpu.bench import AttentionSizes, Bench, Check
 from penstock.load.gpu.inputs import (
+    QUANTIZED,
     PagedKV,
     attend,
     attention_inputs,
     bound_of,
     contiguous,
+    multiply,
     num_wrong_bytes,
     poison_unowned,
     poisoned,
+    quantized_matrix,
     worst_row,
 )
 
@@ -144,6 +148,7 @@ _VOCAB_SIZE = 5003
 
 def operation_checks(bench: Bench) -> Iterator[Check]:
     yield from _rows(bench)
+    yield from _quantized_products(bench)
     yield from _stores(bench)
     yield from _moves(bench)
     yield from _sampling(bench)
@@ -258,6 +263,26 @@ def _sampling(bench: Bench) -> Iterator[Check]:
                              ("top", top_logprobs, top_ids)):  # fmt: skip
         error = worst_row(found, wide.gather(1, ids))
         yield f"token_logprobs, {name}", error, bound_of(torch.float32) * _NUM_ROUNDINGS
+
+
+_ROUNDED_ERROR = {"int4": 0.0, "int8": 0.02, "fp8": 0.05}  # of a product of rounded inputs
+
+
+def _quantized_products(bench: Bench) -> Iterator[Check]:
+    """With few and many rows; and lookups."""
+    embed = gpu_operation("embed_quantized", "linear_quantized")
+    for kind in QUANTIZED:
+        matrix = quantized_matrix(bench, kind, _NUM_OUTPUTS, _SIZE + 24)
+        numbers = matrix.dequantize().double()
+        for num_rows, in_bytes in product((_NUM_ROWS, 11 * _NUM_ROWS), (False, True)):
+            x = bench.random(num_rows, matrix.in_features)
+            found = poisoned(partial(multiply, x, matrix, in_bytes=in_bytes))
+            name = f"linear, {kind}{', rounded inputs' * in_bytes}, {num_rows} rows"
+            bound = bound_of(bench.sizes.dtype) + in_bytes * _ROUNDED_ERROR[kind]
+            yield name, worst_row(found, x.double() @ numbers.T), bound
+        rows = torch.arange(_NUM_OUTPUTS, device=bench.device).flip(0)
+        found = poisoned(partial(embed, rows, matrix, bench.sizes.dtype))
+        yield f"embedding, {kind}", worst_row(found, numbers[rows]), bound_of(bench.sizes.dtype)
 
 
 def _nan_caches(like: Tensor, count: int) -> list[Tensor]:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.kernels.gpu.quantized import GpuCodes, pack_codes
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.quantized_codes import QuantizedCodes
 from penstock.load.gpu.bench import AttentionSizes, Bench
 
 
@@ -138,6 +140,35 @@ def sample(inputs: tuple[Tensor, ...], **options: Any) -> Tensor:
     """Token ids [num_rows], by our kernel with its options for measurements."""
     token_ids: Tensor = gpu_operation("sample_tokens", "sampling")(*inputs, **options)[0]
     return token_ids
+
+
+QUANTIZED = ("int4", "int8", "fp8")
+_BLOCK = 128  # columns of a scale, but for fp8: it has one for each row
+
+
+def quantized_matrix(bench: Bench, kind: str, out_features: int, in_features: int) -> GpuCodes:
+    """Random codes of a kind of QUANTIZED, and scales that make numbers around 1."""
+    values = bench.random(out_features, in_features)
+    block = in_features if kind == "fp8" else _BLOCK
+    scales = bench.random(out_features, -(-in_features // block), dtype=torch.float32).abs() + 0.5
+    bits = 4 if kind == "int4" else 8
+    if kind == "fp8":
+        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        zero, spread = 1 << (bits - 1), 1 << (bits - 3)
+        codes = (values.float() * spread + zero).round().clamp(0, 2 * zero - 1).to(torch.uint8)
+        scales /= spread
+    matrix = QuantizedCodes(
+        codes=codes, bits=bits, scales=scales, columns_per_scale=block,
+        zero=0 if kind == "fp8" else zero, is_float8=kind == "fp8",
+    )  # fmt: skip
+    return pack_codes(matrix, values)
+
+
+def multiply(x: Tensor, matrix: GpuCodes, *, in_bytes: bool, **options: Any) -> Tensor:
+    """x · matrixᵀ by our kernel, with its options for measurements."""
+    product: Tensor = gpu_operation("linear_quantized")(x, matrix, in_bytes=in_bytes, **options)
+    return product
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The operations that only move memory, relative to a plain copy.
+"""The operations that mostly move memory, relative to a plain copy.
 
 Bytes count once for each number that must be read or written. Each reads more than any cache
 holds.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -16,7 +17,13 @@ from penstock.engine.batch import BlockMoves
 from penstock.engine.runner.kv_swap import HostTier
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.load.gpu.bench import Bench
-from penstock.load.gpu.inputs import sample, sampling_inputs
+from penstock.load.gpu.inputs import (
+    QUANTIZED,
+    multiply,
+    quantized_matrix,
+    sample,
+    sampling_inputs,
+)
 from penstock.load.gpu.model import kv_shape
 
 COPY = "copy_bytes_per_s"  # bytes read and bytes written
@@ -53,10 +60,7 @@ def _products(bench: Bench) -> None:
     rates = []
     for size in bench.sizes.matmuls:
         left, right = bench.random(size, size), bench.random(size, size)
-        product = torch.empty_like(left)
-        seconds = bench.timer.median_s(
-            lambda left=left, right=right, product=product: torch.mm(left, right, out=product)  # type: ignore[misc]
-        )
+        seconds = bench.timer.median_s(partial(torch.mm, left, right, out=torch.empty_like(left)))
         rates.append(2 * size**3 / seconds)
     bench.results.add_ceiling(MATMUL, max(rates))
 
@@ -92,6 +96,7 @@ def _operations(bench: Bench) -> Iterator[Operation]:
     yield _sample_tokens(bench)
     yield from _stores(bench)
     yield from _moves(bench)
+    yield from _quantized_products(bench)
 
 
 def _norms(bench: Bench) -> Iterator[Operation]:
@@ -148,6 +153,32 @@ def _moves(bench: Bench) -> Iterator[Operation]:
     yield Operation("gather_blocks", lambda: gather(pool, here, staging), 2 * staging.nbytes)
     yield Operation("scatter_blocks", lambda: scatter(staging, here, pool), 2 * staging.nbytes)
     yield Operation("copy_blocks", lambda: copy(pool, pairs), 2 * staging.nbytes)
+
+
+def _quantized_products(bench: Bench) -> Iterator[Operation]:
+    """The gate and up projections of a step, beside those in the model's dtype. With few rows they
+    read weights; with many they compute, and their share of a copy says little."""
+    model = bench.sizes.model
+    in_features, out_features = model["hidden_size"], 2 * model["intermediate_size"]
+    for num_rows in bench.sizes.product_rows:
+        x = bench.random(num_rows, in_features)
+        num_bytes = x.nbytes + num_rows * out_features * x.itemsize
+        weight = bench.random(out_features, in_features)
+        yield Operation(
+            f"linear, {num_rows} rows",
+            partial(torch.nn.functional.linear, x, weight),
+            num_bytes + weight.nbytes,
+        )
+        del weight
+        for kind, in_bytes in product(QUANTIZED, (False, True)):
+            if kind == "int4" and in_bytes:
+                continue  # the same
+            matrix = quantized_matrix(bench, kind, out_features, in_features)
+            yield Operation(
+                f"linear, {kind}{', rounded inputs' * in_bytes}, {num_rows} rows",
+                partial(multiply, x, matrix, in_bytes=in_bytes),
+                num_bytes + matrix.nbytes,
+            )
 
 
 _FIGURE = "swap_of_pinned_copy"

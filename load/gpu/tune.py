@@ -28,6 +28,7 @@ from penstock.kernels.gpu.tuning import TABLE, Config, Table, device_name
 from penstock.load.gpu.bench import (
     DECODE,
     PREFILL,
+    PRODUCTS,
     AttentionSizes,
     Bench,
     full_sizes,
@@ -40,6 +41,8 @@ from penstock.load.gpu.inputs import (
     attention_inputs,
     bound_of,
     contiguous,
+    multiply,
+    quantized_matrix,
     sample,
     sampling_inputs,
     worst_row,
@@ -75,6 +78,9 @@ def tunables(bench: Bench) -> Iterator[Tunable]:
     yield _prefill(bench, measured, is_fp8=True)
     for vocab_size in bench.sizes.vocab_sizes:
         yield _sampling(bench, vocab_size)
+    for kind, in_bytes in (("int4", False), ("int8", True), ("fp8", False)):
+        for rows in PRODUCTS:
+            yield _product(bench, kind, rows, in_bytes=in_bytes)
     for block_size in measured.block_sizes:
         if block_size != measured.block_size:
             yield _decode(bench, replace(measured, block_size=block_size))
@@ -148,6 +154,31 @@ def _sampling(bench: Bench, vocab_size: int) -> Tunable:
     return Tunable(
         operation="sample_tokens", key=str(vocab_size), candidates=sampling(own), runs=runs
     )
+
+
+# -- quantized weights ------------------------------------------------------------------------
+
+_NUM_ROWS = {"few": (1, 16), "some": (64,), "many": (256, 2048)}
+
+
+def _product(bench: Bench, kind: str, rows: str, *, in_bytes: bool) -> Tunable:
+    """All of a layer's matrices have one configuration: the widest and the narrowest count."""
+    launcher = importlib.import_module("penstock.kernels.gpu.linear_quantized")
+    size, wide = (bench.sizes.model[name] for name in ("hidden_size", "intermediate_size"))
+    sizes = ((2 * wide, size), (size, size))
+
+    def runs() -> Iterator[Run]:
+        for out_features, in_features in sizes:
+            matrix = quantized_matrix(bench, kind, out_features, in_features)
+            # Otherwise torch would multiply, whatever the configuration.
+            matrix = replace(matrix, has_library=False)
+            for num_rows in _NUM_ROWS[rows]:
+                x = bench.random(num_rows, in_features)
+                yield partial(multiply, x, matrix, in_bytes=in_bytes)
+
+    small = quantized_matrix(bench, kind, 64, 64)
+    key: str = launcher.tuning_key(small, bench.sizes.dtype, rows, in_bytes=in_bytes)
+    return Tunable(operation="linear_quantized", key=key, candidates=PRODUCTS[rows], runs=runs)
 
 
 # -- the tuner ----------------------------------------------------------------------------------

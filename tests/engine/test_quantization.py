@@ -28,6 +28,7 @@ from penstock.engine.models.loader import load_model
 from penstock.engine.startup import build_core
 from penstock.engine.weights.matrix import DenseMatrix
 from penstock.engine.weights.quantization import quantize_rows
+from penstock.kernels.gpu.quantized import GpuCodes
 
 from .quantized_models import BLOCK_SIZE, CPU, linears, load, logits, relative_error
 
@@ -215,6 +216,30 @@ def test_no_place_for_them(
     model = load_model(ModelConfig(quantization="int4"), tiny_checkpoint(), CPU)
     assert linears(model)[0].quantized
     assert "quantized again at each start" in caplog.text
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4), ("fp8", 8)])
+def test_a_gpu_holds_the_same_codes(
+    quantization: Quantization,
+    bits: int,
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Packed for its kernels, at as few bytes; tensors on a CPU say that they are on one."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 512}
+    path, config = tiny_checkpoint(**sizes), ModelConfig(quantization=quantization)
+    expected, whole = load_model(config, path, CPU), load_model(ModelConfig(), path, CPU)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = load_model(config, path, CPU)
+    monkeypatch.undo()
+    for layer, same in zip(found.matrix_layers, expected.matrix_layers, strict=True):
+        assert layer.weight.numel() == 0
+        for packed, codes in zip(layer.quantized, same.quantized, strict=True):
+            assert isinstance(packed, GpuCodes)
+            torch.testing.assert_close(packed.dequantize(), codes.dequantize())
+    of_matrices = whole.weight_bytes / 4 * bits / 8
+    assert of_matrices < found.weight_bytes < 1.3 * of_matrices
+    assert found.quantization == quantization
 
 
 def test_kv_of_other_weights_is_not_shared():

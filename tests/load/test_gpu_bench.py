@@ -87,7 +87,7 @@ def test_every_kernel_is_checked_first(small):
     words = " ".join(data["checks"])
     for operation in ("decode attention", "prefill attention", "rotary_store_kv", "copy_blocks",
                       "gather_blocks", "scatter_blocks", "rms_norm", "silu_and_mul",
-                      "sample_tokens"):  # fmt: skip
+                      "sample_tokens", "linear, int4", "embedding, fp8"):  # fmt: skip
         assert operation in words
     assert printed.index("checks") < printed.index("ceilings") < printed.index("swap:")
 

@@ -61,6 +61,7 @@ def small_sizes() -> Sizes:
         ),
         check_lens=(1, 16, 37),
         num_rows=4,
+        product_rows=(1, 20),
         num_sampled=2,
         vocab_sizes=(96,),
         swap_blocks=3,

@@ -16,6 +16,8 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.layers.linear import Linear
 from penstock.engine.models.loader import load_model
 from penstock.kernels.cpu.isa import ISA_VARIABLE
+from penstock.kernels.gpu.quantized import pack_codes
+from penstock.kernels.quantized_codes import QuantizedCodes
 
 from ...support.isas import usable_isas
 from ..quantized_models import linears, load, logits, relative_error
@@ -117,6 +119,10 @@ def test_the_numbers_are_those_of_the_format(
         torch.testing.assert_close(found, expected, rtol=relative, atol=1e-6)
         error = (found - original.weight).norm() / original.weight.norm()
         assert error < (0.7 if "2-bits" in case else 0.2)
+        for part in linear.quantized:  # as a GPU packs them
+            assert isinstance(part, QuantizedCodes)
+            packed = pack_codes(part, torch.empty(0)).dequantize()
+            torch.testing.assert_close(packed, part.dequantize(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("isa", usable_isas())

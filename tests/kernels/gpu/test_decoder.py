@@ -13,11 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.config import Quantization
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.rotary import RopeConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.weights.matrix import DenseMatrix
+from penstock.engine.weights.quantization import quantize_rows
+from penstock.kernels.gpu.quantized import GpuCodes
 from penstock.kernels.paged_layout import PagedLayout
 
 from .conftest import HAS_GPU
@@ -149,3 +153,59 @@ def test_sinks_and_soft_cap_reach_attention(device, monkeypatch):
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with np.errstate(all="ignore"):
         torch.testing.assert_close(logits(model, device), in_torch, atol=1e-3, rtol=1e-3)
+
+
+def quantized(
+    model: Decoder, device: str, kind: Quantization, *, rounds_inputs: bool = False
+) -> Tensor:
+    """Give a copy of the quantized numbers to torch, and the codes to the kernels; the logits that
+    torch computes of the former, in float64."""
+    held = {
+        layer: quantize_rows(layer.weight.data, kind, layer.weight.data)
+        for layer in model.matrix_layers
+    }
+    for layer, matrix in held.items():
+        layer.hold(DenseMatrix(matrix.dequantize()))
+    exact = logits(model.double(), "cpu")
+    for layer, matrix in held.items():
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        with pytest.MonkeyPatch.context() as patch:
+            if not HAS_GPU:
+                patch.setattr(torch.Tensor, "is_cuda", True)
+            layer.hold(matrix, rounds_inputs=rounds_inputs, like=like)
+        assert all(isinstance(each, GpuCodes) for each in layer.quantized)
+    model.float().to(device)
+    return exact
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_quantized_matrices(device, kind, monkeypatch):
+    """Table, head and layers: the logits of the quantized numbers; with rows in bytes, nearly."""
+    model = decoder(torch.float32, has_qk_norm=True, head_dim=16)
+    exact = quantized(model, device, kind)
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):
+        as_they_are = logits(model, device)
+        for layer in model.matrix_layers:
+            layer.rounds_inputs = True
+        rounded = logits(model, device)
+    assert (as_they_are - exact).norm() / exact.norm() < 1e-5
+    error = (rounded - exact).norm() / exact.norm()
+    if kind == "int8":
+        assert 1e-3 < error < 0.05
+    else:  # 4 bits are never rounded, E4M3 where a card multiplies it
+        assert error < (0.2 if kind == "fp8" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_quantized_matrices_give_the_same_bits_in_any_chunks(device, kind, monkeypatch):
+    model = decoder(torch.float32, has_qk_norm=True, head_dim=32)
+    quantized(model, device, kind, rounds_inputs=True)
+    model.use_invariant_kernels()
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):
+        whole = logits(model, device, [0, STEPS[-1]], num_padded=0)
+        for steps, num_padded in ((STEPS, 3), ([0, 1, 2, 19, 20], 70)):
+            assert torch.equal(logits(model, device, steps, num_padded), whole)

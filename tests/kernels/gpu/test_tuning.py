@@ -42,7 +42,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_shipped_table_is_one():
     """Entries come from `python -m penstock.load.gpu.tune`, on the device they are for."""
     for operations in tuning.read_table().values():
-        assert operations.keys() <= {"paged_decode", "paged_prefill", "sample_tokens"}
+        assert operations.keys() <= {
+            "linear_quantized", "paged_decode", "paged_prefill", "sample_tokens"
+        }  # fmt: skip
         for configs in operations.values():
             for config in configs.values():
                 assert all(isinstance(value, int) for value in config.values())
@@ -84,7 +86,15 @@ def test_every_class_has_a_key_of_its_own(bench):
     classes = list(tunables(bench))
     names = [str(tunable) for tunable in classes]
     assert len(set(names)) == len(names) > 10
-    for word in ("contiguous", "float8_e4m3fn", "sample_tokens", "paged_prefill", "block_size 8"):
+    for word in (
+        "4 bits float16 few rows",
+        "bytes float16 many rows",
+        "contiguous",
+        "float8_e4m3fn",
+        "sample_tokens",
+        "paged_prefill",
+        "block_size 8",
+    ):
         assert any(word in name for name in names), word
     assert all(tunable.candidates for tunable in classes)
     assert all(config in DECODE for config in FEW_DECODE)
