@@ -20,6 +20,7 @@ from penstock.engine.config import (
     KVCacheDType,
     ModelConfig,
     PreemptionMode,
+    Quantization,
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
@@ -37,6 +38,8 @@ from .greedy_parity import (
     run,
 )
 from .test_launched_ahead import GRAPHS, KINDS, ROOMY, TIGHT, check_same, outputs
+from .weights.quantized_checkpoints import rewrite
+from .weights.test_quantized_checkpoints import CASES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,10 +61,12 @@ def build(
     device: DeviceConfig = CUDA,
     dtype: DType = "float32",
     kv_cache_dtype: KVCacheDType = "auto",
+    **model: Any,
 ) -> EngineCore:
+    """model: other fields of `ModelConfig`."""
     core, _ = build_core(
         EngineConfig(
-            model=ModelConfig(model=str(path), dtype=dtype),
+            model=ModelConfig(model=str(path), dtype=dtype, **model),
             cache=CacheConfig(
                 num_blocks=num_blocks, num_host_blocks=300, kv_cache_dtype=kv_cache_dtype
             ),
@@ -153,6 +158,67 @@ def test_an_fp8_cache_holds_twice_as_much_and_says_nearly_the_same() -> None:
         for pair in zip(tokens[:8], found["fp8"][1][name][:8], strict=True)
     ]
     assert sum(a == b for a, b in pairs) > 0.5 * len(pairs)
+
+
+@pytest.mark.parametrize(("quantization", "at_most"), [("int8", 0.6), ("fp8", 0.6), ("int4", 0.4)])
+def test_quantized_weights_take_fewer_bytes_and_say_nearly_the_same(
+    quantization: Quantization, at_most: float
+) -> None:
+    """The demo model, with graphs: most of its first greedy tokens stay."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    found = {}
+    for kind in ("none", quantization):
+        config = EngineConfig(
+            model=ModelConfig(dtype="bfloat16", quantization=kind),
+            cache=CacheConfig(num_blocks=400),
+            device=CUDA,
+        )
+        core, info = build_core(config)
+        assert info.quantization == kind
+        found[kind] = info.weight_bytes, run(core, requests(params))
+    assert found[quantization][0] < at_most * found["none"][0]
+    pairs = [
+        pair
+        for name, tokens in found["none"][1].items()
+        for pair in zip(tokens[:8], found[quantization][1][name][:8], strict=True)
+    ]
+    assert sum(a == b for a, b in pairs) > 0.4 * len(pairs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_quantized_and_deterministic_tokens_are_the_same_to_the_bit(
+    quantization: Quantization, dtype: DType, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Eager and one by one, or together, from graphs and preempted."""
+    path = tiny_checkpoint("LlamaForCausalLM")
+    params = SamplingParams(temperature=0.8, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2)
+    asked, deterministic = requests(params), replace(CUDA, deterministic=True)
+    alone = replace(ROOMY, max_num_seqs=1)
+    eager = replace(deterministic, enforce_eager=True)
+    model = {"dtype": dtype, "quantization": quantization}
+    expected = outputs(build(path, alone, 400, device=eager, **model), asked)
+    for schedule, num_blocks in ((ROOMY, 400), (replace(ROOMY, preemption="recompute"), TIGHT)):
+        found = outputs(build(path, schedule, num_blocks, device=deterministic, **model), asked)
+        for key, answer in found.items():
+            assert answer.tokens == expected[key].tokens
+            assert answer.logprobs == expected[key].logprobs  # every bit
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_checkpoints_of_every_format_say_what_they_say_on_a_cpu(
+    case: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In float32, with inputs as they are: the first greedy tokens of nearly all prompts."""
+    write, config = CASES[case]
+    source = tiny_checkpoint("Qwen2ForCausalLM", intermediate_size=96)
+    rewrite(source, tmp_path, write, {"quant_method": "compressed-tensors", **config})
+    asked = requests(SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    found, expected = (
+        run(build(tmp_path, ROOMY, 400, device=device, quantize_activations=False), asked)
+        for device in (CUDA, DeviceConfig(device="cpu"))
+    )
+    assert sum(found[name] == expected[name] for name in expected) >= len(expected) - 2
 
 
 def test_graphs_and_pool_stay_within_the_share_of_memory() -> None:
