@@ -32,11 +32,12 @@ class ModelConfig:
     Attributes:
         model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
-        quantization: of a dense checkpoint's matrices at load; on a CPU only.
+        quantization: of a dense checkpoint's matrices at load.
         quantization_override: `PATTERN=KIND`: another quantization for the modules of this name, or
             pattern as in a shell; the first that matches counts.
         quantization_exclude: names or patterns of modules that stay as they are.
-        quantize_activations: round the inputs of quantized matrices to bytes at run time.
+        quantize_activations: round the inputs of quantized matrices to bytes at run time; on a GPU
+            those of matrices of 8 bits.
         max_model_len: context in tokens; None uses the model's own.
         generation_config: `auto` reads EOS ids and sampling defaults from the model's
             `generation_config.json`; `none` reads EOS ids from `config.json` only.

@@ -274,13 +274,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("revision", None, "branch, tag or commit of a model on the Hub"),
         Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
         Flag("quantization", _MODEL.quantization, "store a dense checkpoint's matrices in fewer "
-             "bits: less memory, faster, less exact (CPU only)", choices=QUANTIZATIONS),
+             "bits: less memory, faster, less exact", choices=QUANTIZATIONS),
         Flag("quantization-override", (), "another quantization for a module, such as "
              "lm_head=int8; may be repeated", OVERRIDE, is_list=True),
         Flag("quantization-exclude", (), "a module to leave as it is, such as lm_head or "
              "model.layers.0.*; may be repeated", NAME, is_list=True),
         Flag("quantize-activations", True, "round the inputs of quantized matrices to bytes, for "
-             "speed; off: slower, more exact (CPU only)"),
+             "speed (on a GPU: of matrices in 8 bits); off: slower, more exact"),
         Flag("load-format", _MODEL.load_format, "dummy: random weights, for measuring",
              choices=("auto", "dummy")),
         Flag("max-model-len", None, "context length in tokens; default: the model's own", COUNT),
