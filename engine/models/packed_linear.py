@@ -13,6 +13,7 @@ from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
+from penstock.kernels.linear_quantized import PackedMatrix
 from penstock.kernels.quantized_codes import QuantizedCodes
 
 
@@ -165,13 +166,13 @@ def _pack_parts(
     return [
         _pack_codes(library, codes, each, in_bytes=rounds_inputs)
         for codes, each in zip(quantized, split_bias(bias, quantized), strict=True)
-        if isinstance(codes, QuantizedCodes)  # as they are on a CPU
     ]
 
 
 def _pack_codes(
-    library: CpuLibrary, codes: QuantizedCodes, bias: Tensor | None, *, in_bytes: bool
+    library: CpuLibrary, codes: PackedMatrix, bias: Tensor | None, *, in_bytes: bool
 ) -> PackedLinear | QuantizedLinear:
+    assert isinstance(codes, QuantizedCodes), "packed for a GPU"
     if not can_pack(codes, in_bytes=in_bytes):
         return PackedLinear(library, codes.dequantize().to(library.dtype), bias)
     packed = PackedCodes(library, codes, in_bytes=in_bytes)

@@ -249,13 +249,16 @@ def quantize_rows_kernel(
     # A maximum may lose NaN; a sum does not.
     lost = tl.sum(tl.where(x == x, 0.0, x), 1)
     largest = tl.max(tl.where(x == x, magnitudes, 0.0), 1) + lost
-    inverse = LARGEST / tl.where(largest > 0, largest, 1.0)
+    whole = tl.full(largest.shape, LARGEST, tl.float32)
+    # Divided exactly, so that every device rounds alike.
+    inverse = tl.div_rn(whole, tl.where(largest > 0, largest, 1.0))
     is_finite = (largest > 0) & (inverse < float("inf")) & (largest < float("inf"))
     scaled = tl.where(is_finite[:, None], x * tl.where(is_finite, inverse, 0.0)[:, None], 0.0)
     if not IS_FLOAT8:
         scaled = (scaled + _ROUNDER) - _ROUNDER
     tl.store(values_ptr + row * SIZE + columns, scaled.to(values_ptr.dtype.element_ty), is_inside)
-    tl.store(scales_ptr + row * NUM_BLOCKS + blocks, largest / LARGEST, blocks < NUM_BLOCKS)
+    scales = tl.div_rn(largest, whole)
+    tl.store(scales_ptr + row * NUM_BLOCKS + blocks, scales, blocks < NUM_BLOCKS)
 
 
 @triton.jit

@@ -272,7 +272,8 @@ def _quantized_products(bench: Bench) -> Iterator[Check]:
     """With few and many rows; and lookups."""
     embed = gpu_operation("embed_quantized", "linear_quantized")
     for kind in QUANTIZED:
-        matrix = quantized_matrix(bench, kind, _NUM_OUTPUTS, _SIZE + 24)
+        # Multiples of 16, so that torch's products of bytes take part.
+        matrix = quantized_matrix(bench, kind, _NUM_OUTPUTS + 8, _SIZE + 24)
         numbers = matrix.dequantize().double()
         for num_rows, in_bytes in product((_NUM_ROWS, 11 * _NUM_ROWS), (False, True)):
             x = bench.random(num_rows, matrix.in_features)
@@ -280,7 +281,7 @@ def _quantized_products(bench: Bench) -> Iterator[Check]:
             name = f"linear, {kind}{', rounded inputs' * in_bytes}, {num_rows} rows"
             bound = bound_of(bench.sizes.dtype) + in_bytes * _ROUNDED_ERROR[kind]
             yield name, worst_row(found, x.double() @ numbers.T), bound
-        rows = torch.arange(_NUM_OUTPUTS, device=bench.device).flip(0)
+        rows = torch.arange(matrix.out_features, device=bench.device).flip(0)
         found = poisoned(partial(embed, rows, matrix, bench.sizes.dtype))
         yield f"embedding, {kind}", worst_row(found, numbers[rows]), bound_of(bench.sizes.dtype)
 

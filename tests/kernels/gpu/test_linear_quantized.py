@@ -223,6 +223,26 @@ def test_the_sums_of_bytes_by_torch_are_the_same(device):
     assert packed.has_library
 
 
+def test_the_product_of_float8_rows_by_torch(device):
+    """The rows rounded to E4M3 by a scale each, and their product in float32."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    codes = matrix("float8", 512, 256, bits=8, block=1 << 20, device=device)
+    packed = pack(codes, dtype)
+    if device == "cuda":
+        assert packed.has_library == (torch.cuda.get_device_capability() >= (8, 9))
+    x = normal(40, 256, seed=0, dtype=dtype, device=device)
+    values, scales = quantize_rows_triton(x, 256, dtype=FLOAT8)
+    rounded = values.double() * scales.double()
+    error = (rounded - x.double()).norm() / x.double().norm()
+    assert 0.01 < error < (0.04 if device == "cuda" else 0.08)  # the interpreter truncates
+    largest = x.float().abs().amax(1, keepdim=True) / torch.finfo(FLOAT8).max
+    difference = (values.float() - (x.float() / largest).to(FLOAT8).float()).abs()
+    assert device == "cpu" or (difference > 0).float().mean() < 0.01  # ties, by a scale's last bit
+    exact = (rounded if packed.has_library else x.double()) @ codes.dequantize().double().T
+    result = linear_quantized_triton(x, packed, in_bytes=True)
+    assert ((result.double() - exact).norm() / exact.norm()).item() < 0.005
+
+
 @pytest.mark.parametrize("name", ["_int_mm", "_scaled_mm"])
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError, NotImplementedError])
 def test_a_product_that_torch_refuses(device, name, error, monkeypatch):
@@ -319,19 +339,3 @@ def test_a_captured_graph_gives_the_same(kind, bits, block, num_rows):
     graph.replay()
     for found, expected in zip(captured, step(), strict=True):
         assert torch.equal(found, expected)
-
-
-@gpu()
-def test_float8_rows_by_torch():
-    """The rows rounded to E4M3 by a scale each, and their product in float32."""
-    dtype = torch.bfloat16
-    codes = matrix("float8", 512, 256, bits=8, block=1 << 20, device="cuda")
-    packed = pack(codes, dtype)
-    assert packed.has_library == (torch.cuda.get_device_capability() >= (8, 9))
-    x = normal(40, 256, seed=0, dtype=dtype, device="cuda")
-    values, scales = quantize_rows_triton(x, 256, dtype=FLOAT8)
-    rounded = values.double() * scales.double()
-    assert 0.01 < (rounded - x.double()).norm() / x.double().norm() < 0.04
-    exact = (rounded if packed.has_library else x.double()) @ codes.dequantize().double().T
-    result = linear_quantized_triton(x, packed, in_bytes=True)
-    assert ((result.double() - exact).norm() / exact.norm()).item() < 0.005

@@ -160,6 +160,7 @@ CASES = [
     quantized_rows("bf16", "i8", block=128),
     quantized_rows("fp16", "i8", block=32),
     quantized_rows("fp32", "i8", block=4096),
+    quantized_rows("bf16", "i8", block=32768, size=28672),
     quantized_rows("bf16", "fp8e4nv", block=4096),
     scaled_sums("bf16", has_bias=False),
     scaled_sums("fp16", has_bias=True),
