@@ -29,9 +29,9 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, ModelLoadError
-from penstock.engine.models.registry import read_model_config
 from penstock.engine.text import Tokenizer
 from penstock.engine.transport.messages import EngineInfo
+from penstock.load.cpu_limits import read_weights
 from penstock.load.engine_runs import (
     PARTS,
     Lengths,
@@ -87,23 +87,10 @@ def memory_use(info: EngineInfo, runs: Sequence[Run], ceilings: Sequence[float])
     lengths = runs[0].lengths
     mean_len = lengths.prompt_tokens + lengths.output_tokens / 2
     kv = len(runs[0].tokens) * mean_len * info.bytes_per_block / info.block_size
-    step = StepBytes(weights=_weight_bytes(info), kv=round(kv))
+    step = StepBytes(weights=read_weights(info).num_bytes, kv=round(kv))
     times_s = [statistics.fmean(step.step_s for step in run.phase("decode")) for run in runs]
     rates = [(step.weights + step.kv) / time_s for time_s in times_s]
     return MemoryUse(step_bytes=step, rates=rates, ceilings=ceilings)
-
-
-def _weight_bytes(info: EngineInfo) -> int:
-    """Size of the matrices that a step reads: all but an embedding that is not the head."""
-    _, config = read_model_config(Path(info.model_path))
-    itemsize: int = getattr(torch, info.dtype).itemsize
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * query + 2 * kv + 3 * config.intermediate_size)
-    table = config.vocab_size * config.hidden_size
-    num_read = config.num_layers * layer + table
-    if info.quantization == "none":
-        return num_read * itemsize
-    return info.weight_bytes * num_read // (num_read + (0 if config.is_tied else table))
 
 
 # -- the command --------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.cpu.program import Program
 from penstock.kernels.int8_cache import SCALE_BYTES
+from penstock.load.cpu_limits import Ceilings, duration_s
 from penstock.load.memory_rate import MemoryReader
 from penstock.load.report.options import add_out, counts, positive
 from penstock.load.report.tables import publish, table_of
@@ -66,7 +67,7 @@ class Case:
     name: str
     copies: tuple[Copy, ...]
     num_bytes: int  # that a call must read and write, each once
-    num_flop: int  # of its matrix products
+    num_products: int  # multiplications, each with its addition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,10 @@ class CaseMaker:
             return Copy(ours, F.linear, (x, weight), y, (packed, rows))
 
         numbers = num_rows * in_features + out_features * in_features + num_rows * out_features
-        num_flop = 2 * num_rows * in_features * out_features
+        num_products = num_rows * in_features * out_features
         name = f"linear {in_features:,} → {out_features:,}, rows: {num_rows}"
         num_bytes = numbers * self.library.dtype.itemsize
-        return self._case(name, copy, num_bytes, num_flop=num_flop)
+        return self._case(name, copy, num_bytes, num_products=num_products)
 
     def decode_attention(
         self, num_seqs: int, context: int, *, kv_cache_dtype: KVCacheDType = "auto"
@@ -135,11 +136,11 @@ class CaseMaker:
 
         kv_bytes = context * NUM_KV_HEADS * head_size * stored.itemsize
         num_bytes = 2 * num_seqs * (NUM_HEADS * HEAD_DIM * self.library.dtype.itemsize + kv_bytes)
-        num_flop = 4 * num_seqs * NUM_HEADS * HEAD_DIM * context
+        num_products = 2 * num_seqs * NUM_HEADS * HEAD_DIM * context
         name = f"decode attention, sequences: {num_seqs}, context {context:,}"
         if kv_cache_dtype != "auto":
             name += f", {kv_cache_dtype} KV"
-        return self._case(name, copy, num_bytes, num_flop=num_flop)
+        return self._case(name, copy, num_bytes, num_products=num_products)
 
     def _store(
         self,
@@ -191,11 +192,11 @@ class CaseMaker:
     # -- their parts ------------------------------------------------------------------------
 
     def _case(
-        self, name: str, copy: Callable[[], Copy], num_bytes: int, *, num_flop: int = 0
+        self, name: str, copy: Callable[[], Copy], num_bytes: int, *, num_products: int = 0
     ) -> Case:
         num_copies = min(max(1, math.ceil(self.min_bytes / num_bytes)), _MAX_COPIES)
         copies = tuple(copy() for _ in range(num_copies))
-        return Case(name=name, copies=copies, num_bytes=num_bytes, num_flop=num_flop)
+        return Case(name=name, copies=copies, num_bytes=num_bytes, num_products=num_products)
 
     def _call(self, operation: str, **arguments: Any) -> Callable[[], None]:
         program = Program(self.library)
@@ -235,18 +236,6 @@ _MAX_ERROR = 0.02  # ‖ours − float64's‖ ÷ ‖float64's‖ in 16 bits
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GPU_SECTIONS = "decode_attention,prefill_attention,block_sizes,swap,operations"
 _DISTURBED = "A kernel is faster than the limit: the machine was busy, so measure again."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceilings:
-    """The machine's limits, with as many threads as the kernels have."""
-
-    read_bytes_per_s: float
-    matmul_flop_per_s: float
-
-    def bound_s(self, case: Case) -> float:
-        """The least time that a case can take."""
-        return max(case.num_bytes / self.read_bytes_per_s, case.num_flop / self.matmul_flop_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,10 +304,8 @@ def measure_ceilings(dtype: torch.dtype, num_threads: int) -> Ceilings:
     with MemoryReader(num_threads) as reader:
         read_bytes_per_s = reader.measure(num_passes=_NUM_CEILINGS)
     left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE).to(dtype) for _ in range(2))
-    matmul_s = min(_seconds(lambda: torch.mm(left, right)) for _ in range(_NUM_CEILINGS))
-    return Ceilings(
-        read_bytes_per_s=read_bytes_per_s, matmul_flop_per_s=2 * _MATMUL_SIZE**3 / matmul_s
-    )
+    matmul_s = min(duration_s(lambda: torch.mm(left, right)) for _ in range(_NUM_CEILINGS))
+    return Ceilings(read_bytes_per_s=read_bytes_per_s, products_per_s=_MATMUL_SIZE**3 / matmul_s)
 
 
 def measure(case: Case, ceilings: Ceilings, *, repeats: int) -> Cost:
@@ -332,12 +319,12 @@ def measure(case: Case, ceilings: Ceilings, *, repeats: int) -> Cost:
             ([partial(copy.theirs, *copy.inputs) for copy in case.copies], theirs),
         ):
             time.sleep(_PAUSE_S)
-            seconds.extend(_seconds(call) for call in calls)
+            seconds.extend(duration_s(call) for call in calls)
     return Cost(
         name=case.name,
         ours_s=statistics.median(ours),
         torch_s=statistics.median(theirs),
-        bound_s=ceilings.bound_s(case),
+        bound_s=ceilings.bound_s(case.num_bytes, case.num_products),
         error=error,
     )
 
@@ -353,12 +340,6 @@ def _cases(maker: CaseMaker, parsed: argparse.Namespace) -> list[Case]:
         *(maker.rms_norm(rows, features) for rows in parsed.rows),
         *(maker.silu_mul(rows, 4 * features) for rows in parsed.rows),
     ]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    call()
-    return time.perf_counter() - began_s
 
 
 # -- what is said of it -----------------------------------------------------------------------
@@ -378,7 +359,7 @@ def _tables(ceilings: Ceilings, costs: Sequence[Cost]) -> str:
     )
     parts = [
         f"Memory is read at {ceilings.read_bytes_per_s / 1e9:.1f} GB/s, matrices are "
-        f"multiplied at {ceilings.matmul_flop_per_s / 1e9:,.0f} GFLOP/s.",
+        f"multiplied at {2 * ceilings.products_per_s / 1e9:,.0f} GFLOP/s.",
         shown,
         "The limit: the time to read and write each number once, or to multiply, whichever is "
         "longer. The error is against float64, relative.",

@@ -11,13 +11,14 @@ import torch
 from penstock.engine.config import KV_CACHE_DTYPES
 from penstock.kernels.cpu.build import CACHE_VARIABLE
 from penstock.kernels.cpu.library import load_library
-from penstock.load.bench.kernels import Case, CaseMaker, Ceilings, Copy, measure
+from penstock.load.bench.kernels import CaseMaker, Copy, measure
+from penstock.load.cpu_limits import Ceilings
 
 from .conftest import Penstock
 
 SMALL = ("--features", "64", "--rows", "1,5", "--context", "40", "--repeats", "1",
          "--copies-mib", "1")  # fmt: skip
-CEILINGS = Ceilings(read_bytes_per_s=1e9, matmul_flop_per_s=1e12)
+CEILINGS = Ceilings(read_bytes_per_s=1e9, products_per_s=1e12)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def maker() -> CaseMaker:
 def test_bytes_and_products_are_those_of_the_shapes(maker: CaseMaker) -> None:
     linear = maker.linear(8, 64, 256)
     assert linear.num_bytes == 2 * (8 * 64 + 64 * 256 + 8 * 256)
-    assert linear.num_flop == 2 * 8 * 64 * 256
+    assert linear.num_products == 8 * 64 * 256
     assert len(linear.copies) == 2  # more than 64 KiB
     attention = maker.decode_attention(3, 40)
     assert attention.num_bytes == 2 * 3 * 128 * 2 * (32 + 40 * 8)
@@ -41,10 +42,8 @@ def test_bytes_and_products_are_those_of_the_shapes(maker: CaseMaker) -> None:
 
 
 def test_the_limit_is_whatever_takes_longer() -> None:
-    memory = Case(name="", copies=(), num_bytes=1000, num_flop=1000)
-    products = Case(name="", copies=(), num_bytes=1000, num_flop=1_000_000_000)
-    assert CEILINGS.bound_s(memory) == pytest.approx(1e-6)
-    assert CEILINGS.bound_s(products) == pytest.approx(1e-3)
+    assert CEILINGS.bound_s(1000, 1000) == pytest.approx(1e-6)
+    assert CEILINGS.bound_s(1000, 1_000_000_000) == pytest.approx(1e-3)
 
 
 def test_every_kernel_equals_float64(maker: CaseMaker) -> None:
