@@ -5,15 +5,25 @@ A product is one multiplication and its addition.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from penstock.engine.config import Quantization
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.transport.messages import EngineInfo
+from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.program import Program
+from penstock.kernels.cpu.quantized import PackedCodes
+from penstock.kernels.quantized_codes import QuantizedCodes
+
+# A matrix of which each core's L2 cache holds its part, so that only instructions take time.
+_NUM_ROWS, _IN_FEATURES, _OUT_FEATURES = 256, 1024, 768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,51 @@ def read_weights(info: EngineInfo) -> ReadWeights:
     return ReadWeights(
         num_in_layers=config.num_layers * layer, num_in_head=table, num_bytes=num_bytes
     )
+
+
+def products_per_s(
+    library: CpuLibrary, kind: Quantization, *, in_bytes: bool, num_passes: int = 100
+) -> float:
+    """The rate of the kernels' instructions: that of the best pass over a small matrix, dense or
+    with one scale in a row.
+
+    Args:
+        in_bytes: a quantized matrix multiplies rows that were rounded to bytes before, where its
+            kernel can.
+    """
+    sizes = {"in_features": _IN_FEATURES, "out_features": _OUT_FEATURES}
+    num_rows = ctypes.c_int64(_NUM_ROWS)
+    given: dict[str, Any] = {
+        "num_rows": num_rows,
+        "x": torch.randn(_NUM_ROWS, _IN_FEATURES).to(library.dtype),
+        "y": torch.empty(_NUM_ROWS, _OUT_FEATURES, dtype=library.dtype),
+    }
+    program = Program(library)
+    if kind == "none":
+        weight = torch.randn(_OUT_FEATURES, _IN_FEATURES).to(library.dtype)
+        program.add("linear", weight=library.pack(weight), **sizes, **given)
+    else:
+        bits, is_float8 = 4 if kind == "int4" else 8, kind == "fp8"
+        codes = QuantizedCodes(
+            codes=torch.randint(1 << bits, (_OUT_FEATURES, _IN_FEATURES), dtype=torch.uint8),
+            bits=bits,
+            scales=torch.ones(_OUT_FEATURES, 1),
+            columns_per_scale=_IN_FEATURES,
+            zero=0 if is_float8 else 1 << bits - 1,
+            is_float8=is_float8,
+        )
+        in_bytes = in_bytes and not is_float8
+        if in_bytes:
+            given["x"] = torch.randint(256, (_NUM_ROWS, _IN_FEATURES), dtype=torch.uint8)
+            given["x_scales"] = torch.ones(_NUM_ROWS, 1)
+            given["x_sums"] = torch.zeros(_NUM_ROWS, 1, dtype=torch.int32)
+        packed = PackedCodes(library, codes, in_bytes=in_bytes)
+        program.add("linear_quantized", **packed.arguments(), **given)
+    program.record()
+    program.run()  # wakes the threads
+    best_s = min(duration_s(program.run) for _ in range(num_passes))
+    library.settle()  # a late thread may still read the matrix
+    return _NUM_ROWS * _IN_FEATURES * _OUT_FEATURES / best_s
 
 
 def duration_s(call: Callable[[], object]) -> float:

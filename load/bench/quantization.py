@@ -1,8 +1,9 @@
 """`penstock bench quantization`: a model's own dtype compared with quantized weights, on the CPU.
 
 It measures how far logits move, on conversations whose wordings the demo model was not
-trained on, and the engine's tokens per second. Machines drift, so all run in turn and a figure is
-the median of the ratios of neighbouring runs.
+trained on, and the engine's tokens per second, beside the most that this machine's memory and
+instructions allow. Machines drift, so all run in turn and a figure is the median of the ratios of
+neighbouring runs.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.transport.messages import EngineInfo
+from penstock.kernels.cpu.library import load_library
 from penstock.kernels.paged_layout import PagedLayout
-from penstock.load.engine_runs import Lengths, Run, build_engine, make_requests, run_requests
+from penstock.load.cpu_limits import Ceilings, products_per_s, read_weights
+from penstock.load.engine_runs import Lengths, Phase, Run, build_engine, make_requests, run_requests
 from penstock.load.machine import frozen_garbage
+from penstock.load.memory_rate import MemoryReader
 from penstock.load.report.options import add_out, counts
 from penstock.load.report.tables import publish, table, table_of
 
@@ -220,6 +224,8 @@ def _logits(model: LanguageModel, pool: Tensor, token_ids: Sequence[int]) -> Ten
 
 # By number of sequences: of each round, a run of each kind of weights.
 Rounds: TypeAlias = dict[int, list[dict[Quantization, Run]]]
+# By kind of weights: the best of all rounds.
+KindCeilings: TypeAlias = dict[Quantization, Ceilings]
 
 _WARM_UP_TOKENS = 8
 _NOTES = """\
@@ -227,7 +233,11 @@ Error: root mean square of the logits' change, by that of the logits. Same top: 
 likeliest token stayed. Perplexity: of answers in conversations not trained on; of random weights it
 says nothing. tok/s: output tokens of a whole run, medians; times: medians of the ratios to the own
 dtype's runs beside them, of the whole run, of its prompts and of the steps in which all sequences
-decode."""
+decode.
+At most: tokens by the time to read the matrices once (nothing else: no KV, no activations) or to
+multiply, whichever is longer. MB and products are those of a decode step, or of all prompts, of
+which only the last tokens meet the head; attention's are not counted. Before each round all threads
+read memory, and multiply a matrix in the L2 cache by the same kernels: the best rates count."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -286,7 +296,7 @@ def run(parsed: argparse.Namespace) -> int:
     lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
     try:
         with frozen_garbage():
-            rounds = _measure_speed(cores, lengths, parsed)
+            rounds, ceilings = _measure_speed(cores, lengths, parsed)
     finally:
         for core, _ in cores.values():
             core.close()
@@ -307,8 +317,18 @@ def run(parsed: argparse.Namespace) -> int:
     ]
     title = f"{info.model} in {info.dtype} and quantized, CPU threads: {info.num_threads}"
     figures = _figures(rounds, infos)
-    report = "\n\n".join([title, _error_table(errors), _speed_table(figures), _NOTES])
-    data = {"model": info.model, "errors": [asdict(each) for each in errors], "speed": figures}
+    limits = _limits(rounds, infos, ceilings)
+    tables = [_error_table(errors), _speed_table(figures)]
+    if limits:
+        tables += [_ceiling_line(ceilings), _limit_table(limits)]
+    report = "\n\n".join([title, *tables, _NOTES])
+    data = {
+        "model": info.model,
+        "errors": [asdict(each) for each in errors],
+        "speed": figures,
+        "ceilings": {kind: asdict(each) for kind, each in ceilings.items()},
+        "limits": limits,
+    }
     publish(parsed.out, "quantization", "quantization", report, data)
     return 0
 
@@ -317,7 +337,7 @@ def _measure_speed(
     cores: Mapping[Quantization, tuple[EngineCore, EngineInfo]],
     lengths: Lengths,
     parsed: argparse.Namespace,
-) -> Rounds:
+) -> tuple[Rounds, KindCeilings]:
     """Runs of each kind of weights, by number of sequences; which is first alternates, and all
     numbers run once before any runs again."""
     rng = random.Random(parsed.seed)
@@ -331,10 +351,34 @@ def _measure_speed(
     for kind, count in product(cores, parsed.num_seqs):  # the first run of a shape is slow
         run_once(kind, count, warm_up)
     rounds: Rounds = {count: [] for count in parsed.num_seqs}
-    for repeat, count in product(range(parsed.repeats), parsed.num_seqs):
+    ceilings: KindCeilings = {}
+    for repeat in range(parsed.repeats):
+        _raise_ceilings(ceilings, {kind: info for kind, (_, info) in cores.items()}, parsed)
         order = list(cores)[:: 1 if repeat % 2 else -1]
-        rounds[count].append({kind: run_once(kind, count, lengths) for kind in order})
-    return rounds
+        for count in parsed.num_seqs:
+            rounds[count].append({kind: run_once(kind, count, lengths) for kind in order})
+    return rounds, ceilings
+
+
+def _raise_ceilings(
+    ceilings: KindCeilings, infos: Mapping[Quantization, EngineInfo], parsed: argparse.Namespace
+) -> None:
+    """Measure the ceilings again and keep the best; none without the C kernels, or of a checkpoint
+    that is quantized already."""
+    dtype, num_threads = infos["none"].dtype, infos["none"].num_threads
+    library = load_library(getattr(torch, dtype))
+    if library is None:
+        return
+    library.start_threads(num_threads)
+    with MemoryReader(num_threads) as reader:
+        read = reader.measure()
+    for kind in (kind for kind, info in infos.items() if info.quantization == kind):
+        multiplied = products_per_s(library, kind, in_bytes=parsed.quantize_activations)
+        best = ceilings.get(kind, Ceilings(read_bytes_per_s=0.0, products_per_s=0.0))
+        ceilings[kind] = Ceilings(
+            read_bytes_per_s=max(read, best.read_bytes_per_s),
+            products_per_s=max(multiplied, best.products_per_s),
+        )
 
 
 def _error_table(errors: Sequence[Errors]) -> str:
@@ -388,3 +432,60 @@ _RATES: dict[str, Callable[[Run], float]] = {
     "prefill_ratio": lambda run: run.prefill_tokens_per_s,
     "decode_ratio": lambda run: run.decode_tokens_per_s,
 }
+
+
+# -- how near that is to the machine's limits ----------------------------------------------------
+
+
+def _limits(
+    rounds: Rounds, infos: Mapping[Quantization, EngineInfo], ceilings: KindCeilings
+) -> list[dict[str, Any]]:
+    """The speed that the ceilings allow, and the runs' median: of each phase, number of sequences
+    and kind of weights that has ceilings."""
+    speeds: dict[Phase, Callable[[Run], float]] = {
+        "decode": lambda run: run.decode_tokens_per_s,
+        "prefill": lambda run: run.prefill_tokens_per_s,
+    }
+    weights = {kind: read_weights(infos[kind]) for kind in ceilings}
+    limits = []
+    for (phase, speed), (count, each), kind in product(speeds.items(), rounds.items(), ceilings):
+        runs, read = [runs[kind] for runs in each], weights[kind]
+        # Of a decode step, or of all prompts.
+        num_tokens = count * (runs[0].lengths.prompt_tokens if phase == "prefill" else 1)
+        num_products = num_tokens * read.num_in_layers + count * read.num_in_head
+        bound = num_tokens / ceilings[kind].bound_s(read.num_bytes, num_products)
+        reached = statistics.median(map(speed, runs))
+        limits.append(
+            {
+                "quantization": kind,
+                "phase": phase,
+                "num_seqs": count,
+                "num_tokens": num_tokens,
+                "num_bytes": read.num_bytes,
+                "num_products": num_products,
+                "tokens_per_s": reached,
+                "bound_tokens_per_s": bound,
+                "share": reached / bound,
+            }
+        )
+    return limits
+
+
+def _ceiling_line(ceilings: KindCeilings) -> str:
+    read = max(each.read_bytes_per_s for each in ceilings.values()) / 1e9
+    products = (f"{kind} {each.products_per_s / 1e9:,.0f}" for kind, each in ceilings.items())
+    return f"Memory is read at {read:.1f} GB/s. Products a nanosecond: {', '.join(products)}."
+
+
+def _limit_table(limits: Sequence[Mapping[str, Any]]) -> str:
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "weights": lambda each: each["quantization"],
+        "phase": lambda each: each["phase"],
+        "sequences": lambda each: f"{each['num_seqs']:,}",
+        "MB": lambda each: f"{each['num_bytes'] / 1e6:,.1f}",
+        "M products": lambda each: f"{each['num_products'] / 1e6:,.1f}",
+        "tok/s": lambda each: f"{each['tokens_per_s']:,.0f}",
+        "at most": lambda each: f"{each['bound_tokens_per_s']:,.0f}",
+        "share": lambda each: f"{each['share']:.0%}",
+    }
+    return table_of(limits, columns)
