@@ -220,7 +220,7 @@ static __attribute__((noinline)) void NAME(score_chunk)(
         rows = tile->num_rows - row < MAX_ROWS ? tile->num_rows - row : MAX_ROWS;
         const DTYPE *query = tile->query + row * head_dim;
         for (long i = chunk->first_panel, panels; i < chunk->end; i += panels * LANES) {
-            panels = i + panels_for(rows) * LANES <= (chunk->end + LANES - 1) / LANES * LANES ? panels_for(rows) : 1;
+            panels = i + panels_for(rows) * LANES <= round_up(chunk->end, LANES) ? panels_for(rows) : 1;
             const DTYPE *const *keys = chunk->keys + i / LANES;
             float (*to)[CHUNK] = (float (*)[CHUNK])&scores[row][i];
 #define TILE(n, v) NAME(score_tile)(query, head_dim, keys, chunk->key_stride, to, n, v)

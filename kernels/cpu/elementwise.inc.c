@@ -116,7 +116,7 @@ static void NAME(rope_store_item)(const void *args, long item) {
 struct job NAME(rope_store)(const void *args) {
     const struct rope_store_args *a = args;
     long n = rope_tokens_per_item(a);
-    return (struct job){NAME(rope_store_item), a, (a->step->num_tokens + n - 1) / n, 0};
+    return (struct job){NAME(rope_store_item), a, ceil_div(a->step->num_tokens, n), 0};
 }
 
 static void NAME(silu_mul_item)(const void *args, long row) {

@@ -46,9 +46,12 @@ INLINE vec dot_pairs(vec sum, uvec x, uvec w) {
 #endif
 }
 
-INLINE long num_panels(long out_features) { return (out_features + LANES - 1) / LANES; }
-INLINE long num_groups(long out_features) { return (num_panels(out_features) + GROUP - 1) / GROUP; }
-INLINE long num_row_parts(long num_rows) { return (num_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM; }
+INLINE long ceil_div(long size, long unit) { return (size + unit - 1) / unit; }
+INLINE long round_up(long size, long unit) { return ceil_div(size, unit) * unit; }
+
+INLINE long num_panels(long out_features) { return ceil_div(out_features, LANES); }
+INLINE long num_groups(long out_features) { return ceil_div(num_panels(out_features), GROUP); }
+INLINE long num_row_parts(long num_rows) { return ceil_div(num_rows, ROWS_PER_ITEM); }
 INLINE long num_panels_of_group(long out_features, long group) {
     long rest = num_panels(out_features) - group * GROUP;
     return rest < GROUP ? rest : GROUP;
@@ -101,7 +104,7 @@ INLINE struct attention_split split_attention(const struct attention_args *a) {
     long group = a->num_heads / a->num_kv_heads;
     struct attention_split split;
     split.num_heads = group < MAX_QUERIES ? group : MAX_QUERIES;
-    split.num_parts = (group + split.num_heads - 1) / split.num_heads;
+    split.num_parts = ceil_div(group, split.num_heads);
     split.num_tokens = MAX_QUERIES / split.num_heads;
     return split;
 }
@@ -109,7 +112,7 @@ INLINE struct attention_split split_attention(const struct attention_args *a) {
 INLINE long num_attention_items(
     const struct attention_args *a, const struct attention_split *split, long seq) {
     long num_queries = a->step->query_start_loc[seq + 1] - a->step->query_start_loc[seq];
-    long num_tiles = (num_queries + split->num_tokens - 1) / split->num_tokens;
+    long num_tiles = ceil_div(num_queries, split->num_tokens);
     return num_tiles * a->num_kv_heads * split->num_parts;
 }
 

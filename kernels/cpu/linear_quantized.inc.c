@@ -22,29 +22,23 @@
 enum { GROUP_LANES = GROUP * LANES };
 
 INLINE long k_per_line(long code_bits) { return 32 / code_bits; }
-INLINE long num_blocks_of(long in_features, long columns_per_scale) {
-    return (in_features + columns_per_scale - 1) / columns_per_scale;
-}
 
 /* Where k of a line of nibbles is in its column's 32 bits. */
 INLINE int nibble_shift(int k) { return (k & 1) * 16 + (k >> 1) * 4; }
 
 /* The sizes of one group's parts, in bytes. */
 struct quantized_layout {
-    long k_per_line, num_blocks, scales, lines_of_block, group;
+    long k_per_line, num_blocks, scales, group;
 };
 
 INLINE struct quantized_layout quantized_layout(
     const struct quantized_format *f, long in_features, const int code_bits) {
     struct quantized_layout layout;
     layout.k_per_line = k_per_line(code_bits);
-    layout.num_blocks = num_blocks_of(in_features, f->columns_per_scale);
+    layout.num_blocks = ceil_div(in_features, f->columns_per_scale);
     layout.scales = GROUP_LANES * (f->is_half ? 2 : 4);
-    const long size = f->columns_per_scale < in_features ? f->columns_per_scale : in_features;
-    layout.lines_of_block = (size + layout.k_per_line - 1) / layout.k_per_line * GROUP * LINE_BYTES;
-    const long num_lines = (in_features + layout.k_per_line - 1) / layout.k_per_line;
     layout.group = GROUP_LANES * 4 + layout.num_blocks * layout.scales * (f->has_offsets ? 2 : 1) +
-                   num_lines * GROUP * LINE_BYTES;
+                   ceil_div(in_features, layout.k_per_line) * GROUP * LINE_BYTES;
     return layout;
 }
 
@@ -128,8 +122,8 @@ INLINE bvec order_as_nibbles(bvec bytes) {
 
 static void NAME(quantize_row)(const void *args, long row) {
     const struct quantize_blocks_args *a = args;
-    const long num_blocks = num_blocks_of(a->size, a->columns_per_scale), unit = k_per_line(a->code_bits);
-    const long padded = (a->size + unit - 1) / unit * unit;
+    const long num_blocks = ceil_div(a->size, a->columns_per_scale);
+    const long padded = round_up(a->size, k_per_line(a->code_bits));
     const DTYPE *x = (const DTYPE *)a->x + row * a->size;
     uint8_t *bytes = a->bytes + row * padded;
     for (long block = 0; block < num_blocks; block++) {
@@ -157,7 +151,7 @@ struct job NAME(quantize_blocks)(const void *args) {
 
 static void NAME(sum_blocks_row)(const void *args, long row) {
     const struct sum_blocks_args *a = args;
-    const long num_blocks = num_blocks_of(a->size, a->columns_per_scale);
+    const long num_blocks = ceil_div(a->size, a->columns_per_scale);
     const DTYPE *x = (const DTYPE *)a->x + row * a->size;
     for (long block = 0, i = 0; block < num_blocks; block++) {
         const long end = i + a->columns_per_scale < a->size ? i + a->columns_per_scale : a->size;
@@ -304,7 +298,7 @@ INLINE void NAME(quantized_tile)(
     const struct quantized_format *f = &a->format;
     const long in = a->linear.in_features;
     const struct quantized_layout layout = quantized_layout(f, in, code_bits);
-    const long stride = is_exact ? in : (in + layout.k_per_line - 1) / layout.k_per_line * layout.k_per_line;
+    const long stride = is_exact ? in : round_up(in, layout.k_per_line);
     const char *start = (const char *)a->linear.weight + group * layout.group, *w = start + GROUP_LANES * 4;
     bvec byte_table = {0};
     vec float_table = {0};
@@ -315,7 +309,7 @@ INLINE void NAME(quantized_tile)(
     for (int i = 0; i < rows * GROUP; i++) totals[i] = (vec){0};
     for (long block = 0, k = 0; block < layout.num_blocks; block++, k += f->columns_per_scale) {
         const long size = in - k < f->columns_per_scale ? in - k : f->columns_per_scale;
-        const long num_lines = (size + layout.k_per_line - 1) / layout.k_per_line;
+        const long num_lines = ceil_div(size, layout.k_per_line);
         const char *scales = w;
         w += layout.scales * (f->has_offsets ? 2 : 1);
         if (is_exact) {

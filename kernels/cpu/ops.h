@@ -31,7 +31,7 @@ struct linear_args {
 /* How a matrix is stored by pack_quantized: see linear_quantized.inc.c. */
 struct quantized_format {
     int64_t code_bits;         /* 4 or 8 */
-    int64_t columns_per_scale; /* a multiple of 8, or all columns */
+    int64_t columns_per_scale; /* a multiple of 32 / code_bits, or all columns */
     int64_t zero;              /* the code that stands for 0 */
     int64_t has_offsets, is_half;
     int64_t is_float8; /* codes are E4M3 */

@@ -71,7 +71,7 @@ static void NAME(collect)(const struct NAME(row) *row, float bound, struct candi
 /* The k likeliest tokens. search_keys holds the maxima of `find_largest`: at least k logits reach
  * their k-th largest, so the k-th largest logit does too, and few others. */
 static void NAME(collect_top_k)(const struct NAME(row) *row, double k, struct candidates *c) {
-    long num_maxima = (row->size + SPAN - 1) / SPAN * LANES;
+    long num_maxima = ceil_div(row->size, SPAN) * LANES;
     float bound = -FLT_MAX;
     if (k <= (double)num_maxima) {
         for (long i = 0; i < num_maxima; i++) c->search_weights[i] = 1.0f;
