@@ -64,6 +64,12 @@ INLINE long group_of_item(long number, long groups) {
     return number < share * threads ? number % threads * share + number / threads : number;
 }
 
+/* TILE(rows) with fewer than MAX_ROWS rows, a constant in each: the sums need all registers. */
+#define CASE_OF_ROWS(n) case n: if (n < MAX_ROWS) TILE((n < MAX_ROWS ? n : 1)); break;
+#define FEW_ROWS(rows) \
+    switch (rows) { CASE_OF_ROWS(1) CASE_OF_ROWS(2) CASE_OF_ROWS(3) CASE_OF_ROWS(4) \
+                    CASE_OF_ROWS(5) CASE_OF_ROWS(6) CASE_OF_ROWS(7) }
+
 /* How many lines of the next group of weights full tile `i` of `num_full` prefetches with each k. The
  * first tile waits for its own group; if it is the only one it has time for both, and the processor
  * reads ahead by itself in a group that is not short. */

@@ -85,11 +85,9 @@ INLINE void NAME(rows_of_group)(
     }
     if (!num_full && ahead) /* the hardware prefetcher takes a while to detect a new stream */
         for (int i = 0; i < HEAD_LINES; i++) __builtin_prefetch(ahead + i * LINE_BYTES, 0, 2);
-    switch (end - row) {
-#define CASE(n) case n: if (n < MAX_ROWS) NAME(tile)(a, row, group, n < MAX_ROWS ? n : 1, panels, 0, NULL); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
-#undef CASE
-    }
+#define TILE(n) NAME(tile)(a, row, group, n, panels, 0, NULL)
+    FEW_ROWS(end - row)
+#undef TILE
 }
 
 static void NAME(linear_item)(const void *args, long item) {

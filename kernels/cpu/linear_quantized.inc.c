@@ -348,14 +348,9 @@ INLINE void NAME(quantized_rows_of_group)(
     const int is_exact) {
     for (; row + MAX_ROWS <= end; row += MAX_ROWS)
         NAME(quantized_tile)(a, row, group, MAX_ROWS, code_bits, is_exact);
-    switch (end - row) {
-#define CASE(n) \
-    case n: \
-        if (n < MAX_ROWS) NAME(quantized_tile)(a, row, group, n < MAX_ROWS ? n : 1, code_bits, is_exact); \
-        break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
-#undef CASE
-    }
+#define TILE(n) NAME(quantized_tile)(a, row, group, n, code_bits, is_exact)
+    FEW_ROWS(end - row)
+#undef TILE
 }
 
 static void NAME(linear_quantized_item)(const void *args, long item) {
