@@ -6,9 +6,8 @@
 
 #include <float.h>
 
-enum { QUAD = 4 };        /* bytes whose products are summed at once */
+enum { QUAD = 4 }; /* bytes whose products are summed at once */
 
-typedef uint8_t bvec __attribute__((vector_size(16)));
 typedef uint32_t uvec_part __attribute__((vector_size(PART_BYTES)));
 typedef int16_t short_part __attribute__((vector_size(PART_BYTES)));
 

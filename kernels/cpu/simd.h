@@ -23,6 +23,7 @@ typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef uint8_t bvec __attribute__((vector_size(16)));
 
 typedef float f32;
 typedef struct { uint16_t bits; } b16; /* bfloat16: the upper half of a float */
@@ -199,8 +200,7 @@ INLINE vec widen_float8(uvec codes) {
 }
 
 INLINE uvec load_bytes(const uint8_t *p) {
-    typedef uint8_t bytes __attribute__((vector_size(16)));
-    bytes x;
+    bvec x;
     memcpy(&x, p, sizeof x);
 #if defined(__AVX512F__)
     return (uvec)_mm512_cvtepu8_epi32((__m128i)x);
