@@ -33,6 +33,7 @@ class CpuLibrary:
 
     Attributes:
         num_threads: used by kernels, including the caller's.
+        group_lanes: columns of a group of quantized weights.
         memory: for packed weights.
         run_calls: `pool_run` of `pool.h`.
     """
@@ -46,6 +47,7 @@ class CpuLibrary:
         self._plans: dict[str, int | None] = {}  # addresses of functions that were looked up
         self.num_threads = 1
         self._name = name
+        self.group_lanes = ctypes.c_int64.in_dll(library, "group_lanes").value
         self.memory = WeightMemory()
         library.pool_run.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
         library.pool_run.restype = library.pool_settle.restype = None

@@ -12,7 +12,6 @@ from penstock.kernels.quantized_codes import QuantizedCodes
 
 # 127 · 128 · so many stays below 2³¹, where sums end.
 MAX_FEATURES = 1 << 17
-_GROUPS = {"avx512": 3}  # GROUP of kernels.c; 1 in others
 _LINE_BYTES = 64
 _NIBBLE_LINE = 8  # columns of a line of 4 bits; half as many of 8
 _SHORT_BLOCK = 64  # up to which scales are stored in half precision
@@ -82,10 +81,9 @@ class PackedCodes:
         return -(-self.in_features // self.line) * self.line
 
     def _num_bytes(self, library: CpuLibrary, scales: Tensor) -> int:
-        group = _GROUPS.get(library.isa, 1) * LANES
         lines = self.row_bytes // self.line * _LINE_BYTES // LANES
         of_column = 4 + lines + self.num_blocks * scales.itemsize * (2 if self.has_offsets else 1)
-        return -(-self.out_features // group) * group * of_column
+        return -(-self.out_features // library.group_lanes) * library.group_lanes * of_column
 
 
 def can_pack(matrix: QuantizedCodes, *, in_bytes: bool) -> bool:
