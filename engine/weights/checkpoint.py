@@ -51,11 +51,8 @@ class Checkpoint:
     ) -> Tensor:
         """The tensor `name`, which must have `shape` and one of `dtypes`; mapped from the file,
         read-only."""
-        if name not in self._where:
-            raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
-        file = self._files[self._where[name]]
+        view = self._slice(name)
         place = f"{self.path / self._where[name]}: tensor {name}"
-        view = file.get_slice(name)
         if tuple(view.get_shape()) != shape:
             raise ModelLoadError(
                 f"{place} has shape {view.get_shape()}, expected {list(shape)} by config.json"
@@ -63,7 +60,7 @@ class Checkpoint:
         if view.get_dtype() not in dtypes:
             raise ModelLoadError(f"{place} is {view.get_dtype()}; supported: {', '.join(dtypes)}")
         try:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = self._files[self._where[name]].get_tensor(name)
         except (SafetensorError, OSError, MemoryError) as error:
             raise ModelLoadError(f"{place} cannot be read: {error}") from error
         self.unread.discard(name)
@@ -75,13 +72,11 @@ class Checkpoint:
         Raises:
             ModelLoadError: there is no such tensor.
         """
-        if name not in self._where:
-            raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
-        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """The dtype of a tensor that is there, as safetensors names it."""
-        found: str = self._files[self._where[name]].get_slice(name).get_dtype()
+        found: str = self._slice(name).get_dtype()
         return found
 
     def fault(self, name: str, what: str) -> ModelLoadError:
@@ -94,6 +89,11 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._where:
+            raise ModelLoadError(f"{self.path}: the checkpoint has no tensor {name}")
+        return self._files[self._where[name]].get_slice(name)
 
     def _check_index(self, index: Path) -> None:
         names = {file: set(opened.keys()) for file, opened in self._files.items()}

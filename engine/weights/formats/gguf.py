@@ -48,7 +48,6 @@ _INTERLEAVED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"
 class GgufCheckpoint(Checkpoint):
     """The tensors of a GGUF file by the names that they have in safetensors.
 
-
     Raises:
         ModelLoadError: the index or the file is missing, or too short.
     """
