@@ -66,13 +66,26 @@ class Checkpoint:
         self.unread.discard(name)
         return tensor
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str, *, num_dims: int | None = None) -> tuple[int, ...]:
         """The shape of a tensor, for formats whose tensors' shapes follow from others'.
 
         Raises:
-            ModelLoadError: there is no such tensor.
+            ModelLoadError: there is no such tensor, or it has not so many dimensions.
         """
-        return tuple(self._slice(name).get_shape())
+        shape = tuple(self._slice(name).get_shape())
+        if num_dims not in (None, len(shape)):
+            raise self.fault(name, f"has shape {list(shape)}, expected {num_dims} dimensions")
+        return shape
+
+    def group_size(self, name: str, size: int, num_groups: int) -> int:
+        """How many of `size` inputs have one scale of the tensor `name`.
+
+        Raises:
+            ModelLoadError: the groups differ in size, so which input is in which is not known.
+        """
+        if num_groups < 1 or size % num_groups:
+            raise self.fault(name, f"has {num_groups} groups for {size} inputs, which do not fit")
+        return size // num_groups
 
     def dtype(self, name: str) -> str:
         """The dtype of a tensor that is there, as safetensors names it."""

@@ -27,7 +27,8 @@ def read_awq(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Mat
     if version != "gemm" or bits != _BITS:
         raise config.error("version", f"{version!r} with {bits} bits; only 'gemm' with 4 is read")
     out, size = shape
-    num_groups = checkpoint.shape(f"{prefix}.scales")[0]
+    num_groups, _ = checkpoint.shape(f"{prefix}.scales", num_dims=2)
+    group_size = checkpoint.group_size(f"{prefix}.scales", size, num_groups)
     packed = checkpoint.read(name, (size, out // 8), dtypes=("I32",))
     zeros_shape = (num_groups, out // 8)
     packed_zeros = checkpoint.read(f"{prefix}.qzeros", zeros_shape, dtypes=("I32",))
@@ -37,5 +38,5 @@ def read_awq(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Mat
         codes=unpack(packed, _BITS, dim=1, order=_ORDER).T.contiguous(),
         scales=scales.T.contiguous(),
         offsets=(zeros * scales).T.contiguous(),
-        columns_per_scale=-(-size // num_groups),
+        columns_per_scale=group_size,
     )

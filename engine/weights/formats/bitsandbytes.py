@@ -15,10 +15,10 @@ Source: Dettmers et al., "QLoRA", 2023, and "LLM.int8()", 2022.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from torch import Tensor
 
+from penstock.engine.config_fields import ConfigFields
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats.dense import read_dense
 from penstock.engine.weights.formats.packing import unpack_nibbles
@@ -47,10 +47,10 @@ def _read_4bit(
 ) -> Matrix:
     out, size = shape
     state = _state(checkpoint, state_name)
-    block, stored = state.get("blocksize"), state.get("shape")
-    if stored != list(shape):
-        raise checkpoint.fault(state_name, f"says the shape {stored}, expected {list(shape)}")
-    if not isinstance(block, int) or block < 1 or size % block:
+    block, stored = state.integer("blocksize"), state.integers("shape")
+    if stored != shape:
+        raise checkpoint.fault(state_name, f"says the shape {list(stored)}, expected {list(shape)}")
+    if size % block:
         raise checkpoint.fault(state_name, f"says blocks of {block}, which rows of {size} are not")
     packed = checkpoint.read(name, (out * size // 2, 1), dtypes=("U8",))
     codebook = checkpoint.read(f"{name}.quant_map", (16,)).float()
@@ -63,24 +63,24 @@ def _read_4bit(
     )
 
 
-def _scales(checkpoint: Checkpoint, name: str, state: dict[str, Any], num: int) -> Tensor:
+def _scales(checkpoint: Checkpoint, name: str, state: ConfigFields, num: int) -> Tensor:
     absmax = f"{name}.absmax"
     if f"{name}.nested_absmax" not in checkpoint:
         return checkpoint.read(absmax, (num,)).float()
-    block = int(state["nested_blocksize"])
+    block = state.integer("nested_blocksize")
     codes = checkpoint.read(absmax, (num,), dtypes=("U8",)).long()
     values = checkpoint.read(f"{name}.nested_quant_map", (256,)).float()
     largest = checkpoint.read(f"{name}.nested_absmax", (-(-num // block),)).float()
-    offset = float(state["nested_offset"])
+    offset = state.number("nested_offset", minimum=-1e6)
     return values[codes] * largest.repeat_interleave(block)[:num] + offset
 
 
-def _state(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def _state(checkpoint: Checkpoint, name: str) -> ConfigFields:
     written = checkpoint.read(name, checkpoint.shape(name), dtypes=("U8",))
     try:
-        state = json.loads(bytes(written.tolist()))
+        state = json.loads(bytes(written.flatten().tolist()))
     except ValueError as error:
         raise checkpoint.fault(name, f"is no JSON: {error}") from error
     if not isinstance(state, dict):
         raise checkpoint.fault(name, "is no JSON object")
-    return state
+    return ConfigFields(state, path=checkpoint.path, within=name)

@@ -61,7 +61,7 @@ def _block(config: ConfigFields) -> tuple[int, ...] | None:
 def _read_packed(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> QuantizedMatrix:
     out, size = shape
     name = f"{prefix}.weight_packed"
-    columns = checkpoint.shape(name)[-1]
+    _, columns = checkpoint.shape(name, num_dims=2)
     bits = columns * 32 // size
     if bits not in (4, 8) or size * bits % 32:
         raise checkpoint.fault(name, f"has {columns} columns for {size} inputs: not 4 or 8 bits")
@@ -108,7 +108,7 @@ def _scales(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[
         return scales.reshape(out, 1), size
     if len(stored) != 2 or stored[0] != out:
         raise checkpoint.fault(name, f"has shape {list(stored)} for a matrix {out} × {size}")
-    return scales, -(-size // stored[1])
+    return scales, checkpoint.group_size(name, size, stored[1])
 
 
 def _zeros(checkpoint: Checkpoint, name: str, shape: torch.Size, bits: int) -> Tensor:
@@ -119,5 +119,7 @@ def _zeros(checkpoint: Checkpoint, name: str, shape: torch.Size, bits: int) -> T
         packed = checkpoint.read(name, (rows, groups), dtypes=("I32",))
         return unpack(packed, bits, dim=0)[:out].float() - (1 << (bits - 1))
     stored = checkpoint.shape(name)
+    if stored not in ((), (1,), (1, 1), (out,), (out, 1), (out, groups)):
+        raise checkpoint.fault(name, f"has shape {list(stored)}, expected {[out, groups]}")
     zeros = checkpoint.read(name, stored, dtypes=("I8",)).float()
     return zeros.reshape(-1, zeros.shape[-1] if zeros.dim() > 1 else 1).expand(out, groups)

@@ -24,9 +24,12 @@ def read_nvfp4(
     """
     out, size = shape
     packed = checkpoint.read(names[0], (out, size // 2), dtypes=("U8",))
-    scales_shape = (out, size // _NV_GROUP)
+    scales_shape = (out, -(-size // _NV_GROUP))
     scales = checkpoint.read(names[1], scales_shape, dtypes=(FP8,)).float()
-    whole = checkpoint.read(names[2], checkpoint.shape(names[2])).float().reshape(())
+    whole_shape = checkpoint.shape(names[2])
+    if whole_shape not in ((), (1,)):
+        raise checkpoint.fault(names[2], f"has shape {list(whole_shape)}, expected []")
+    whole = checkpoint.read(names[2], whole_shape).float().reshape(())
     return QuantizedMatrix(
         codes=unpack_nibbles(packed),
         scales=scales / whole if is_inverse else scales * whole,
@@ -44,7 +47,7 @@ def read_mxfp4(
     """
     out, size = shape
     packed = checkpoint.read(names[0], (out, size // 2), dtypes=("U8",))
-    scales = checkpoint.read(names[1], (out, size // _MX_GROUP), dtypes=("U8",))
+    scales = checkpoint.read(names[1], (out, -(-size // _MX_GROUP)), dtypes=("U8",))
     return QuantizedMatrix(
         codes=unpack_nibbles(packed),
         scales=e8m0(scales),

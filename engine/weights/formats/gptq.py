@@ -27,7 +27,8 @@ def read_gptq(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Ma
         return read_dense(checkpoint, prefix, shape)
     out, size = shape
     bits = _bits(checkpoint, name, size)
-    num_groups = checkpoint.shape(f"{prefix}.scales")[0]
+    num_groups, _ = checkpoint.shape(f"{prefix}.scales", num_dims=2)
+    group_size = checkpoint.group_size(f"{prefix}.scales", size, num_groups)
     packed = checkpoint.read(name, (size * bits // 32, out), dtypes=("I32",))
     codes = unpack(packed, bits, dim=0).T
     scales = checkpoint.read(f"{prefix}.scales", (num_groups, out)).float()
@@ -35,9 +36,11 @@ def read_gptq(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Ma
     packed_zeros = checkpoint.read(f"{prefix}.qzeros", zeros_shape, dtypes=("I32",))
     zeros = unpack(packed_zeros, bits, dim=1).float()
     config = checkpoint.config.section("quantization_config")
-    if config.text("checkpoint_format", "gptq") != "gptq_v2":
+    version = config.text("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise config.error("checkpoint_format", f"{version!r} is not supported")
+    if version == "gptq":
         zeros += 1
-    group_size = -(-size // num_groups)
     permutation = permutation_of(checkpoint, f"{prefix}.g_idx", size, group_size)
     if permutation is not None:
         codes = codes[:, permutation]
@@ -51,7 +54,7 @@ def read_gptq(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Ma
 
 
 def _bits(checkpoint: Checkpoint, name: str, size: int) -> int:
-    rows = checkpoint.shape(name)[0]
+    rows, _ = checkpoint.shape(name, num_dims=2)
     bits = rows * 32 // size
     if bits not in (2, 4, 8) or size * bits % 32:
         raise checkpoint.fault(name, f"has {rows} rows for {size} inputs: not 2, 4 or 8 bits each")

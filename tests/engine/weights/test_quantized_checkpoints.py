@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,13 @@ def test_logits_are_those_of_the_numbers(
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 COMPRESSED = {"quant_method": "compressed-tensors", **GROUPS}
+STATE, ZERO = "weight.quant_state.bitsandbytes__nf4", "weight_zero_point"
+
+
+def state(**fields: int) -> torch.Tensor:
+    """What bitsandbytes stores of a matrix, with these fields for nested scales."""
+    text = json.dumps({"blocksize": 32, "shape": [64, 64], **fields})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +177,29 @@ COMPRESSED = {"quant_method": "compressed-tensors", **GROUPS}
         ("gptq", {"qzeros": torch.ones(2, 64)}, ("qzeros",)),
         ("gptq", {"g_idx": torch.zeros(64, dtype=torch.int32)}, ("g_idx", "32 inputs")),
         ("gptq", {"scales": None}, ("no tensor", "scales")),
+        ("gptq", {"scales": torch.tensor(1.0)}, ("scales", "2 dimensions")),
+        ("gptq", {"scales": torch.ones(7, 64), "g_idx": None}, ("scales", "7 groups")),
+        ("gptq", {"qweight": torch.tensor(1)}, ("qweight", "2 dimensions")),
         ("awq", {"qweight": torch.ones(64, 8)}, ("qweight", "F32")),
+        ("awq", {"scales": torch.ones(3, 64)}, ("scales", "3 groups for 64 inputs")),
+        ("awq", {"scales": torch.ones(0, 64)}, ("scales", "0 groups")),
         ("fp8-blocks", {"weight_scale_inv": torch.ones(3, 2)}, ("weight_scale_inv", "[3, 2]")),
         ("nf4", {"weight.absmax": torch.ones(5)}, ("absmax", "[5]")),
-        ("nf4", {"weight.quant_state.bitsandbytes__nf4": torch.ones(3).byte()}, ("no JSON",)),
+        ("nf4", {STATE: torch.ones(3).byte()}, ("no JSON",)),
+        ("nf4", {STATE: torch.ones(2, 3).byte()}, ("no JSON",)),
+        ("nf4-nested", {STATE: state()}, ("nested_blocksize", "is missing")),
+        ("nf4-nested", {STATE: state(nested_blocksize=0)}, ("nested_blocksize", "not 0")),
+        ("nf4-nested", {STATE: state(nested_blocksize=256)}, ("nested_offset", "is missing")),
         ("packed-4", {"weight_scale": torch.ones(3, 2)}, ("weight_scale", "[3, 2]")),
         ("packed-4", {"weight_packed": torch.ones(64, 7).int()}, ("weight_packed", "7 columns")),
+        ("packed-4", {"weight_scale": torch.ones(64, 0)}, ("weight_scale", "0 groups")),
+        ("packed-4", {"weight_scale": torch.ones(64, 3)}, ("weight_scale", "3 groups")),
+        ("packed-4-zeros", {ZERO: torch.ones(3, 2).char()}, (ZERO, "[3, 2]", "[64, 2]")),
+        ("int8", {"weight_scale": torch.ones(64, 7)}, ("weight_scale", "7 groups")),
+        ("int8-zeros", {ZERO: torch.ones(0).char()}, (ZERO, "[0]", "[64, 1]")),
         ("packed-4", {"weight_bitmask": torch.ones(3)}, ("1 tensors", "weight_bitmask")),
         ("nvfp4", {"weight_scale": torch.ones(64, 4)}, ("weight_scale", "F32", "F8_E4M3")),
+        ("nvfp4", {"weight_global_scale": torch.ones(3)}, ("weight_global_scale", "[3]")),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -205,6 +228,7 @@ def test_what_cannot_be_read_is_named(
     [
         ({"quant_method": "hqq"}, ("'hqq'",)),
         ({"quant_method": "awq", "version": "gemv"}, ("version", "gemv")),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, ("checkpoint_format", "marlin")),
         ({"quant_method": "awq", "bits": 8}, ("8 bits",)),
         ({**COMPRESSED, "transform_config": {"a": 1}}, ("transform_config",)),
         ({"quant_method": "fp8", "weight_block_size": "x"}, ("weight_block_size",)),
