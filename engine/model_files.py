@@ -170,18 +170,23 @@ def _sampling_value(fields: ConfigFields, name: str, kind: Any) -> Any:
     return kind(value)
 
 
-def weights_fingerprint(path: Path) -> bytes:
+def weights_fingerprint(path: Path, *, with_times: bool = False) -> bytes:
     """Distinguishes one model's KV from another's: 32 bytes, the same on every machine.
 
     SHA-256 over `config.json` and, for each file of weights in order of name, its name, size and
     beginning, and samples evenly spaced from start to end. A fine-tune of most weights changes it;
     a change of a few small tensors in a large file may not.
+
+    Args:
+        with_times: when a file was written counts too, for what is kept on this machine only.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(each for pattern in _WEIGHTS for each in path.glob(pattern)):
         check_file(file)
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
+        facts = file.stat()
+        digest.update(f"{file.name}\0{facts.st_size}\0".encode())
+        if with_times:
+            digest.update(f"{facts.st_mtime_ns}\0".encode())
         for sample in weight_samples(file):
             digest.update(sample)
     return digest.digest()

@@ -48,7 +48,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(path)
     kept = None
     if checkpoint is not None and kinds:
-        kept = ConvertedMatrices(weights_fingerprint(path), dtype)
+        kept = ConvertedMatrices(weights_fingerprint(path, with_times=True), dtype)
     quantize = Quantizer(config.quantization, rules, kept)
     if decoder_config.is_tied:
         (table,) = architecture.module_names("embed_tokens")

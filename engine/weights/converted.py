@@ -28,7 +28,7 @@ _MIN_VALUES = 1 << 16  # smaller matrices are quantized anew in milliseconds
 class ConvertedMatrices:
     """
     Args:
-        fingerprint: of the checkpoint (`weights_fingerprint`).
+        fingerprint: of the checkpoint (`weights_fingerprint`, with times).
         dtype: to which its numbers were rounded before they were quantized.
     """
 
@@ -54,12 +54,13 @@ class ConvertedMatrices:
                     codes = unpack_nibbles(tensors["nibbles"])[:, : shape[1]].view(torch.int8) - 8
                 scales = tensors["scales"]
                 columns = int(file.metadata()["columns_per_scale"])
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            found = QuantizedMatrix(codes=codes, scales=scales, columns_per_scale=columns)
+        except Exception as error:  # whatever a damaged file leads to
             _log.warning("%s cannot be read: %s", path, error)
             return None
-        if codes.shape != shape:
-            return None
-        return QuantizedMatrix(codes=codes, scales=scales, columns_per_scale=columns)
+        dtypes = (torch.float8_e4m3fn if kind == "fp8" else torch.int8, torch.float32)
+        is_whole = codes.shape == shape and (codes.dtype, scales.dtype) == dtypes
+        return found if is_whole else None
 
     def add(self, name: str, kind: Quantization, matrix: QuantizedMatrix) -> None:
         """Keep the matrix of a module, unless it is small or cannot be written."""

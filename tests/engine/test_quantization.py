@@ -7,12 +7,15 @@ bits and a third in 4; for the demo model see `tests/load/test_quantization_benc
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from penstock.engine import LLM, ConfigError, SamplingParams
 from penstock.engine.config import (
@@ -22,10 +25,12 @@ from penstock.engine.config import (
     ModelConfig,
     Quantization,
 )
+from penstock.engine.model_files import weights_fingerprint
 from penstock.engine.models.backends import cpu_kernels, fastest
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.loader import load_model
 from penstock.engine.startup import build_core
+from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.matrix import DenseMatrix
 from penstock.engine.weights.quantization import quantize_rows
 from penstock.kernels.gpu.quantized import GpuCodes
@@ -203,6 +208,48 @@ def test_the_second_start_reads_what_the_first_made(
     assert torch.equal(logits(load(path, quantization)), expected)
     kept[0].write_bytes(b"damaged")
     assert torch.equal(logits(load(path, quantization)), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "columns"),
+    [
+        ({"scales": torch.ones(256, 2)}, "64"),
+        ({"scales": torch.ones(256, 4).half()}, "64"),
+        ({"nibbles": torch.ones(256 * 128).byte()}, "64"),
+        ({"codes": torch.ones(256, 256)}, "64"),
+        ({}, "0"),
+        ({}, "-64"),
+    ],
+)
+def test_kept_files_that_were_changed(
+    changes: dict[str, Tensor], columns: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    kept = ConvertedMatrices(bytes(32), torch.float32)
+    values = torch.ones(256, 256)
+    kept.add("a", "int4", quantize_rows(values, "int4", values))
+    (file,) = tmp_path.glob("weights/*/a.safetensors")
+    assert kept.find("a", "int4", values.shape) is not None
+    save_file({**load_file(file), **changes}, file, {"columns_per_scale": columns})
+    assert kept.find("a", "int4", values.shape) is None
+
+
+def test_a_few_weights_that_were_changed(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Fewer than the samples that tell one model's KV from another's need to meet."""
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint(hidden_size=256, vocab_size=2048), path)
+    before, fingerprint = load(path, "int4", in_torch=True), weights_fingerprint(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][1000] = 3.0
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    assert weights_fingerprint(path) == fingerprint
+    after = load(path, "int4", in_torch=True)
+    rows = [each.embed_tokens(torch.tensor([999, 1000])) for each in (before, after)]  # type: ignore[attr-defined]
+    assert torch.equal(rows[0][0], rows[1][0])
+    assert (rows[1][1] - 3.0).abs().max() < 0.1
 
 
 def test_no_place_for_them(
