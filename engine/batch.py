@@ -49,12 +49,15 @@ class ScheduledSequence:
     Attributes:
         new_block_ids: appended to the sequence's block table before the step.
         entry: set when the sequence enters or re-enters; its table then starts empty.
+        draft_token_ids: guesses of the tokens after the last, the end of the new tokens. The device
+            samples after each, and keeps what it sampled as long as the guesses before were right.
     """
 
     seq_id: int
     num_new_tokens: int
     new_block_ids: tuple[int, ...] = ()
     entry: SequenceEntry | None = None
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,10 @@ at start (the number of blocks, the context that fits) are passed separately.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, cast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
 
 from penstock.engine.errors import ConfigError
 
@@ -21,6 +23,8 @@ DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "int8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
+SPECULATIVE_METHODS = ("ngram",)
+MAX_SPECULATIVE_TOKENS = 31
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
 
@@ -124,6 +128,69 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """What `--speculative-config` says, by vLLM's names.
+
+    Attributes:
+        method: `ngram` copies what followed the newest tokens before.
+        num_speculative_tokens: at most so many drafts of a sequence in a step. The default fills
+            the eight rows that the CPU kernels multiply at once.
+        prompt_lookup_min: tokens that must be equal before others are copied.
+        prompt_lookup_max: accepted, since vLLM has it; longer occurrences are not preferred.
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 7
+    prompt_lookup_min: int = 3
+    prompt_lookup_max: int | None = None
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, str | int] | None) -> SpeculativeConfig | None:
+        """From a JSON object or a mapping; None: no speculation.
+
+        Raises:
+            ConfigError: names the key at fault.
+        """
+        if value is None:
+            return None
+        found: Any = value
+        if isinstance(value, str):
+            try:
+                found = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"--speculative-config is not JSON: {error}") from error
+        if not isinstance(found, Mapping):
+            raise ConfigError("--speculative-config must be a JSON object")
+        known = [item.name for item in fields(cls)]
+        for name in found:
+            _check(
+                name in known,
+                f"--speculative-config has no key {name!r}: choose from {', '.join(known)}",
+            )
+        config = cls(**found)
+        _check(
+            config.method in SPECULATIVE_METHODS,
+            f"--speculative-config: method must be {' or '.join(SPECULATIVE_METHODS)}, "
+            f"not {config.method!r}",
+        )
+        limits = {
+            "num_speculative_tokens": MAX_SPECULATIVE_TOKENS,
+            "prompt_lookup_min": 16,
+            "prompt_lookup_max": 1024,
+        }
+        for name, limit in limits.items():
+            number = getattr(config, name)
+            is_unset = number is None and name == "prompt_lookup_max"
+            is_right = isinstance(number, int) and not isinstance(number, bool)
+            _check(
+                is_unset or (is_right and 1 <= number <= limit),
+                f"--speculative-config: {name} must be a whole number from 1 to {limit}, "
+                f"not {number!r}",
+            )
+        return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Budgets of one step.
 
@@ -140,6 +207,7 @@ class SchedulerConfig:
         priority_aging_s: under `priority`, seconds of waiting that move a request up by one.
         preemption: what happens to a victim's KV when blocks run out: `swap` moves it to host
             memory, `recompute` drops it, `auto` picks the cheaper one by measured rates.
+        speculative_config: how tokens are drafted, as `SpeculativeConfig.parse` takes it.
     """
 
     max_num_seqs: int = 128
@@ -150,8 +218,14 @@ class SchedulerConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     priority_aging_s: float = 30.0
     preemption: PreemptionMode = "auto"
+    speculative_config: str | Mapping[str, str | int] | None = None
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        return SpeculativeConfig.parse(self.speculative_config)
 
     def __post_init__(self) -> None:
+        SpeculativeConfig.parse(self.speculative_config)
         _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
         _check(self.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be at least 1")
         _check(0.0 < self.max_stall_ms < float("inf"), "--max-stall-ms must be more than 0")

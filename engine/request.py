@@ -341,6 +341,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         wants_queue_position: report its position while it waits.
         deadline_s: wall-clock seconds by which its first token is wanted; not used yet.
         adapter: not used yet.
+        prediction_token_ids: what the output may be; a right guess costs less time.
     """
 
     request_id: str
@@ -356,6 +357,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     deadline_s: float | None = None
     adapter: str | None = None
     retention: Retention | None = None
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 class FinishReason(enum.Enum):
@@ -416,6 +418,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         is_refused: the request is invalid, and nothing of it ran.
         param: the invalid parameter.
         is_superseded: with `FinishReason.ERROR`: another gateway now runs the request.
+        num_predicted_tokens: how many of the tokens were drafts taken from the prediction.
     """
 
     request_id: str
@@ -436,6 +439,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     is_refused: bool = False
     param: str | None = None
     is_superseded: bool = False
+    num_predicted_tokens: int = 0
 
 
 def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size: int) -> int:
@@ -500,6 +504,7 @@ class Sequence:
         "num_cached_tokens",
         "num_committed_blocks",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_in_flight_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -519,6 +524,7 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0  # being sampled by a step whose result has not arrived
+        self.num_draft_tokens = 0  # of those computed, the ones that may turn out to be wrong
         self.num_committed_blocks = 0  # full blocks registered in the prefix cache
         self.num_cached_tokens = 0  # of the prompt, found at admission; 0 again once reported
         self.num_prompt_logprobs = 0  # already reported

@@ -193,6 +193,15 @@ class BlockManager:
         table.block_ids.extend(new)
         return tuple(new)
 
+    def grow_if_free(
+        self, sequence: Sequence, num_tokens: int, *, num_spared: int
+    ) -> tuple[int, ...] | None:
+        """The same as `grow` where it leaves `num_spared` blocks free, or takes none."""
+        num_missing = self._tables[sequence.seq_id].num_missing_blocks(num_tokens)
+        if num_missing > 0 and num_missing + num_spared > self.tiers.device.num_available:
+            return None
+        return self.grow(sequence, num_tokens)
+
     def _is_wanted(self, device_id: int) -> bool:
         """Whether another sequence holds a block, or may find its content in the cache."""
         is_shared = self.tiers.plan.num_holders(device_id) > 1

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -57,12 +58,15 @@ class StepInputs:
 
     Attributes:
         input_ids: int64 [num_tokens]
-        sampled_seq_ids: sequences whose last known token is computed in this step, in order.
+        sampled_seq_ids: of each sampled row: sequences whose last known token is computed in this
+            step, in order, with as many rows more as they have drafts.
         sampled_tokens: int64 [num_sampled], indices into input_ids of those tokens; None if all
             tokens are sampled from.
         sampling: the sampling parameters of those sequences.
         prompt_spans: the prompt tokens whose log-probabilities are requested.
         token_rows: only where tokens stay on the device.
+        drafts: of each sampled row, the draft that comes next, −1 for none; empty if no sequence
+            has drafts.
     """
 
     input_ids: Tensor
@@ -72,9 +76,11 @@ class StepInputs:
     sampling: SamplingBatch
     prompt_spans: tuple[PromptSpan, ...]
     token_rows: TokenRows | None = None
+    drafts: tuple[int, ...] = ()
 
 
 Integers = npt.NDArray[np.int64]
+_NO_DRAFT = -1
 ON_DEVICE = -1  # placeholder for a token that only the device knows yet
 
 
@@ -175,6 +181,10 @@ class InputBatch:
         scheduled = batch.scheduled
         sequences = [self._sequences[item.seq_id] for item in scheduled]
         rows = np.array([sequence.row for sequence in sequences])
+        for item, sequence in zip(scheduled, sequences, strict=True):
+            if item.draft_token_ids:
+                sequence.token_ids.extend(item.draft_token_ids)
+                self._num_tokens[sequence.row] += len(item.draft_token_ids)
         query_lens = np.array([item.num_new_tokens for item in scheduled])
         starts = self._num_computed[rows]
         seq_lens = starts + query_lens
@@ -184,8 +194,10 @@ class InputBatch:
         (sampled,) = (seq_lens == num_tokens).nonzero()
         is_decode = len(sampled) == query_lens.sum()
         arrays = self._token_arrays(sequences, rows, query_lens, seq_lens, is_decode=is_decode)
+        drafts = [scheduled[number].draft_token_ids for number in sampled]
+        sampled, before, drafts_of_rows = _rows_with_drafts(sampled, drafts)
         if not is_decode:
-            arrays["sampled_tokens"] = query_lens.cumsum()[sampled] - 1
+            arrays["sampled_tokens"] = query_lens.cumsum()[sampled] - 1 - before
         if needs_prompt_lens:
             lens = np.array([sequence.num_prompt for sequence in sequences])
             arrays["prompt_lens"] = lens.repeat(query_lens)
@@ -197,9 +209,10 @@ class InputBatch:
             context=_context(tensors, kv_pool, int(query_lens.max()), int(seq_lens.max())),
             sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
             sampled_tokens=tensors.get("sampled_tokens"),
-            sampling=self._sampling.select(rows[sampled], seq_lens[sampled]),
+            sampling=self._sampling.select(rows[sampled], seq_lens[sampled] - before),
             prompt_spans=tuple(self._prompt_spans(scheduled, sequences, starts, seq_lens)),
             token_rows=None if self._staging is None else _token_rows(tensors),
+            drafts=drafts_of_rows,
         )
         if is_decode and self._staging is None and not inputs.sampling.changed:
             histories = [sequence.token_ids for sequence in sequences]
@@ -218,6 +231,29 @@ class InputBatch:
         rows = [sequence.row for sequence in sequences]
         self._last_token[rows] = token_ids
         self._num_tokens[rows] += 1
+
+    def append_checked(
+        self, inputs: StepInputs, token_ids: Sequence[int], is_valid: Sequence[bool]
+    ) -> list[int]:
+        """Append a step's tokens in place of its drafts: those of each sequence up to the first
+        that is not its draft, but no invalid one after others: it will be sampled again. Returns
+        the rows of these tokens."""
+        kept: list[int] = []
+        for seq_id, rows in groupby(range(len(token_ids)), inputs.sampled_seq_ids.__getitem__):
+            sequence, new = self._sequences[seq_id], []
+            is_right = True
+            for row in rows:
+                if is_right and (is_valid[row] or not new):
+                    new.append(row)
+                is_right = is_right and is_valid[row] and inputs.drafts[row] == token_ids[row]
+            num_drafts = row - new[0]
+            del sequence.token_ids[len(sequence.token_ids) - num_drafts :]
+            sequence.token_ids.extend(token_ids[row] for row in new)
+            self._num_tokens[sequence.row] = len(sequence.token_ids)
+            self._num_computed[sequence.row] = len(sequence.token_ids) - 1
+            self._last_token[sequence.row] = sequence.token_ids[-1]
+            kept += new
+        return kept
 
     def expect(self, seq_ids: Sequence[int]) -> list[tuple[list[int], int]]:
         """Append a placeholder to each sequence for a token that the device samples: the input of
@@ -406,6 +442,26 @@ def _token_rows(tensors: dict[str, Tensor]) -> TokenRows:
         awaited_rows=tensors["awaited_rows"],
         sampled_rows=tensors["sampled_rows"],
     )
+
+
+def _rows_with_drafts(
+    sampled: Integers, drafts: Sequence[tuple[int, ...]]
+) -> tuple[Integers, Integers, tuple[int, ...]]:
+    """The rows to sample from, as `StepInputs` has them.
+
+    Args:
+        sampled: [num_seqs], numbers of the sequences that get tokens.
+        drafts: of each.
+
+    Returns:
+        sampled, repeated for each row; how many tokens each row is before the sequence's last; and
+        the draft that follows each row, empty if there are none.
+    """
+    if not any(drafts):
+        return sampled, np.zeros_like(sampled), ()
+    num_rows = [len(each) + 1 for each in drafts]
+    before = np.concatenate([np.arange(number)[::-1] for number in num_rows])
+    return sampled.repeat(num_rows), before, tuple(chain(*((*each, _NO_DRAFT) for each in drafts)))
 
 
 def _from_zero(ends: Integers) -> npt.NDArray[np.int32]:

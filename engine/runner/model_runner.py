@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -247,17 +247,29 @@ class StepInFlight:
             return BatchResult(
                 step=self._step, token_ids={}, swap_out_s=swap_out_s, swap_in_s=swap_in_s
             )
-        seq_ids, sampled = self._seq_ids, self._tokens.read()
-        is_valid = sampled.is_valid
-        tokens = zip(seq_ids, sampled.token_ids, is_valid, strict=True)
+        sampled = self._tokens.read()
+        is_valid, rows = sampled.is_valid, sampled.rows
         swap_out_s, swap_in_s = self._swaps.take_seconds()
+        logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
+        if rows is None:
+            seq_ids = self._seq_ids
+            tokens = zip(seq_ids, sampled.token_ids, is_valid, strict=True)
+            token_ids = {seq_id: (token_id,) for seq_id, token_id, is_good in tokens if is_good}
+            if sampled.logprobs:
+                logprobs = {
+                    seq_ids[row]: (entry,)
+                    for row, entry in sampled.logprobs.items()
+                    if is_valid[row]
+                }
+        else:  # several tokens of a sequence
+            seq_ids = tuple(self._seq_ids[row] for row in rows)
+            token_ids = _by_sequence(seq_ids, dict(enumerate(sampled.token_ids)), is_valid)
+            logprobs = _by_sequence(seq_ids, sampled.logprobs, is_valid)
         return BatchResult(
             step=self._step,
-            token_ids={seq_id: (token_id,) for seq_id, token_id, is_good in tokens if is_good},
-            logprobs={
-                seq_ids[row]: (entry,) for row, entry in sampled.logprobs.items() if is_valid[row]
-            },
-            ended_seq_ids={} if all(is_valid) else self._ended(is_valid),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            ended_seq_ids={} if all(is_valid) else self._ended(rows, is_valid),
             prompt_logprobs=self._prompt_logprobs or {},
             compute_s=self._stopwatch.seconds(),
             masks_s=0.0 if self._masks is None else self._masks.seconds,
@@ -266,14 +278,30 @@ class StepInFlight:
             swap_in_s=swap_in_s,
         )
 
-    def _ended(self, is_valid: Sequence[bool]) -> dict[int, FinishReason]:
-        """Why each row without a valid token has none."""
+    def _ended(
+        self, rows: Sequence[int] | None, is_valid: Sequence[bool]
+    ) -> dict[int, FinishReason]:
+        """Why each of these rows (None: all) without a valid token has none."""
         ends = {} if self._masks is None else self._masks.ends
         return {
             self._seq_ids[row]: ends.get(row, FinishReason.ERROR)
-            for row, is_good in enumerate(is_valid)
+            for row, is_good in zip(rows or range(len(is_valid)), is_valid, strict=True)
             if not is_good
         }
+
+
+_Value = TypeVar("_Value")
+
+
+def _by_sequence(
+    seq_ids: Sequence[int], values: Mapping[int, _Value], is_valid: Sequence[bool]
+) -> dict[int, tuple[_Value, ...]]:
+    """The values of each sequence's valid rows, in their order."""
+    found: dict[int, tuple[_Value, ...]] = {}
+    for row, seq_id in enumerate(seq_ids):
+        if is_valid[row] and row in values:
+            found[seq_id] = (*found.get(seq_id, ()), values[row])
+    return found
 
 
 class Progress:

@@ -68,6 +68,9 @@ class TokensAtOnce:
 
     def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Sampled:
         sampled = chosen.read()
+        if inputs.drafts:
+            rows = self._batch.append_checked(inputs, sampled.token_ids, sampled.is_valid)
+            return sampled.select(rows)
         # For failed rows too: a step already planned may expect a token.
         self._batch.append(inputs.sampled_seq_ids, sampled.token_ids)
         return sampled

@@ -35,15 +35,27 @@ class Sampled:
         is_valid: False where the logits are not a distribution (NaN, or everything masked): the
             token is then arbitrary and its sequence should end in an error.
         logprobs: row → entry, for rows that asked for them.
+        rows: the rows of the step that these are; None: all.
     """
 
     token_ids: list[int]
     is_valid: list[bool]
     logprobs: Mapping[int, TokenLogprobs]
+    rows: Sequence[int] | None = None
 
     def read(self) -> Sampled:
         """Nothing to wait for."""
         return self
+
+    def select(self, rows: Sequence[int]) -> Sampled:
+        """Only these rows."""
+        logprobs = self.logprobs
+        return Sampled(
+            token_ids=[self.token_ids[row] for row in rows],
+            is_valid=[self.is_valid[row] for row in rows],
+            logprobs={new: logprobs[row] for new, row in enumerate(rows) if row in logprobs},
+            rows=rows,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from penstock.engine.request import (
     TokenLogprobs,
 )
 from penstock.engine.scheduling.beam_search import BeamSearchState
+from penstock.engine.scheduling.drafting import Drafting
 from penstock.engine.scheduling.running_set import RunningSet, SchedulerCounters
 
 
@@ -58,6 +59,11 @@ class StopRule:
             return FinishReason.STOP
         is_full = self.fills(sequence, num_tokens=len(sequence.token_ids))
         return FinishReason.LENGTH if is_full else None
+
+    def num_tokens_left(self, sequence: Sequence) -> int:
+        """How many tokens the sequence may still get."""
+        of_output = sequence.params.max_tokens - sequence.num_output_tokens
+        return min(of_output, self.max_model_len - len(sequence.token_ids))
 
     def fills(self, sequence: Sequence, *, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens of prompt and output reach a length limit."""
@@ -250,7 +256,9 @@ class OutputProcessor:
         branches: Branches,
         stop_rule: StopRule,
         counters: SchedulerCounters,
+        drafting: Drafting,
     ) -> None:
+        self._drafting = drafting
         self._requests = requests
         self._running_set = running_set
         self._branches = branches
@@ -289,6 +297,7 @@ class OutputProcessor:
     def finish(self, live: LiveRequest, sequence: Sequence, *, is_spoilt: bool = False) -> None:
         """End a sequence, and its request if it was the last one."""
         self._running_set.remove(sequence, retention=live.request.retention, is_spoilt=is_spoilt)
+        self._drafting.forget(sequence)
         del live.sequences[sequence.seq_id]
         if not live.sequences:
             del self._requests[live.request.request_id]
@@ -318,6 +327,8 @@ class OutputProcessor:
             logprobs=logprobs[:num_kept],
             prompt_logprobs=prompt_logprobs,
         )
+        if len(token_ids) > 1:
+            output.num_predicted_tokens = self._drafting.num_predicted(sequence, num_kept)
         if sequence.num_cached_tokens:
             output.num_cached_tokens, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
         if reason is not None:
@@ -343,6 +354,9 @@ class OutputProcessor:
             reason = self._stop_rule.check(sequence)
             if reason is not None:
                 break  # tokens sampled after the end are dropped
+        if sequence.num_draft_tokens:  # wrong ones, and the newest token, have no KV of their own
+            sequence.num_computed_tokens = len(sequence.token_ids) - 1
+            sequence.num_draft_tokens = 0
         self._counters.generation_tokens += num_kept
         return num_kept, reason
 

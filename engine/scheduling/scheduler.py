@@ -32,6 +32,7 @@ from penstock.engine.request import (
     SequenceStatus,
     num_blocks_needed,
 )
+from penstock.engine.scheduling.drafting import Drafting
 from penstock.engine.scheduling.output_processor import (
     Branches,
     LiveRequest,
@@ -87,8 +88,14 @@ class Scheduler:
         )
         self._branches = Branches(self._running_set, self._stop_rule)
         self._requests: dict[str, LiveRequest] = {}
+        self.drafting = Drafting(config.speculation, blocks, self._stop_rule.num_tokens_left)
         self._output_processor = OutputProcessor(
-            self._requests, self._running_set, self._branches, self._stop_rule, self.counters
+            self._requests,
+            self._running_set,
+            self._branches,
+            self._stop_rule,
+            self.counters,
+            self.drafting,
         )
         self._notices: list[RequestOutput] = []
         self._queue_stats = QueueStats(self._running_set.waiting, clock)
@@ -192,6 +199,7 @@ class Scheduler:
             self._admit(scheduled, budget)
         if not scheduled:
             self._make_way(scheduled)
+        self.drafting.add_drafts(scheduled)
         self.counters.num_steps += bool(scheduled)
         return Batch(
             step=self.counters.num_steps,
@@ -203,6 +211,7 @@ class Scheduler:
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Process a step's result; the outputs for clients."""
         self._costs.observe(batch, result)
+        self.drafting.observe(batch, result)
         outputs = [each for each in self._notices if each.request_id in self._requests]
         self._notices = []
         outputs += self._queue_stats.update()
@@ -309,6 +318,7 @@ class Scheduler:
     def _enter(self, sequence: Sequence, num_new: int) -> ScheduledSequence:
         """A whole sequence, which the device does not know, or has forgotten."""
         sequence.is_on_device = True
+        self.drafting.enter(sequence)
         params = sequence.params
         search = self._requests[sequence.request.request_id].search
         entry = SequenceEntry(
@@ -340,6 +350,8 @@ class Scheduler:
             self.blocks.commit(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
+        sequence.num_computed_tokens -= sequence.num_draft_tokens  # they may be wrong
+        sequence.num_draft_tokens = 0
         is_idle = sequence.num_computed_tokens == sequence.num_tokens
         self._running_set.preempt(sequence, is_idle=is_idle)
         self._tell(sequence, Notice.PREEMPTED)

@@ -1,0 +1,198 @@
+"""Which sequences get how many drafts in a step, as they turn out to be right or wrong.
+
+Drafts only take what a step has to spare: the rows up to `TILE_ROWS`, which the kernels multiply
+at once, beside nothing but decoding sequences; and free blocks, so that nobody is preempted for
+them. A sequence whose drafts are right gets more of them, one whose drafts are wrong gets fewer,
+then none for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.engine.batch import Batch, BatchResult, ScheduledSequence
+from penstock.engine.blocks import BlockManager
+from penstock.engine.config import SpeculativeConfig
+from penstock.engine.request import Sequence
+from penstock.engine.speculative.ngram import NgramDrafter
+
+TILE_ROWS = 8  # MAX_ROWS of kernels/cpu/kernels.c: up to it a row costs next to nothing
+_FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
+_MAX_PAUSE = 32  # steps without drafts after wrong ones
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Totals, by vLLM's meanings.
+
+    Attributes:
+        num_drafts: how often a sequence had drafts in a step.
+        num_draft_tokens: drafts.
+        num_accepted_tokens: those that were right.
+        accepted_by_position: of them, how many were the first, second … of their step.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A sequence that may have drafts.
+
+    Attributes:
+        limit: on the drafts of its next step.
+        num_misses: steps in a row in which the first draft was wrong.
+        pause: steps to go without drafts.
+        is_predicted: the last drafts came from its request's prediction.
+    """
+
+    sequence: Sequence
+    drafter: NgramDrafter
+    limit: int = _FIRST_LIMIT
+    num_misses: int = 0
+    pause: int = 0
+    is_predicted: bool = False
+
+
+class Drafting:
+    """
+    Args:
+        config: None: only requests with a prediction get drafts.
+        num_tokens_left: how many tokens a sequence may still get.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig | None,
+        blocks: BlockManager,
+        num_tokens_left: Callable[[Sequence], int],
+    ) -> None:
+        self.counters = DraftCounters()
+        self._is_for_all = config is not None
+        self._config = config or SpeculativeConfig()
+        self._blocks = blocks
+        self._num_tokens_left = num_tokens_left
+        self._drafted: dict[int, _Drafted] = {}  # by seq_id
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence enters the device."""
+        prediction = sequence.request.prediction_token_ids
+        if not (self._is_for_all or prediction) or sequence.seq_id in self._drafted:
+            return
+        if not _can_be_drafted(sequence):
+            return
+        drafter = NgramDrafter(
+            sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            size=self._config.prompt_lookup_min,
+            prediction=prediction,
+        )
+        self._drafted[sequence.seq_id] = _Drafted(sequence, drafter)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        self._drafted.pop(sequence.seq_id, None)
+
+    def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> None:
+        """Add drafts to a planned step whose tokens are counted as computed."""
+        if not self._drafted or any(item.num_new_tokens > 1 for item in scheduled.values()):
+            return
+        number = len(scheduled)
+        num_rows = TILE_ROWS - number
+        for seq_id, item in scheduled.items():
+            share = -(-num_rows // number)
+            number -= 1
+            drafted = self._drafted.get(seq_id)
+            if drafted is not None and share > 0:
+                num_rows -= self._add(drafted, item, share, num_spared=len(scheduled))
+
+    def observe(self, batch: Batch, result: BatchResult) -> None:
+        """Note which drafts of a step were right."""
+        counters = self.counters
+        for item in batch.scheduled:
+            num_drafts = len(item.draft_token_ids)
+            token_ids = result.token_ids.get(item.seq_id, ())
+            if not num_drafts or not token_ids:
+                continue
+            num_right = len(token_ids) - 1
+            counters.num_drafts += 1
+            counters.num_draft_tokens += num_drafts
+            counters.num_accepted_tokens += num_right
+            by_position = counters.accepted_by_position
+            by_position += [0] * (num_right - len(by_position))
+            for position in range(num_right):
+                by_position[position] += 1
+            drafted = self._drafted.get(item.seq_id)
+            if drafted is not None:
+                self._adapt(drafted, num_drafts, num_right)
+
+    def num_predicted(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many of the step's tokens were drafts from the prediction, all but the last."""
+        drafted = self._drafted.get(sequence.seq_id)
+        return num_tokens - 1 if drafted is not None and drafted.is_predicted else 0
+
+    def _add(
+        self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
+    ) -> int:
+        """Drafts of one sequence, at most `num_rows`; how many.
+
+        Args:
+            num_spared: blocks that must stay free: one for each sequence to grow into.
+        """
+        sequence = drafted.sequence
+        num_tokens = len(sequence.token_ids)
+        if sequence.num_computed_tokens != num_tokens or sequence.num_in_flight_tokens != 1:
+            return 0  # a token before the drafts is not known yet
+        if sequence.num_output_tokens < max(sequence.params.min_tokens, 1):
+            return 0
+        if drafted.pause > 0:
+            drafted.pause -= 1
+            return 0
+        room = self._num_tokens_left(sequence) - 1
+        drafts = drafted.drafter.propose(min(drafted.limit, num_rows, room))
+        if not drafts:
+            return 0
+        new_block_ids = self._blocks.grow_if_free(
+            sequence, num_tokens + len(drafts), num_spared=num_spared
+        )
+        if new_block_ids is None:
+            return 0
+        drafted.is_predicted = drafted.drafter.is_predicted
+        item.new_block_ids += new_block_ids
+        item.num_new_tokens += len(drafts)
+        item.draft_token_ids = drafts
+        sequence.num_draft_tokens = len(drafts)
+        sequence.num_computed_tokens += len(drafts)
+        return len(drafts)
+
+    def _adapt(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
+        if num_right:
+            drafted.num_misses = 0
+            most = self._config.num_speculative_tokens
+            drafted.limit = (
+                min(2 * drafted.limit + 1, most) if num_right == num_drafts else num_right
+            )
+            return
+        drafted.num_misses += 1
+        drafted.limit = 1
+        drafted.pause = min(1 << (drafted.num_misses - 1), _MAX_PAUSE)
+
+
+def _can_be_drafted(sequence: Sequence) -> bool:
+    """Whether each of its tokens is drawn from the model's own logits: penalties and grammars
+    depend on the tokens before, of which a draft may be none."""
+    params = sequence.params
+    has_penalty = params.presence_penalty or params.frequency_penalty
+    return (
+        params.num_branches == 1
+        and params.beam_search is None
+        and params.structured_outputs is None
+        and not has_penalty
+        and params.repetition_penalty == 1.0
+        and not params.logit_bias
+        and params.top_n_sigma <= 0
+    )

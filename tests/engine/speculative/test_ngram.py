@@ -1,0 +1,82 @@
+"""What the drafter proposes, against a search through the whole text."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.speculative.ngram import NgramDrafter
+
+SIZE = 3
+
+
+def drafter(token_ids: list[int], prediction: list[int] | None = None) -> NgramDrafter:
+    return NgramDrafter(
+        token_ids, num_prompt_tokens=len(token_ids), size=SIZE, prediction=prediction or []
+    )
+
+
+def test_copies_what_followed_the_latest_occurrence():
+    token_ids = [1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 1, 2, 3]
+    assert drafter(token_ids).propose(3) == (5, 6, 7)
+
+
+def test_proposes_nothing_without_an_occurrence():
+    token_ids = [1, 2, 3, 4, 5]
+    assert drafter(token_ids).propose(4) == ()
+    assert drafter([1]).propose(4) == ()
+
+
+def test_follows_without_another_look():
+    token_ids = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+    found = drafter(token_ids)
+    assert found.propose(2) == (4, 5)
+    token_ids += [4, 5]
+    assert found.propose(2) == (6, 7)
+    token_ids.append(9)
+    assert found.propose(2) == ()
+
+
+def test_a_repetition_goes_on():
+    assert drafter([8, 1, 2, 1, 2, 1, 2]).propose(5) == (1, 2, 1, 2, 1)
+
+
+def test_a_prediction_is_followed_left_and_found_again():
+    prediction = [10, 11, 12, 13, 14, 15, 16, 17, 18]
+    token_ids = [1, 2]
+    found = drafter(token_ids, prediction)
+    assert found.propose(2) == (10, 11)
+    assert found.is_predicted
+    token_ids += [10, 11, 99]  # another token than predicted
+    assert found.propose(2) == ()
+    token_ids += [13, 14, 15]
+    assert found.propose(9) == (16, 17, 18)
+    token_ids += [16, 17, 18]
+    assert found.propose(9) == ()  # it ends
+
+
+def test_a_prediction_is_found_again_after_where_it_was_left():
+    prediction = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6]
+    token_ids = [9]
+    found = drafter(token_ids, prediction)
+    token_ids += [1, 2, 3, 4, 1, 7, 1, 2, 3]
+    assert found.propose(1) == (5,)
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(1, 5), max_size=20))
+def test_in_any_text(token_ids: list[int], steps: list[int]):
+    """After any number of new tokens the drafts are what followed an earlier occurrence of the
+    newest `SIZE` tokens, if there is one."""
+    whole, grown = token_ids, token_ids[:10]
+    found = drafter(grown)
+    for number in [0, *steps]:
+        grown += whole[len(grown) : len(grown) + number]
+        drafts = found.propose(4)
+        newest = grown[-SIZE:]
+        places = [end for end in range(SIZE, len(grown)) if grown[end - SIZE : end] == newest]
+        if len(grown) < SIZE or not places:
+            assert drafts == ()
+            continue
+        assert len(drafts) == 4
+        continued = [(grown[end:] + list(drafts))[: len(drafts)] for end in places]
+        assert list(drafts) in continued
