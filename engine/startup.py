@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigError
 from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
 from penstock.engine.model_files import (
     read_generation_defaults,
@@ -29,6 +30,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
     runner = ModelRunner(config, path, eos_token_ids=eos_token_ids)
     device = runner.info
+    if config.scheduler.speculation is not None and device.overlaps_steps:
+        raise ConfigError("--speculative-config needs a CPU: leave it out, or use --device cpu")
     scheduler = Scheduler(
         config.scheduler,
         BlockManager(
@@ -42,6 +45,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
+        checks_drafts=not device.overlaps_steps,
     )
     core = EngineCore(
         scheduler,

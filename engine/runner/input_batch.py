@@ -240,7 +240,8 @@ class InputBatch:
         the rows of these tokens."""
         kept: list[int] = []
         for seq_id, rows in groupby(range(len(token_ids)), inputs.sampled_seq_ids.__getitem__):
-            sequence, new = self._sequences[seq_id], []
+            sequence = self._sequences[seq_id]
+            new: list[int] = []
             is_right = True
             for row in rows:
                 if is_right and (is_valid[row] or not new):

@@ -250,6 +250,7 @@ class StepInFlight:
         sampled = self._tokens.read()
         is_valid, rows = sampled.is_valid, sampled.rows
         swap_out_s, swap_in_s = self._swaps.take_seconds()
+        token_ids: dict[int, tuple[int, ...]]
         logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
         if rows is None:
             seq_ids = self._seq_ids

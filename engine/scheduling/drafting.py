@@ -63,6 +63,7 @@ class Drafting:
     Args:
         config: None: only requests with a prediction get drafts.
         num_tokens_left: how many tokens a sequence may still get.
+        is_possible: the device checks drafts.
     """
 
     def __init__(
@@ -70,7 +71,10 @@ class Drafting:
         config: SpeculativeConfig | None,
         blocks: BlockManager,
         num_tokens_left: Callable[[Sequence], int],
+        *,
+        is_possible: bool = True,
     ) -> None:
+        self._is_possible = is_possible
         self.counters = DraftCounters()
         self._is_for_all = config is not None
         self._config = config or SpeculativeConfig()
@@ -83,7 +87,7 @@ class Drafting:
         prediction = sequence.request.prediction_token_ids
         if not (self._is_for_all or prediction) or sequence.seq_id in self._drafted:
             return
-        if not _can_be_drafted(sequence):
+        if not (self._is_possible and _can_be_drafted(sequence)):
             return
         drafter = NgramDrafter(
             sequence.token_ids,
@@ -112,6 +116,8 @@ class Drafting:
 
     def observe(self, batch: Batch, result: BatchResult) -> None:
         """Note which drafts of a step were right."""
+        if not self._drafted:
+            return
         counters = self.counters
         for item in batch.scheduled:
             num_drafts = len(item.draft_token_ids)

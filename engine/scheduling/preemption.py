@@ -63,10 +63,9 @@ class PreemptionCosts:
             if seconds > 0:
                 self._block_move_s = _mean(self._block_move_s or None, seconds)
         if result.compute_s > 0 and batch.scheduled:
-            num_tokens = batch.num_tokens - sum(
-                len(each.draft_token_ids) for each in batch.scheduled
-            )
-            if num_tokens >= _PREFILL_FACTOR * len(batch.scheduled):
+            num_tokens = batch.num_tokens
+            is_prefill = num_tokens >= _PREFILL_FACTOR * len(batch.scheduled)
+            if is_prefill and not any(item.draft_token_ids for item in batch.scheduled):
                 self._token_s = _mean(self._token_s, result.compute_s / num_tokens)
 
 

@@ -53,6 +53,7 @@ class Scheduler:
         eos_token_ids: ids that end a text.
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         block_move_s: seconds to move a block between the tiers, as measured at start.
+        checks_drafts: the device can; otherwise no sequence gets any.
         clock: seconds, the clock of requests' `arrival_s`.
     """
 
@@ -64,6 +65,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         block_move_s: float = 0.0,
+        checks_drafts: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.blocks = blocks
@@ -88,7 +90,12 @@ class Scheduler:
         )
         self._branches = Branches(self._running_set, self._stop_rule)
         self._requests: dict[str, LiveRequest] = {}
-        self.drafting = Drafting(config.speculation, blocks, self._stop_rule.num_tokens_left)
+        self.drafting = Drafting(
+            config.speculation,
+            blocks,
+            self._stop_rule.num_tokens_left,
+            is_possible=checks_drafts,
+        )
         self._output_processor = OutputProcessor(
             self._requests,
             self._running_set,

@@ -146,6 +146,7 @@ _EXAMPLES = "such as 30s, 10m, 12h or 30d, 0 or more"
 TEXT = Kind("TEXT", "a text")
 HOST = Kind("HOST", "an address")
 NAME = Kind("NAME", "a name")
+JSON = Kind("JSON", "a JSON object")
 OVERRIDE = Kind("MODULE=KIND", "a module and a kind")
 KEY = Kind("KEY", "a key")
 ORIGIN = Kind("ORIGIN", "an origin")
@@ -324,6 +325,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "in one step", MILLISECONDS),
         Flag("preemption", _SCHEDULER.preemption, "what happens to a sequence's KV when blocks run "
              "out; auto: whichever costs less", choices=("auto", "swap", "recompute")),
+        Flag("speculative-config", None, "draft several tokens a step where the text repeats "
+             'itself, such as {"method": "ngram", "num_speculative_tokens": 7}; changes no token '
+             "(CPU only)", JSON),
         Flag("scheduling-policy", _SCHEDULER.scheduling_policy, "fcfs: by arrival; priority: by "
              "the requests' priority first", choices=("fcfs", "priority")),
         Flag("priority-aging-s", _SCHEDULER.priority_aging_s, "waiting time that raises a request "

@@ -110,6 +110,7 @@ class FakeDevice:
                     num_computed=item.entry.num_computed_tokens,
                 )
             self.rows[item.seq_id].block_ids.extend(item.new_block_ids)
+            self.rows[item.seq_id].token_ids.extend(item.draft_token_ids)
         # As in a layer: every row's tokens are stored before any row reads.
         for item in batch.scheduled:
             self._compute(self.rows[item.seq_id], item.num_new_tokens)
@@ -141,6 +142,9 @@ class FakeDevice:
         for item in batch.scheduled:
             row = self.rows[item.seq_id]
             known = [token for token, _ in self._read(row)]
+            if item.draft_token_ids:
+                sampled[item.seq_id] = self._check_drafts(row, known, item.draft_token_ids)
+                continue
             if row.entry.num_prompt_logprobs is not None:
                 first = row.num_computed - item.num_new_tokens + 1
                 stop = min(row.num_computed, row.entry.num_prompt_tokens - 1) + 1
@@ -172,6 +176,18 @@ class FakeDevice:
             },
             compute_s=batch.num_tokens / self.tokens_per_s,
         )
+
+    def _check_drafts(self, row: Row, known: list[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens of a sequence with drafts: those that were right, and one more."""
+        first = len(known) - len(drafts)
+        new = [next_token(known[:first], row.entry.index)]
+        for number, draft in enumerate(drafts, 1):
+            if new[-1] != draft:
+                break
+            new.append(next_token(known[: first + number], row.entry.index))
+        row.token_ids[first:] = new
+        row.num_computed = len(row.token_ids) - 1
+        return tuple(new)
 
     def _compute(self, row: Row, num_new: int) -> None:
         end = row.num_computed + num_new

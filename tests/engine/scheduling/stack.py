@@ -154,6 +154,7 @@ def make_request(
     cache_salt: str = "",
     retention: Any = None,
     wants_queue_position: bool = False,
+    prediction: tuple[int, ...] = (),
     **params: Any,
 ) -> Request:
     return Request(
@@ -167,6 +168,7 @@ def make_request(
         cache_salt=cache_salt,
         retention=retention,
         wants_queue_position=wants_queue_position,
+        prediction_token_ids=prediction,
     )
 
 

@@ -86,6 +86,7 @@ class History:
                 max_steps_in_flight=draw(st.integers(1, 3)),
                 scheduling_policy="priority",
                 preemption=draw(st.sampled_from(["auto", "swap", "recompute"])),
+                speculative_config=draw(st.sampled_from([None, {"prompt_lookup_min": 1}])),
             ),
         )
 
@@ -115,8 +116,19 @@ class History:
             tenant=draw(st.sampled_from("ab")),
             weight=draw(st.sampled_from([1.0, 3.0])),
             retention=draw(st.sampled_from([None, Retention(duration_s=50.0)])),
+            prediction=self.prediction(prompt),
             **params,
         )
+
+    def prediction(self, prompt: list[int]) -> tuple[int, ...]:
+        """None, or one that is right, but for some tokens."""
+        draw = self.data.draw
+        if not draw(st.booleans()):
+            return ()
+        prediction = expected_output(prompt, draw(st.integers(1, 13)))
+        for place in draw(st.sets(st.integers(0, 12), max_size=3)):
+            prediction[place : place + 1] = [draw(TOKENS)]
+        return tuple(prediction)
 
 
 @settings(max_examples=300, deadline=None)

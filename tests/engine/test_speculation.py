@@ -1,0 +1,169 @@
+"""Drafts change no token: the same requests with and without them, in every way that a step can go.
+
+The drafts are taken from what a request predicts, here its own output with some tokens changed, and
+from the text itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from penstock.engine import LLM, ConfigError, SamplingParams
+from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.request import Request
+from penstock.engine.startup import build_core
+
+NUM_PROMPTS, MAX_TOKENS = 32, 40
+NGRAM = {"method": "ngram"}
+
+
+def core_with(dtype: Any = "bfloat16", *, num_blocks: int = 2000, **scheduler: Any) -> EngineCore:
+    model = ModelConfig(dtype=dtype, max_model_len=1024)
+    cache = CacheConfig(num_blocks=num_blocks, num_host_blocks=200)
+    config = EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(**scheduler))
+    core, _ = build_core(config)
+    return core
+
+
+def requests(predictions: Sequence[tuple[int, ...]] = (), **params: Any) -> list[Request]:
+    """Greedy and seeded, over prompts of very different lengths."""
+    rng = random.Random(3)
+    return [
+        Request(
+            request_id=f"r{number}",
+            prompt_token_ids=tuple(
+                rng.randrange(300, 1000) for _ in range(rng.choice([5, 90, 300]))
+            ),
+            sampling_params=SamplingParams(
+                **{"max_tokens": MAX_TOKENS, "seed": number, "temperature": float(number % 2)}
+                | params
+            ),
+            prediction_token_ids=predictions[number] if predictions else (),
+        )
+        for number in range(NUM_PROMPTS)
+    ]
+
+
+def run(
+    core: EngineCore, asked: Sequence[Request], *, at_once: bool = True
+) -> list[tuple[Any, ...]]:
+    """The tokens, log-probabilities and ends of each request."""
+    found: dict[str, tuple[list[int], list[Any], list[Any]]] = {}
+    groups = [asked] if at_once else [[request] for request in asked]
+    for group in groups:
+        for request in group:
+            core.add(request)
+        while core.has_work():
+            for output in core.step():
+                tokens, logprobs, ends = found.setdefault(output.request_id, ([], [], []))
+                tokens += output.token_ids
+                logprobs += output.logprobs
+                ends += [output.finish_reason] if output.finish_reason else []
+            core.scheduler.blocks.check_integrity()
+    return [found[request.request_id] for request in asked]
+
+
+def changed(outputs: Sequence[tuple[Any, ...]]) -> list[tuple[int, ...]]:
+    """The outputs with some tokens changed, left out or put in."""
+    rng = random.Random(4)
+    found = []
+    for tokens, *_ in outputs:
+        prediction = list(tokens)
+        for _ in range(rng.randrange(4)):
+            place = rng.randrange(len(prediction) + 1)
+            prediction[place : place + rng.randrange(2)] = [5] * rng.randrange(2)
+        found.append(tuple(prediction))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_are_the_same(dtype: str):
+    """Alone, together, in chunks, preempted by swap and by recomputation, with little memory."""
+    plain = core_with(dtype)
+    expected = run(plain, requests(logprobs=2, ignore_eos=True))
+    predictions = changed(expected)
+    plain.close()
+    for kind, settings in {
+        "alone": {},
+        "together": {},
+        "chunked": {"max_num_batched_tokens": 64},
+        "swapped": {"num_blocks": 80, "preemption": "swap"},
+        "recomputed": {"num_blocks": 80, "preemption": "recompute"},
+        "in flight": {"max_steps_in_flight": 2},
+    }.items():
+        core = core_with(dtype, speculative_config=NGRAM, **settings)
+        asked = requests(predictions, logprobs=2, ignore_eos=True)
+        assert run(core, asked, at_once=kind != "alone") == expected, kind
+        counters = core.scheduler.drafting.counters
+        if kind == "alone":
+            assert counters.num_accepted_tokens > 0.5 * NUM_PROMPTS * MAX_TOKENS
+            assert counters.num_accepted_tokens < counters.num_draft_tokens  # some were wrong
+        assert sum(counters.accepted_by_position) == counters.num_accepted_tokens
+        if kind in ("swapped", "recomputed"):
+            assert core.scheduler.counters.num_swaps + core.scheduler.counters.num_recomputes > 0
+        core.close()
+
+
+def test_ends_and_limits_are_the_same():
+    """EOS and stop tokens among right drafts, `min_tokens`, and `max_tokens` inside them."""
+    plain, drafting = core_with(), core_with(speculative_config=NGRAM)
+    everything = run(plain, requests(ignore_eos=True))
+    stops = tuple({tokens[7] for tokens, *_ in everything})
+    for params in (
+        {"stop_token_ids": stops},
+        {"stop_token_ids": stops, "min_tokens": 12},
+        {"max_tokens": 9, "ignore_eos": True},
+        {"repetition_penalty": 1.3, "ignore_eos": True},
+        {"logit_bias": {20: 5.0}, "presence_penalty": 0.5},
+    ):
+        expected = run(plain, requests(**params))
+        asked = requests([tokens for tokens, *_ in everything], **params)
+        assert run(drafting, asked, at_once=False) == expected, params
+    assert drafting.scheduler.drafting.counters.num_accepted_tokens > 0
+
+
+def test_a_prediction_needs_no_setting():
+    plain = core_with()
+    (expected, *_) = run(plain, requests(ignore_eos=True))
+    (request, *_) = requests([tuple(expected[0])] * NUM_PROMPTS, ignore_eos=True)
+    num_steps = plain.scheduler.counters.num_steps
+    assert run(plain, [request]) == [expected]
+    assert plain.scheduler.counters.num_steps - num_steps < MAX_TOKENS / 4
+
+
+def test_text_that_repeats_itself():
+    """From a text through `LLM`: fewer steps, the same answer."""
+    answers, num_steps = [], []
+    for config in (None, NGRAM):
+        with LLM(max_model_len=1024, speculative_config=config) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+            answers.append(
+                llm.generate("one two " * 20, params, use_tqdm=False)[0].outputs[0].token_ids
+            )
+            num_steps.append(llm._core.scheduler.counters.num_steps)
+    assert answers[0] == answers[1]
+    assert num_steps[1] < num_steps[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must be a JSON object"),
+        ({"method": "magic"}, "method must be ngram, not 'magic'"),
+        (
+            {"num_speculative_tokens": 0},
+            "num_speculative_tokens must be a whole number from 1 to 31",
+        ),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number"),
+        ({"draft": 1}, "has no key 'draft'"),
+    ],
+)
+def test_wrong_settings_are_refused(value: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        SchedulerConfig(speculative_config=value)
