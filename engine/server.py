@@ -299,7 +299,7 @@ def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int, num_grammars: 
     times as long as this."""
     blocks = scheduler.blocks
     device, host = blocks.tiers.device, blocks.tiers.host
-    counted, moved = scheduler.counters, blocks.counters
+    counted, moved, drafted = scheduler.counters, blocks.counters, scheduler.drafting.counters
     num_slots, num_empty = scheduler.slots()
     return EngineStats(
         num_requests_running=scheduler.num_running,
@@ -337,6 +337,9 @@ def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int, num_grammars: 
         num_grammars=num_grammars,
         num_grammar_masks_total=counted.num_masks,
         grammar_masks_seconds_total=counted.masks_s,
+        num_drafts_total=drafted.num_drafts,
+        num_draft_tokens_total=drafted.num_draft_tokens,
+        num_accepted_tokens_total=drafted.num_accepted_tokens,
     )
 
 

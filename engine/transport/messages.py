@@ -130,6 +130,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         prefix_cache_hits_total: tokens found; host_hits of them in host memory.
         num_grammars: compiled ones that are kept.
         num_grammar_masks_total: masks of tokens made for grammars, and the seconds they took.
+        num_drafts_total, num_draft_tokens_total, num_accepted_tokens_total: steps of a sequence
+            with drafts, their drafts, and those that were right, as vLLM counts.
     """
 
     num_requests_running: int = 0
@@ -167,6 +169,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_grammars: int = 0
     num_grammar_masks_total: int = 0
     grammar_masks_seconds_total: float = 0.0
+    num_drafts_total: int = 0
+    num_draft_tokens_total: int = 0
+    num_accepted_tokens_total: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step"):

@@ -145,6 +145,18 @@ def _counters(stats: EngineStats) -> Iterator[_Row]:
     )
     yield from _preemption_counters(stats)
     yield from _cache_counters(stats)
+    yield from _speculation_counters(stats)
+
+
+def _speculation_counters(stats: EngineStats) -> Iterator[_Row]:
+    """By vLLM's names."""
+    yield _one("spec_decode_num_drafts", "Steps of a sequence with drafts.", stats.num_drafts_total)
+    yield _one("spec_decode_num_draft_tokens", "Drafts.", stats.num_draft_tokens_total)
+    yield _one(
+        "spec_decode_num_accepted_tokens",
+        "Drafts that were right.",
+        stats.num_accepted_tokens_total,
+    )
 
 
 def _preemption_counters(stats: EngineStats) -> Iterator[_Row]:

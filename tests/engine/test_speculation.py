@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine import LLM, ConfigError, SamplingParams
@@ -167,3 +168,22 @@ def test_text_that_repeats_itself():
 def test_wrong_settings_are_refused(value: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         SchedulerConfig(speculative_config=value)
+
+
+def test_a_continuation_goes_on_alike():
+    """As after the death of an engine: the output so far comes with the request."""
+    plain, drafting = core_with(), core_with(speculative_config=NGRAM)
+    expected = run(plain, requests(ignore_eos=True))
+    asked = [
+        msgspec.structs.replace(
+            request,
+            output_token_ids=tuple(tokens[: 1 + number]),
+            prediction_token_ids=tuple(tokens),
+        )
+        for number, (request, (tokens, *_)) in enumerate(
+            zip(requests(ignore_eos=True), expected, strict=True)
+        )
+    ]
+    for number, (tokens, *_) in enumerate(run(drafting, asked)):
+        assert tokens == expected[number][0][1 + number :]
+    assert drafting.scheduler.drafting.counters.num_accepted_tokens > 0

@@ -251,6 +251,7 @@ def _read_request(named: dict[str, Any]) -> Request:
             **named,
             "prompt_token_ids": tuple(named["prompt_token_ids"]),
             "output_token_ids": tuple(named["output_token_ids"]),
+            "prediction_token_ids": tuple(named.get("prediction_token_ids", ())),
             "retention": None if retention is None else Retention(**retention),
             "sampling_params": SamplingParams(
                 **{
