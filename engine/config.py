@@ -34,7 +34,7 @@ class ModelConfig:
     """Which model, and how its weights are loaded.
 
     Attributes:
-        model: a directory, a Hugging Face Hub id, or `demo` for the built-in model.
+        model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
         quantization: of a dense checkpoint's matrices at load.
         quantization_override: `PATTERN=KIND`: another quantization for the modules of this name, or

@@ -67,8 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         "are plain numbers or have a unit: 512M, 2GiB, 250ms, 30s, 10m, 12h, 30d.",
         argument_default=argparse.SUPPRESS,  # tells what was given from what was not
     )
-    serve.add_argument("model", nargs="?", metavar="MODEL", help=f"a directory or a Hugging Face "
-                       f"Hub id; default: the built-in model {DEMO_MODEL!r}")  # fmt: skip
+    serve.add_argument(
+        "model", nargs="?", metavar="MODEL",
+        help="a directory, a GGUF file or a Hugging Face Hub id; "
+        f"default: the built-in model {DEMO_MODEL!r}",
+    )  # fmt: skip
     serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options")
     for title, flags in GROUPS.items():
         group = serve.add_argument_group(title)

@@ -124,7 +124,7 @@ struct rope_store_args {
     double eps;
 };
 
-/* As specified by kernels/paged_attention_reference.py, except for the order of values in a block. */
+/* As specified by kernels/paged_attention_reference.py, except for the order of numbers in a block. */
 struct attention_args {
     void *out;
     const void *query, *key_cache, *value_cache;
