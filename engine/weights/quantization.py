@@ -33,6 +33,9 @@ def _to_int4(rows: Tensor) -> QuantizedMatrix:
     weighted by the numbers' squares, since large ones matter more."""
     blocks = _blocks(rows, INT4_BLOCK)
     largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
+    # Exactly, to numbers around 1: errors are of their fourth power.
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    blocks, largest = (torch.ldexp(each, -exponent) for each in (blocks, largest))
     best_error = torch.full_like(largest, torch.inf)
     best_scale, best_codes = torch.zeros_like(largest), torch.zeros_like(blocks)
     weights = blocks.square()
@@ -47,7 +50,7 @@ def _to_int4(rows: Tensor) -> QuantizedMatrix:
         best_error = torch.where(is_better, error, best_error)
         best_scale = torch.where(is_better, scale, best_scale)
         best_codes = torch.where(is_better, codes, best_codes)
-    scales = best_scale.squeeze(2)
+    scales = torch.ldexp(best_scale, exponent).squeeze(2)
     scales[~blocks.isfinite().all(2)] = torch.nan
     return _joined(best_codes.to(torch.int8), scales, rows)
 

@@ -185,6 +185,17 @@ def test_rows_that_do_not_fill_their_blocks():
         assert relative_error(numbers[rest], rows[rest]) < error
 
 
+@pytest.mark.parametrize("kind", QUANTIZATIONS[1:])
+@pytest.mark.parametrize("exponent", [-30, -20, -12, 12, 20, 37])
+def test_rows_far_from_one(kind: Quantization, exponent: int):
+    """The same codes as near one, where a power of two makes the numbers far from it."""
+    rows = torch.randn(5, 200, generator=torch.Generator().manual_seed(0))
+    factor = 2.0 ** (3 * exponent)
+    near, far = (quantize_rows(each, kind, rows) for each in (rows, rows * factor))
+    assert torch.equal(far.codes.float(), near.codes.float())
+    assert torch.equal(far.scales, near.scales * factor)
+
+
 @pytest.mark.parametrize("quantization", MOVED)
 def test_the_second_start_reads_what_the_first_made(
     quantization: Quantization,
