@@ -418,7 +418,6 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         is_refused: the request is invalid, and nothing of it ran.
         param: the invalid parameter.
         is_superseded: with `FinishReason.ERROR`: another gateway now runs the request.
-        num_predicted_tokens: how many of the tokens were drafts taken from the prediction.
     """
 
     request_id: str
@@ -439,7 +438,6 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     is_refused: bool = False
     param: str | None = None
     is_superseded: bool = False
-    num_predicted_tokens: int = 0
 
 
 def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, BatchResult, ScheduledSequence
 from penstock.engine.blocks import BlockManager
-from penstock.engine.config import SpeculativeConfig
+from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.request import Sequence
 from penstock.engine.speculative.ngram import NgramDrafter
 
@@ -47,7 +47,6 @@ class _Drafted:
         limit: on the drafts of its next step.
         num_misses: steps in a row in which the first draft was wrong.
         pause: steps to go without drafts.
-        is_predicted: the last drafts came from its request's prediction.
     """
 
     sequence: Sequence
@@ -55,20 +54,19 @@ class _Drafted:
     limit: int = _FIRST_LIMIT
     num_misses: int = 0
     pause: int = 0
-    is_predicted: bool = False
 
 
 class Drafting:
     """
     Args:
-        config: None: only requests with a prediction get drafts.
+        config: its `speculation` is None: only requests with a prediction get drafts.
         num_tokens_left: how many tokens a sequence may still get.
         is_possible: the device checks drafts.
     """
 
     def __init__(
         self,
-        config: SpeculativeConfig | None,
+        config: SchedulerConfig,
         blocks: BlockManager,
         num_tokens_left: Callable[[Sequence], int],
         *,
@@ -76,8 +74,9 @@ class Drafting:
     ) -> None:
         self._is_possible = is_possible
         self.counters = DraftCounters()
-        self._is_for_all = config is not None
-        self._config = config or SpeculativeConfig()
+        self._is_for_all = config.speculation is not None
+        self._config = config.speculation or SpeculativeConfig()
+        self._max_num_tokens = config.max_num_batched_tokens
         self._blocks = blocks
         self._num_tokens_left = num_tokens_left
         self._drafted: dict[int, _Drafted] = {}  # by seq_id
@@ -106,7 +105,7 @@ class Drafting:
         if not self._drafted or any(item.num_new_tokens > 1 for item in scheduled.values()):
             return
         number = len(scheduled)
-        num_rows = TILE_ROWS - number
+        num_rows = min(TILE_ROWS, self._max_num_tokens) - number
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
             number -= 1
@@ -136,11 +135,6 @@ class Drafting:
             if drafted is not None:
                 self._adapt(drafted, num_drafts, num_right)
 
-    def num_predicted(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many of the step's tokens were drafts from the prediction, all but the last."""
-        drafted = self._drafted.get(sequence.seq_id)
-        return num_tokens - 1 if drafted is not None and drafted.is_predicted else 0
-
     def _add(
         self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
     ) -> int:
@@ -167,7 +161,6 @@ class Drafting:
         )
         if new_block_ids is None:
             return 0
-        drafted.is_predicted = drafted.drafter.is_predicted
         item.new_block_ids += new_block_ids
         item.num_new_tokens += len(drafts)
         item.draft_token_ids = drafts

@@ -327,8 +327,6 @@ class OutputProcessor:
             logprobs=logprobs[:num_kept],
             prompt_logprobs=prompt_logprobs,
         )
-        if len(token_ids) > 1:
-            output.num_predicted_tokens = self._drafting.num_predicted(sequence, num_kept)
         if sequence.num_cached_tokens:
             output.num_cached_tokens, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
         if reason is not None:

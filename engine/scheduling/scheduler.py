@@ -91,7 +91,7 @@ class Scheduler:
         self._branches = Branches(self._running_set, self._stop_rule)
         self._requests: dict[str, LiveRequest] = {}
         self.drafting = Drafting(
-            config.speculation,
+            config,
             blocks,
             self._stop_rule.num_tokens_left,
             is_possible=checks_drafts,
