@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.config import ModelConfig, Quantization
+from penstock.engine.config import ModelConfig
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Linear, MatrixLayer, constant
@@ -42,6 +42,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     """
     rules = config.quantization_rules
     kinds = [each for each in (config.quantization, *rules.values()) if each != "none"]
+    rounded_to = " + ".join(dict.fromkeys(kinds)) or "none"
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config, path)
     like = torch.empty(0, dtype=dtype, device=device)
@@ -64,7 +65,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
         model = Decoder(decoder_config).to(dtype)
     if checkpoint is None:
         model = _allocate(model, path, device)
-        model.quantization = " + ".join(dict.fromkeys(kinds)) or "none"
+        model.quantization = rounded_to
         _fill_random(model, config.seed)
         for name, module in model.named_modules():
             if isinstance(module, MatrixLayer):
@@ -72,7 +73,7 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
                 hold(module, architecture.module_names(name), list(parts))
     else:
         _fill_from(checkpoint, model, architecture, hold, like)
-        model.quantization = _describe(checkpoint, kinds)
+        model.quantization = _describe(checkpoint, rounded_to)
     quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
@@ -94,12 +95,12 @@ def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttentio
         attention.attention.given_scales = (found[0], found[1])
 
 
-def _describe(checkpoint: Checkpoint, kinds: Sequence[Quantization]) -> str:
-    """How the weights are stored; kinds: that a dense checkpoint's are rounded to."""
+def _describe(checkpoint: Checkpoint, rounded_to: str) -> str:
+    """How the weights are stored; rounded_to: what a dense checkpoint's become."""
     found = format_of(checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
         return f"{found} {' + '.join(checkpoint.types)}"
-    return found if found != "dense" else " + ".join(dict.fromkeys(kinds)) or "none"
+    return rounded_to if found == "dense" else found
 
 
 def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> torch.dtype:

@@ -51,7 +51,7 @@ class _Drafted:
 
     sequence: Sequence
     drafter: NgramDrafter
-    limit: int = _FIRST_LIMIT
+    limit: int
     num_misses: int = 0
     pause: int = 0
 
@@ -74,8 +74,9 @@ class Drafting:
     ) -> None:
         self._is_possible = is_possible
         self.counters = DraftCounters()
-        self._is_for_all = config.speculation is not None
-        self._config = config.speculation or SpeculativeConfig()
+        speculation = config.speculation
+        self._is_for_all = speculation is not None
+        self._config = speculation or SpeculativeConfig()
         self._max_num_tokens = config.max_num_batched_tokens
         self._blocks = blocks
         self._num_tokens_left = num_tokens_left
@@ -94,7 +95,8 @@ class Drafting:
             size=self._config.prompt_lookup_min,
             prediction=prediction,
         )
-        self._drafted[sequence.seq_id] = _Drafted(sequence, drafter)
+        limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
+        self._drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
