@@ -196,7 +196,9 @@ def _apis(
 def _service_settings(config: GatewayConfig) -> ResponseServiceSettings:
     return ResponseServiceSettings(
         task=ResponseTaskSettings(
-            grace_s=config.disconnect_grace_s, interval_s=config.stream_interval_ms / 1e3
+            grace_s=config.disconnect_grace_s,
+            interval_s=config.stream_interval_ms / 1e3,
+            store_patience_s=config.redis_patience_ms / 1e3,
         ),
         retention_s=config.session_retention_s,
         needs_storage=config.session_storage == "required",

@@ -98,7 +98,7 @@ async def test_every_kind_is_applied_and_its_cost_measured(monkeypatch: pytest.M
         ("FREEZES_S", (0.5,)), ("REST_S", 0.1), ("CALM_S", 1.0), ("NUM_BURSTS", 1),
         ("FLOOD_S", 2.0), ("NUM_PIPELINED", 5000), ("MAX_TRAILER_BYTES", 100_000),
         ("NUM_CONNECTIONS", 50), ("NUM_SILENT", 3), ("SILENT_FOR_S", 1.0), ("NUM_RESUMED", 1),
-        ("RESUMED_TOKENS", range(32, 33)), ("TRAILERS_FOR_S", 0.5),
+        ("RESUMED_TOKENS", range(600, 601)), ("TRAILERS_FOR_S", 0.5),
     ):  # fmt: skip
         monkeypatch.setattr(attack, name, value)
     with synthetic_server("--ttft-ms 10 --itl-ms 2") as target:

@@ -1,8 +1,9 @@
 """Runs a response: writes a generation's deltas to its log until the end, with or without readers.
 
 Each running response has one task, and a callback for new deltas. All deltas since the last
-callback become one entry. The turn is stored before any reader sees the end, and a response that
-nobody has read for too long is ended.
+callback become one entry. The turn is stored before any reader sees the end, unless the store is
+away for longer than a log's entry waits: then it is stored later. A response that nobody has read
+for too long is ended.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ from penstock.gateway.generation.generation import Generation, Usage
 from penstock.gateway.sources import consume
 from penstock.gateway.storage.conversations.prompt_ids import rendering_of
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
-from penstock.gateway.storage.conversations.store import DEFAULT_LEASE_S, ConversationStore
+from penstock.gateway.storage.conversations.store import (
+    DEFAULT_LEASE_S,
+    ConversationStore,
+    StoreUnavailableError,
+)
 from penstock.gateway.storage.response_log.item_kinds import MESSAGE
 from penstock.gateway.storage.response_log.log import ResponseLog
 from penstock.gateway.storage.response_log.record import EndEntry, ResponseHeader
 
 _LOG = logging.getLogger(__name__)
 _TOUCH_EVERY_S = DEFAULT_LEASE_S / 4
+_STORE_EVERY_S, _STORE_WITHIN_S = 0.1, 600.0  # if the store is away when a turn ends
 _STATUS: dict[FinishReason, TurnStatus] = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "incomplete",
@@ -58,10 +64,12 @@ class ResponseTaskSettings:
     Attributes:
         grace_s: how long a response without a reader continues.
         interval_s: minimum time between two entries; 0: one entry per engine iteration.
+        store_patience_s: how long a response's end waits for a store that is away.
     """
 
     grace_s: float = 60.0
     interval_s: float = 0.0
+    store_patience_s: float = 0.25
 
 
 class Phase(enum.Enum):
@@ -178,8 +186,13 @@ class ResponseTask:
             self.failure = None
             return
         self._move_to(Phase.ENDED)
-        await self._store(end)
+        if self._remember is not None:
+            self._remember(self._finished(turn_of(self.log.header), end))
+        turn = None if self._turn is None else self._finished(self._turn, end)
+        is_stored = turn is None or await self._store(turn, self._settings.store_patience_s)
         self.log.append(end)
+        if not (turn is None or is_stored or await self._store(turn, _STORE_WITHIN_S)):
+            _LOG.warning("cannot store turn %s: the store was away for too long", turn.turn_id)
 
     async def _generate(self, after: Callable[[], Awaitable[None]] | None) -> EndEntry:
         generation = self._generation
@@ -293,19 +306,26 @@ class ResponseTask:
 
     # -- the stored turn ---------------------------------------------------------------------
 
-    async def _store(self, end: EndEntry) -> None:
-        """Store the turn. Called before the end is logged: a reader may continue from it at
-        once."""
-        if self._remember is not None:
-            self._remember(self._finished(turn_of(self.log.header), end))
-        if self._turn is None:
-            return
-        try:
-            await self._conversations.finish_turn(self._finished(self._turn, end))
-        except RequestRefusedError as error:  # the stream ends normally without a stored turn
-            _LOG.warning("cannot store turn %s: %s", self._turn.turn_id, error)
-        except Exception:  # a bug; readers must see the end nevertheless
-            _LOG.exception("cannot store turn %s", self._turn.turn_id)
+    async def _store(self, turn: StoredTurn, within_s: float) -> bool:
+        """Store the ended turn, before the end is logged: a reader may continue from it at once.
+
+        Returns: False if the store was away all the time. An end that cannot be stored at all is
+        logged nevertheless.
+        """
+        give_up_s = time.monotonic() + within_s
+        while True:
+            try:
+                await self._conversations.finish_turn(turn)
+            except StoreUnavailableError:
+                if time.monotonic() >= give_up_s:
+                    return False
+                await asyncio.sleep(_STORE_EVERY_S)
+                continue
+            except RequestRefusedError as error:
+                _LOG.warning("cannot store turn %s: %s", turn.turn_id, error)
+            except Exception:  # a bug
+                _LOG.exception("cannot store turn %s", turn.turn_id)
+            return True
 
     def _finished(self, turn: StoredTurn, end: EndEntry) -> StoredTurn:
         header, branch = self.log.header, self._generation.branches[0]
