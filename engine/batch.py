@@ -51,6 +51,8 @@ class ScheduledSequence:
         entry: set when the sequence enters or re-enters; its table then starts empty.
         draft_token_ids: guesses of the tokens after the last, the end of the new tokens. The device
             samples after each, and keeps what it sampled as long as the guesses before were right.
+        num_wanted_drafts: how many of the new tokens the device's draft model is to guess instead;
+            it stores them in `draft_token_ids`.
     """
 
     seq_id: int
@@ -58,6 +60,11 @@ class ScheduledSequence:
     new_block_ids: tuple[int, ...] = ()
     entry: SequenceEntry | None = None
     draft_token_ids: tuple[int, ...] = ()
+    num_wanted_drafts: int = 0
+
+    @property
+    def num_drafts(self) -> int:
+        return self.num_wanted_drafts or len(self.draft_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "int8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 31
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
@@ -132,7 +132,9 @@ class SpeculativeConfig:
     """What `--speculative-config` says, by vLLM's names.
 
     Attributes:
-        method: `ngram` copies what followed the newest tokens before.
+        method: `ngram` copies what followed the newest tokens before; `draft_model` asks `model`.
+        model: a smaller model of the same vocabulary, as `ModelConfig.model` names one. It is held
+            in the dtype and quantization of the model that it drafts for.
         num_speculative_tokens: at most so many drafts of a sequence in a step. The default fills
             the eight rows that the CPU kernels multiply at once.
         prompt_lookup_min: tokens that must be equal before others are copied.
@@ -140,6 +142,7 @@ class SpeculativeConfig:
     """
 
     method: str = "ngram"
+    model: str | None = None
     num_speculative_tokens: int = 7
     prompt_lookup_min: int = 3
     prompt_lookup_max: int | None = None
@@ -167,12 +170,18 @@ class SpeculativeConfig:
                 name in known,
                 f"--speculative-config has no key {name!r}: choose from {', '.join(known)}",
             )
-        config = cls(**found)
+        default = "ngram" if found.get("model") is None else "draft_model"
+        config = cls(**{"method": default, **found})
         _check(
             config.method in SPECULATIVE_METHODS,
             f"--speculative-config: method must be {' or '.join(SPECULATIVE_METHODS)}, "
             f"not {config.method!r}",
         )
+        has_model = isinstance(config.model, str) and config.model != ""
+        if config.method == "draft_model":
+            _check(has_model, "--speculative-config: the method draft_model needs a model")
+        else:
+            _check(config.model is None, "--speculative-config: the method ngram has no model")
         limits = {
             "num_speculative_tokens": MAX_SPECULATIVE_TOKENS,
             "prompt_lookup_min": 16,

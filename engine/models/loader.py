@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from penstock.engine.config import ModelConfig
-from penstock.engine.errors import ModelLoadError
+from penstock.engine.config import DType, EngineConfig, ModelConfig
+from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Linear, MatrixLayer, constant
-from penstock.engine.model_files import weights_fingerprint
+from penstock.engine.model_files import resolve_model, weights_fingerprint
 from penstock.engine.models.decoder import Decoder, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.families import is_ignorable
@@ -29,6 +31,7 @@ _DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+_MAX_VOCAB_DIFFERENCE = 128  # of a draft model, as in llama.cpp: padding, a few special tokens
 _DUMMY_STD = 0.02
 _NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the numbers differ
 
@@ -79,6 +82,34 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
     model.rotary = rotary.to(device)
     return model.eval()
+
+
+def load_draft_model(config: EngineConfig, target: Decoder) -> Decoder | None:
+    """The model that drafts for `target`, in its dtype and on its device; None if the config names
+    none.
+
+    Raises:
+        ModelLoadError: names the invalid file, field or tensor.
+        ConfigError: its vocabulary is another one.
+    """
+    speculation = config.scheduler.speculation
+    if speculation is None or speculation.model is None:
+        return None
+    settings = replace(
+        config.model,
+        model=speculation.model,
+        revision=None,
+        dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
+        quantization_override=(),  # they name the target's modules
+        quantization_exclude=(),
+    )
+    draft = load_model(settings, resolve_model(settings, weights=True), target.device)
+    if abs(draft.vocab_size - target.vocab_size) > _MAX_VOCAB_DIFFERENCE:
+        raise ConfigError(
+            f"--speculative-config: {speculation.model} has a vocabulary of {draft.vocab_size} "
+            f"tokens, the model one of {target.vocab_size}: a draft model needs the same tokens"
+        )
+    return draft
 
 
 def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttention) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from penstock.engine.config import CacheConfig, CudagraphMode, DeviceConfig, ModelConfig
 from penstock.engine.errors import ConfigError
+from penstock.engine.models.language_model import TorchModel
 from penstock.kernels.cpu.cores import num_usable_cores
 
 
@@ -58,6 +59,14 @@ def resolve_kv_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache, for a model in `dtype`."""
     kinds = {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
     return kinds[config.kv_cache_dtype]
+
+
+def use_kv_dtype(model: TorchModel, dtype: torch.dtype) -> None:
+    """Have a model store keys and values in this dtype."""
+    if dtype == torch.float8_e4m3fn:
+        model.use_fp8_cache()
+    elif dtype == torch.int8:
+        model.use_int8_cache()
 
 
 def resolve_max_model_len(config: ModelConfig, context_len: int) -> int:

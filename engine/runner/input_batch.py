@@ -220,6 +220,43 @@ class InputBatch:
             return self._run.first()
         return inputs
 
+    def inputs_of(
+        self, spans: Mapping[int, tuple[int, int]], kv_pool: Tensor, *, needs_prompt_lens: bool
+    ) -> StepInputs:
+        """The tensors of another model's forward pass over known tokens of some sequences, sampled
+        after the last of each. It counts nothing as computed, and no run may last.
+
+        Args:
+            spans: seq_id → the position of its first token, and that after its last.
+        """
+        sequences = [self._sequences[seq_id] for seq_id in spans]
+        rows = np.array([sequence.row for sequence in sequences])
+        starts, ends = np.array(list(spans.values())).T
+        query_lens = ends - starts
+        arrays = self._token_arrays(sequences, rows, query_lens, ends, is_decode=False)
+        arrays["sampled_tokens"] = query_lens.cumsum() - 1
+        if needs_prompt_lens:
+            lens = np.array([sequence.num_prompt for sequence in sequences])
+            arrays["prompt_lens"] = lens.repeat(query_lens)
+        tensors = self._upload(arrays)
+        return StepInputs(
+            input_ids=tensors["input_ids"],
+            context=_context(tensors, kv_pool, int(query_lens.max()), int(ends.max())),
+            sampled_seq_ids=tuple(spans),
+            sampled_tokens=tensors["sampled_tokens"],
+            sampling=self._sampling.select(rows, ends),
+            prompt_spans=(),
+        )
+
+    def token_ids(self, seq_id: int) -> list[int]:
+        """A sequence's tokens, prompt and output."""
+        return self._sequences[seq_id].token_ids
+
+    def block_ids(self, seq_id: int) -> npt.NDArray[np.int32]:
+        """A sequence's block table."""
+        sequence = self._sequences[seq_id]
+        return self._block_tables[sequence.row, : sequence.num_blocks]
+
     def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         """Append a sampled token to each sequence: the input of its next step."""
         if self._run is not None:

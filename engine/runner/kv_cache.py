@@ -20,13 +20,18 @@ _MAX_HOST_POOLS = 4  # times the device's pool: a small pool has little to swap 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """One block of the pool: block_size tokens of every layer, keys and values."""
+    """One block of the pool: block_size tokens of every layer, keys and values.
+
+    Attributes:
+        num_draft_bytes: what a draft model's pool takes for the same tokens.
+    """
 
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+    num_draft_bytes: int = 0
 
     @classmethod
     def of(cls, kv_spec: Sequence[LayerKV], block_size: int) -> KVShape:
@@ -53,7 +58,7 @@ class KVShape:
     @property
     def bytes_per_block(self) -> int:
         numbers = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_size
-        return numbers * self.dtype.itemsize
+        return numbers * self.dtype.itemsize + self.num_draft_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -70,6 +70,11 @@ def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> Ho
     num_blocks = choose_num_host_blocks(
         config, shape, num_blocks=pool.shape[2], free_bytes=free, device=pool.device
     )
+    return make_host_tier(pool, num_blocks)
+
+
+def make_host_tier(pool: Tensor, num_blocks: int) -> HostTier | NoHostTier:
+    """A host tier of so many blocks for a device's pool."""
     return HostTier(pool, num_blocks) if num_blocks else NoHostTier(pool)
 
 

@@ -7,7 +7,7 @@ without a line in `launch`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from penstock.engine.layers.attention import Attention
 from penstock.engine.models.backends import check_deterministic, cpu_kernels, fastest, run_step
 from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.language_model import LanguageModel
-from penstock.engine.models.loader import load_model
+from penstock.engine.models.loader import load_draft_model, load_model
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
@@ -27,9 +27,11 @@ from penstock.engine.runner.device import (
     resolve_kv_dtype,
     resolve_max_model_len,
     select_device,
+    use_kv_dtype,
 )
+from penstock.engine.runner.draft_model import DraftModel, NoDraftModel
 from penstock.engine.runner.kv_cache import KVShape
-from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
+from penstock.engine.runner.memory import allocate_host_tier, allocate_pool, make_host_tier
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.grammars import StepMasks
@@ -93,11 +95,13 @@ class ModelRunner:
         dtype, quantization = model.dtype, model.quantization
         max_model_len = resolve_max_model_len(config.model, model.context_len)
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
-        if kv_dtype == torch.float8_e4m3fn:
-            model.use_fp8_cache()
-        elif kv_dtype == torch.int8:
-            model.use_int8_cache()
+        use_kv_dtype(model, kv_dtype)
         shape = KVShape.of(model.kv_spec, config.cache.block_size)
+        draft = load_draft_model(config, model)
+        if draft is not None:
+            use_kv_dtype(draft, kv_dtype)
+            draft_shape = KVShape.of(draft.kv_spec, config.cache.block_size)
+            shape = replace(shape, num_draft_bytes=draft_shape.bytes_per_block)
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
         library = cpu_kernels(model, shape.block_size, num_threads=config.device.num_threads)
@@ -127,6 +131,18 @@ class ModelRunner:
             device=self._device,
             grammars=self.grammars,
         )
+        self._draft_model: DraftModel | NoDraftModel = NoDraftModel()
+        if draft is not None:
+            draft_pool = draft_shape.allocate(num_blocks, self._device)
+            self._draft_model = DraftModel(
+                fastest(draft, shape.block_size, library),
+                draft_pool,
+                make_host_tier(draft_pool, self._host_tier.num_blocks),
+                self._batch,
+                self._sampler,
+                max_num_tokens=config.scheduler.max_num_batched_tokens,
+                vocab_size=min(model.vocab_size, draft.vocab_size),
+            )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
@@ -139,7 +155,7 @@ class ModelRunner:
             dtype=str(dtype).removeprefix("torch."),
             kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
             quantization=quantization,
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=self._model.weight_bytes + self._draft_model.weight_bytes,
             overlaps_steps=self._tokens.overlaps_steps,
             device=str(self._device),
             num_threads=self._model.num_threads,
@@ -154,9 +170,11 @@ class ModelRunner:
         """The same without waiting for a GPU, so the next step may be launched at once."""
         self._batch.update(batch)
         self._host_tier.execute(batch.moves)
+        self._draft_model.update(batch)
         stopwatch = Stopwatch(self._device)
         if not batch.scheduled:
             return StepInFlight(batch.step, stopwatch, self._host_tier)
+        self._draft_model.propose(batch)
         inputs = self._batch.prepare(
             batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
         )
@@ -173,7 +191,9 @@ class ModelRunner:
             sampling.draws,
             None if masks is None else masks.masks,
         )
+        self._draft_model.follow(batch, inputs)
         tokens = self._tokens.append(inputs, self._choose(output, sampling))
+        self._draft_model.settle()
         prompt_entries = None
         if inputs.prompt_spans:
             prompt_entries = prompt_logprobs(inputs.prompt_spans, output.hidden, self._model.logits)

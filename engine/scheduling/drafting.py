@@ -76,6 +76,7 @@ class Drafting:
         self.counters = DraftCounters()
         speculation = config.speculation
         self._is_for_all = speculation is not None
+        self._has_draft_model = speculation is not None and speculation.model is not None
         self._config = speculation or SpeculativeConfig()
         self._max_num_tokens = config.max_num_batched_tokens
         self._blocks = blocks
@@ -97,6 +98,14 @@ class Drafting:
         )
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
         self._drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether a sequence should get its next tokens only when those in flight are known, since
+        there are drafts for what comes after them."""
+        drafted = self._drafted.get(sequence.seq_id)
+        if drafted is None or drafted.pause > 0 or len(self._drafted) >= TILE_ROWS:
+            return False
+        return self._has_draft_model or bool(drafted.drafter.propose(1))
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
@@ -121,7 +130,7 @@ class Drafting:
             return
         counters = self.counters
         for item in batch.scheduled:
-            num_drafts = len(item.draft_token_ids)
+            num_drafts = item.num_drafts
             token_ids = result.token_ids.get(item.seq_id, ())
             if not num_drafts or not token_ids:
                 continue
@@ -147,28 +156,33 @@ class Drafting:
         """
         sequence = drafted.sequence
         num_tokens = len(sequence.token_ids)
+        if drafted.pause > 0:
+            drafted.pause -= 1
+            return 0
         if sequence.num_computed_tokens != num_tokens or sequence.num_in_flight_tokens != 1:
             return 0  # a token before the drafts is not known yet
         if sequence.num_output_tokens < max(sequence.params.min_tokens, 1):
             return 0
-        if drafted.pause > 0:
-            drafted.pause -= 1
-            return 0
         room = self._num_tokens_left(sequence) - 1
-        drafts = drafted.drafter.propose(min(drafted.limit, num_rows, room))
-        if not drafts:
+        limit = min(drafted.limit, num_rows, room)
+        drafts = drafted.drafter.propose(limit)
+        if self._has_draft_model and not drafted.drafter.is_predicted:
+            drafts = ()
+        num_drafts = len(drafts) or (limit if self._has_draft_model else 0)
+        if num_drafts <= 0:
             return 0
         new_block_ids = self._blocks.grow_if_free(
-            sequence, num_tokens + len(drafts), num_spared=num_spared
+            sequence, num_tokens + num_drafts, num_spared=num_spared
         )
         if new_block_ids is None:
             return 0
         item.new_block_ids += new_block_ids
-        item.num_new_tokens += len(drafts)
+        item.num_new_tokens += num_drafts
         item.draft_token_ids = drafts
-        sequence.num_draft_tokens = len(drafts)
-        sequence.num_computed_tokens += len(drafts)
-        return len(drafts)
+        item.num_wanted_drafts = 0 if drafts else num_drafts
+        sequence.num_draft_tokens = num_drafts
+        sequence.num_computed_tokens += num_drafts
+        return num_drafts
 
     def _adapt(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
         if num_right:

@@ -65,7 +65,7 @@ class PreemptionCosts:
         if result.compute_s > 0 and batch.scheduled:
             num_tokens = batch.num_tokens
             is_prefill = num_tokens >= _PREFILL_FACTOR * len(batch.scheduled)
-            if is_prefill and not any(item.draft_token_ids for item in batch.scheduled):
+            if is_prefill and not any(item.num_drafts for item in batch.scheduled):
                 self._token_s = _mean(self._token_s, result.compute_s / num_tokens)
 
 

@@ -256,6 +256,7 @@ class Scheduler:
             if (
                 sequence.params.beam_search is not None  # the search decides what comes next
                 or self._stop_rule.fills(sequence, num_tokens=num_tokens)  # it is the last
+                or self.drafting.awaits(sequence)
             ):
                 return 0
         return num_tokens - sequence.num_computed_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,8 +24,14 @@ NUM_PROMPTS, MAX_TOKENS = 32, 40
 NGRAM = {"method": "ngram"}
 
 
-def core_with(dtype: Any = "bfloat16", *, num_blocks: int = 2000, **scheduler: Any) -> EngineCore:
-    model = ModelConfig(dtype=dtype, max_model_len=1024)
+def core_with(
+    dtype: Any = "bfloat16",
+    *,
+    num_blocks: int = 2000,
+    model: ModelConfig | None = None,
+    **scheduler: Any,
+) -> EngineCore:
+    model = replace(model or ModelConfig(), dtype=dtype, max_model_len=1024)
     cache = CacheConfig(num_blocks=num_blocks, num_host_blocks=200)
     config = EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(**scheduler))
     core, _ = build_core(config)
@@ -156,7 +163,7 @@ def test_text_that_repeats_itself():
     [
         ("{", "is not JSON"),
         ("[1]", "must be a JSON object"),
-        ({"method": "magic"}, "method must be ngram, not 'magic'"),
+        ({"method": "magic"}, "method must be ngram or draft_model, not 'magic'"),
         (
             {"num_speculative_tokens": 0},
             "num_speculative_tokens must be a whole number from 1 to 31",
