@@ -8,7 +8,6 @@ from pathlib import Path
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.errors import ConfigError
 from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
 from penstock.engine.model_files import (
     read_generation_defaults,
@@ -18,6 +17,10 @@ from penstock.engine.model_files import (
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
+
+# Tokens that a decoding step computes in about the time of one. On a CPU MAX_ROWS of
+# kernels/cpu/kernels.c; on a GPU a guess: weights are read once, and products cost little.
+_NUM_CHEAP_ROWS = {"cpu": 8, "cuda": 32}
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -30,8 +33,6 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
     runner = ModelRunner(config, path, eos_token_ids=eos_token_ids)
     device = runner.info
-    if config.scheduler.speculation is not None and device.overlaps_steps:
-        raise ConfigError("--speculative-config needs a CPU: leave it out, or use --device cpu")
     scheduler = Scheduler(
         config.scheduler,
         BlockManager(
@@ -45,7 +46,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
-        checks_drafts=not device.overlaps_steps,
+        num_cheap_rows=_NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
     )
     core = EngineCore(
         scheduler,

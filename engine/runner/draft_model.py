@@ -42,8 +42,11 @@ class NoDraftModel:
     def follow(self, batch: Batch, inputs: StepInputs) -> None:
         """Nothing to compute."""
 
-    def settle(self) -> None:
+    def settle(self, seq_ids: Sequence[int]) -> None:
         """Nothing to keep."""
+
+
+NO_DRAFT_MODEL = NoDraftModel()
 
 
 class DraftModel:
@@ -132,7 +135,7 @@ class DraftModel:
                 token_ids = self._batch.token_ids(item.seq_id)
                 item.draft_token_ids = tuple(token_ids[-item.num_wanted_drafts :])
                 del token_ids[-item.num_wanted_drafts :]
-        self._proposed = ends
+        self._proposed |= ends
 
     def follow(self, batch: Batch, inputs: StepInputs) -> None:
         """Compute the prompts of a step here too.
@@ -143,16 +146,17 @@ class DraftModel:
         if inputs.drafts or inputs.context.layout.max_query_len == 1:
             return
         self._forward(inputs)
-        ends = inputs.context.layout.seq_lens.tolist()
-        for item, end in zip(batch.scheduled, ends, strict=True):
+        for item in batch.scheduled:
+            end = self._batch.num_computed(item.seq_id)
             if self._count(item.seq_id) >= end - item.num_new_tokens:
                 self._note(item.seq_id, end)
 
-    def settle(self) -> None:
-        """Keep what was computed for guesses that were right."""
-        for seq_id, end in self._proposed.items():
-            self._note(seq_id, min(end, len(self._batch.token_ids(seq_id)) - 1))
-        self._proposed = {}
+    def settle(self, seq_ids: Sequence[int]) -> None:
+        """Keep what was computed for guesses of these sequences that were right."""
+        for seq_id in seq_ids if self._proposed else ():
+            end = self._proposed.pop(seq_id, None)
+            if end is not None and seq_id in self._num_computed:  # it has not left
+                self._note(seq_id, min(end, len(self._batch.token_ids(seq_id)) - 1))
 
     def _catch_up(self, seq_id: int, num_sequences: int) -> int:
         """Compute a sequence's tokens, until a pass may contain those that are left; how many have

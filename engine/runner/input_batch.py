@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
+from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
 from penstock.engine.sampling.grammars import SequenceGrammar
@@ -77,6 +78,14 @@ class StepInputs:
     prompt_spans: tuple[PromptSpan, ...]
     token_rows: TokenRows | None = None
     drafts: tuple[int, ...] = ()
+
+    @property
+    def plain_rows(self) -> list[int]:
+        """The sampled rows of sequences without drafts."""
+        if not self.drafts:
+            return list(range(len(self.sampled_seq_ids)))
+        pairs = enumerate(pairwise((_NO_DRAFT, *self.drafts)))
+        return [row for row, pair in pairs if pair == (_NO_DRAFT, _NO_DRAFT)]
 
 
 Integers = npt.NDArray[np.int64]
@@ -252,6 +261,11 @@ class InputBatch:
         """A sequence's tokens, prompt and output."""
         return self._sequences[seq_id].token_ids
 
+    def num_computed(self, seq_id: int) -> int:
+        """How many of a sequence's tokens have keys and values once this step has run; not while a
+        run lasts."""
+        return int(self._num_computed[self._sequences[seq_id].row])
+
     def block_ids(self, seq_id: int) -> npt.NDArray[np.int32]:
         """A sequence's block table."""
         sequence = self._sequences[seq_id]
@@ -273,18 +287,24 @@ class InputBatch:
         self, inputs: StepInputs, token_ids: Sequence[int], is_valid: Sequence[bool]
     ) -> list[int]:
         """Append a step's tokens in place of its drafts: those of each sequence up to the first
-        that is not its draft, but no invalid one after others: it will be sampled again. Returns
-        the rows of these tokens."""
+        that is not its draft, but no invalid one after others: it will be sampled again.
+
+        Returns: the rows of these tokens, and the rows of sequences without drafts.
+        """
         kept: list[int] = []
-        for seq_id, rows in groupby(range(len(token_ids)), inputs.sampled_seq_ids.__getitem__):
-            sequence = self._sequences[seq_id]
+        for seq_id, group in groupby(range(len(token_ids)), inputs.sampled_seq_ids.__getitem__):
+            rows = list(group)
+            sequence = self._sequences.get(seq_id)
+            if sequence is None or len(rows) == 1:  # a sequence may have left meanwhile
+                kept += rows[:1]
+                continue
             new: list[int] = []
-            is_right = True
             for row in rows:
-                if is_right and (is_valid[row] or not new):
+                if is_valid[row] or not new:
                     new.append(row)
-                is_right = is_right and is_valid[row] and inputs.drafts[row] == token_ids[row]
-            num_drafts = row - new[0]
+                if not is_valid[row] or inputs.drafts[row] != token_ids[row]:
+                    break
+            num_drafts = len(rows) - 1
             del sequence.token_ids[len(sequence.token_ids) - num_drafts :]
             sequence.token_ids.extend(token_ids[row] for row in new)
             self._num_tokens[sequence.row] = len(sequence.token_ids)
@@ -439,7 +459,8 @@ def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -
     per_token = [
         8 * max_num_tokens
     ] * 6  # ids, positions, slots, prompt lengths; awaited ones twice
-    per_sequence = [8 * (max_num_seqs + 1)] * 4  # two of them in 32 bits
+    # Two of them in 32 bits; two have a row more for each draft.
+    per_sequence = [8 * (max_num_seqs + 1 + MAX_SPECULATIVE_TOKENS)] * 4
     tables = 4 * max_num_seqs * max_blocks
     return sum(map(padded_num_bytes, (*per_token, *per_sequence, tables)))
 

@@ -29,7 +29,7 @@ from penstock.engine.runner.device import (
     select_device,
     use_kv_dtype,
 )
-from penstock.engine.runner.draft_model import DraftModel, NoDraftModel
+from penstock.engine.runner.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool, make_host_tier
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
@@ -131,7 +131,7 @@ class ModelRunner:
             device=self._device,
             grammars=self.grammars,
         )
-        self._draft_model: DraftModel | NoDraftModel = NoDraftModel()
+        self._draft_model: DraftModel | NoDraftModel = NO_DRAFT_MODEL
         if draft is not None:
             draft_pool = draft_shape.allocate(num_blocks, self._device)
             self._draft_model = DraftModel(
@@ -193,7 +193,6 @@ class ModelRunner:
         )
         self._draft_model.follow(batch, inputs)
         tokens = self._tokens.append(inputs, self._choose(output, sampling))
-        self._draft_model.settle()
         prompt_entries = None
         if inputs.prompt_spans:
             prompt_entries = prompt_logprobs(inputs.prompt_spans, output.hidden, self._model.logits)
@@ -205,6 +204,7 @@ class ModelRunner:
             tokens,
             prompt_entries,
             masks,
+            self._draft_model,
         )
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
@@ -239,10 +239,12 @@ class StepInFlight:
         seq_ids: the sequences that get a token, in the order of `tokens`.
         tokens: None if nothing was computed.
         masks: of the sequences that have a grammar, if there are any.
+        draft_model: told when the tokens are known.
     """
 
     __slots__ = (
-        "_masks", "_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps", "_tokens"
+        "_draft_model", "_masks", "_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps",
+        "_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -254,8 +256,10 @@ class StepInFlight:
         tokens: Tokens | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         masks: StepMasks | None = None,
+        draft_model: DraftModel | NoDraftModel = NO_DRAFT_MODEL,
     ) -> None:
         stopwatch.mark_end()
+        self._draft_model = draft_model
         self._masks = masks
         self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
         self._seq_ids, self._tokens, self._prompt_logprobs = seq_ids, tokens, prompt_logprobs
@@ -268,6 +272,7 @@ class StepInFlight:
                 step=self._step, token_ids={}, swap_out_s=swap_out_s, swap_in_s=swap_in_s
             )
         sampled = self._tokens.read()
+        self._draft_model.settle(self._seq_ids)
         is_valid, rows = sampled.is_valid, sampled.rows
         swap_out_s, swap_in_s = self._swaps.take_seconds()
         token_ids: dict[int, tuple[int, ...]]

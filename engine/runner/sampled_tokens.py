@@ -11,6 +11,8 @@ next step's inputs; the host has a placeholder until its copy arrives.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -68,12 +70,16 @@ class TokensAtOnce:
 
     def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Sampled:
         sampled = chosen.read()
-        if inputs.drafts:
-            rows = self._batch.append_checked(inputs, sampled.token_ids, sampled.is_valid)
-            return sampled.select(rows)
         # For failed rows too: a step already planned may expect a token.
-        self._batch.append(inputs.sampled_seq_ids, sampled.token_ids)
-        return sampled
+        if not inputs.drafts:
+            self._batch.append(inputs.sampled_seq_ids, sampled.token_ids)
+            return sampled
+        plain = inputs.plain_rows
+        seq_ids = [inputs.sampled_seq_ids[row] for row in plain]
+        self._batch.append(seq_ids, [sampled.token_ids[row] for row in plain])
+        return sampled.select(
+            self._batch.append_checked(inputs, sampled.token_ids, sampled.is_valid)
+        )
 
 
 class TokensInFlight:
@@ -82,7 +88,9 @@ class TokensInFlight:
     Args:
         chosen: on the device, kept until they are copied.
         copied: the same in host memory, once the event `is_copied` has passed.
-        destinations: where to store each token: its sequence's token list, and an index into it.
+        destinations: where to store the tokens of some rows: row → its sequence's token list, and
+            an index into it.
+        select: checks the drafts, if there are any, and keeps what they leave.
     """
 
     def __init__(
@@ -90,10 +98,12 @@ class TokensInFlight:
         chosen: ChosenTokens,
         copied: ChosenTokens,
         is_copied: Any,
-        destinations: list[tuple[list[int], int]],
+        destinations: dict[int, tuple[list[int], int]],
+        select: Callable[[Sampled], Sampled] | None,
     ) -> None:
         self._on_device: ChosenTokens | None = chosen
         self._copied, self._is_copied, self._destinations = copied, is_copied, destinations
+        self._select = select
         self._sampled: Sampled | None = None
 
     @property
@@ -103,11 +113,10 @@ class TokensInFlight:
     def read(self) -> Sampled:
         if self._sampled is None:
             self._is_copied.synchronize()
-            self._sampled, self._on_device = self._copied.read(), None
-            for (token_ids, index), token_id in zip(
-                self._destinations, self._sampled.token_ids, strict=True
-            ):
-                token_ids[index] = token_id
+            sampled, self._on_device = self._copied.read(), None
+            for row, (token_ids, index) in self._destinations.items():
+                token_ids[index] = sampled.token_ids[row]
+            self._sampled = sampled if self._select is None else self._select(sampled)
         return self._sampled
 
 
@@ -149,12 +158,20 @@ class TokensOnDevice:
             copied = chosen.map(self._copy)
         is_copied = self._runtime.Event()
         is_copied.record(self._side)
-        destinations = self._batch.expect(inputs.sampled_seq_ids)
-        tokens = TokensInFlight(chosen, copied, is_copied, destinations)
+        plain = inputs.plain_rows
+        expected = self._batch.expect([inputs.sampled_seq_ids[row] for row in plain])
+        destinations = dict(zip(plain, expected, strict=True))
+        select = partial(self._checked, inputs) if inputs.drafts else None
+        tokens = TokensInFlight(chosen, copied, is_copied, destinations, select)
         while self._in_flight and self._in_flight[0].is_read:
             self._in_flight.popleft()
         self._in_flight.append(tokens)
         return tokens
+
+    def _checked(self, inputs: StepInputs, sampled: Sampled) -> Sampled:
+        """What the drafts leave. Their sequences are not in a later step yet."""
+        rows = self._batch.append_checked(inputs, sampled.token_ids, sampled.is_valid)
+        return sampled.select(rows)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy to host memory, on the current stream."""

@@ -1,7 +1,7 @@
 """Which sequences get how many drafts in a step, as they turn out to be right or wrong.
 
-Drafts only take what a step has to spare: the rows up to `TILE_ROWS`, which the kernels multiply
-at once, beside nothing but decoding sequences; and free blocks, so that nobody is preempted for
+Drafts only take what a step has to spare: the tokens that it computes in about the time of one,
+beside nothing but decoding sequences; and free blocks, so that nobody is preempted for
 them. A sequence whose drafts are right gets more of them, one whose drafts are wrong gets fewer,
 then none for a while.
 """
@@ -17,7 +17,6 @@ from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.request import Sequence
 from penstock.engine.speculative.ngram import NgramDrafter
 
-TILE_ROWS = 8  # MAX_ROWS of kernels/cpu/kernels.c: up to it a row costs next to nothing
 _FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
 _MAX_PAUSE = 32  # steps without drafts after wrong ones
 
@@ -61,7 +60,7 @@ class Drafting:
     Args:
         config: its `speculation` is None: only requests with a prediction get drafts.
         num_tokens_left: how many tokens a sequence may still get.
-        is_possible: the device checks drafts.
+        num_cheap_rows: tokens that a step computes in about the time of one.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class Drafting:
         blocks: BlockManager,
         num_tokens_left: Callable[[Sequence], int],
         *,
-        is_possible: bool = True,
+        num_cheap_rows: int,
     ) -> None:
-        self._is_possible = is_possible
+        self._num_cheap_rows = num_cheap_rows
         self.counters = DraftCounters()
         speculation = config.speculation
         self._is_for_all = speculation is not None
@@ -88,7 +87,7 @@ class Drafting:
         prediction = sequence.request.prediction_token_ids
         if not (self._is_for_all or prediction) or sequence.seq_id in self._drafted:
             return
-        if not (self._is_possible and _can_be_drafted(sequence)):
+        if not _can_be_drafted(sequence):
             return
         drafter = NgramDrafter(
             sequence.token_ids,
@@ -103,7 +102,7 @@ class Drafting:
         """Whether a sequence should get its next tokens only when those in flight are known, since
         there are drafts for what comes after them."""
         drafted = self._drafted.get(sequence.seq_id)
-        if drafted is None or drafted.pause > 0 or len(self._drafted) >= TILE_ROWS:
+        if drafted is None or drafted.pause > 0 or len(self._drafted) >= self._num_cheap_rows:
             return False
         return self._has_draft_model or bool(drafted.drafter.propose(1))
 
@@ -116,7 +115,7 @@ class Drafting:
         if not self._drafted or any(item.num_new_tokens > 1 for item in scheduled.values()):
             return
         number = len(scheduled)
-        num_rows = min(TILE_ROWS, self._max_num_tokens) - number
+        num_rows = min(self._num_cheap_rows, self._max_num_tokens) - number
         for seq_id, item in scheduled.items():
             share = -(-num_rows // number)
             number -= 1

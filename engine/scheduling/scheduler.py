@@ -53,7 +53,7 @@ class Scheduler:
         eos_token_ids: ids that end a text.
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         block_move_s: seconds to move a block between the tiers, as measured at start.
-        checks_drafts: the device can; otherwise no sequence gets any.
+        num_cheap_rows: tokens that a step computes in about the time of one: the room for drafts.
         clock: seconds, the clock of requests' `arrival_s`.
     """
 
@@ -65,7 +65,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         block_move_s: float = 0.0,
-        checks_drafts: bool = True,
+        num_cheap_rows: int = 8,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.blocks = blocks
@@ -94,7 +94,7 @@ class Scheduler:
             config,
             blocks,
             self._stop_rule.num_tokens_left,
-            is_possible=checks_drafts,
+            num_cheap_rows=num_cheap_rows,
         )
         self._output_processor = OutputProcessor(
             self._requests,

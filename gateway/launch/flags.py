@@ -325,9 +325,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "in one step", MILLISECONDS),
         Flag("preemption", _SCHEDULER.preemption, "what happens to a sequence's KV when blocks run "
              "out; auto: whichever costs less", choices=("auto", "swap", "recompute")),
-        Flag("speculative-config", None, "draft several tokens a step where the text repeats "
-             'itself, such as {"method": "ngram", "num_speculative_tokens": 7}; changes no token '
-             "(CPU only)", JSON),
+        Flag("speculative-config", None, "draft several tokens a step, which changes no token: "
+             '{"method": "ngram"} where the text repeats itself, {"model": DIRECTORY_OR_ID} by a '
+             'smaller model; "num_speculative_tokens": at most so many', JSON),
         Flag("scheduling-policy", _SCHEDULER.scheduling_policy, "fcfs: by arrival; priority: by "
              "the requests' priority first", choices=("fcfs", "priority")),
         Flag("priority-aging-s", _SCHEDULER.priority_aging_s, "waiting time that raises a request "

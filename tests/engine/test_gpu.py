@@ -115,7 +115,7 @@ def test_under_pressure_every_request_gets_what_it_gets_alone_on_the_card(
 def test_deterministic_tokens_and_logprobs_are_the_same_to_the_bit(
     kv_cache_dtype: KVCacheDType, dtype: DType, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    """Alone, together, in chunks of other sizes, from graphs or not, and preempted."""
+    """Alone, together, in chunks of other sizes, from graphs or not, preempted, and drafted."""
     path = tiny_checkpoint("LlamaForCausalLM")
     params = SamplingParams(temperature=0.8, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2)
     deterministic = replace(CUDA, deterministic=True)
@@ -132,7 +132,9 @@ def test_deterministic_tokens_and_logprobs_are_the_same_to_the_bit(
         (replace(ROOMY, max_num_batched_tokens=200), 400, deterministic),
         (replace(ROOMY, preemption="recompute"), TIGHT, deterministic),
         (replace(ROOMY, preemption="swap"), TIGHT, replace(deterministic, enforce_eager=True)),
-    ):
+        (replace(ROOMY, max_num_seqs=5, speculative_config={"model": str(path)}), 400,
+         deterministic),
+    ):  # fmt: skip
         found = answers(schedule, num_blocks, device)
         for key, answer in found.items():
             assert answer.tokens == expected[key].tokens

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine.config import (
@@ -164,6 +165,43 @@ def test_every_request_gets_what_it_gets_step_by_step(
     assert isinstance(core._executor._runner._model, GraphedModel)
     check_same(outputs(core, asked), expected)
     assert (core.scheduler.counters.num_preemptions > 0) == (num_blocks == TIGHT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_no_token(
+    kind: str,
+    method: str,
+    tiny_checkpoint: Callable[..., Path],
+    as_on_a_gpu: Callable[[CudagraphMode], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Those of a prediction that is right at times, and those of the model for itself."""
+    path = lettered(tiny_checkpoint("LlamaForCausalLM"), tmp_path / "model")
+    asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
+    with monkeypatch.context() as torch_alone:
+        torch_alone.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
+        expected = outputs(build(path, replace(ROOMY, max_steps_in_flight=1)), asked)
+    as_on_a_gpu("full")
+    if method == "ngram":
+        asked = [
+            msgspec.structs.replace(each, prediction_token_ids=_predicted(expected, each))
+            for each in asked
+        ]
+    config = {"method": method} | ({} if method == "ngram" else {"model": str(path)})
+    core = build(path, replace(ROOMY, max_num_seqs=5, speculative_config=config))
+    check_same(outputs(core, asked), expected)
+    counters = core.scheduler.drafting.counters
+    if kind == "plain":
+        assert counters.num_accepted_tokens > 0
+        assert method == "ngram" or counters.num_accepted_tokens == counters.num_draft_tokens
+
+
+def _predicted(expected: Answers, request: Request) -> tuple[int, ...]:
+    tokens = [each for each in expected[request.request_id, 0].tokens if isinstance(each, int)]
+    tokens[len(tokens) // 2 : len(tokens) // 2 + 1] = [5]
+    return tuple(tokens)
 
 
 def test_the_next_step_is_launched_before_the_last_is_read(
