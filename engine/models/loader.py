@@ -127,11 +127,12 @@ def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttentio
 
 
 def _describe(checkpoint: Checkpoint, rounded_to: str) -> str:
-    """How the weights are stored; rounded_to: what a dense checkpoint's become."""
+    """How the weights are stored; rounded_to: what the dense ones become."""
     found = format_of(checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
-        return f"{found} {' + '.join(checkpoint.types)}"
-    return rounded_to if found == "dense" else found
+        found = f"{found} {' + '.join(checkpoint.types)}"
+    kinds = [each for each, empty in ((found, "dense"), (rounded_to, "none")) if each != empty]
+    return " + ".join(kinds) or "none"
 
 
 def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> torch.dtype:

@@ -143,8 +143,10 @@ class DraftModel:
         Args:
             inputs: of the target.
         """
-        if inputs.drafts or inputs.context.layout.max_query_len == 1:
-            return
+        context = inputs.context
+        lacks_lens = self._model.needs_prompt_lens and context.prompt_lens is None
+        if inputs.drafts or context.layout.max_query_len == 1 or lacks_lens:
+            return  # it catches up when it is to guess
         self._forward(inputs)
         for item in batch.scheduled:
             end = self._batch.num_computed(item.seq_id)

@@ -110,6 +110,8 @@ def test_a_file_is_served(tmp_path: Path):
     assert answer.text == "The word walnut is spelled w-a-l-n-u-t."
     assert answer.finish_reason == "stop"
     assert load_model(ModelConfig(), gguf_directory(file), CPU).quantization == "gguf Q8_0"
+    rounded = load_model(ModelConfig(quantization="int8"), gguf_directory(file), CPU)
+    assert rounded.quantization == "gguf Q8_0 + int8"  # its dense matrices, if it has any
     convert(DEMO_MODEL_PATH, file, mixed)
     mixture = load_model(ModelConfig(), gguf_directory(file), CPU).quantization
     assert mixture == "gguf Q4_0 + Q4_1 + Q5_1"
