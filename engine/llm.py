@@ -111,6 +111,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        prediction: str | Sequence[str] = "",
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
         """Continue texts.
@@ -121,6 +122,8 @@ class LLM:
                 `default_sampling_params`.
             priority: one for all prompts, or a list with one for each; lower runs first. Needs
                 `scheduling_policy="priority"`.
+            prediction: what the outputs may be: one text for all prompts, or a list with one for
+                each. It changes no token; as far as it is right, they take less time on a CPU.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
@@ -128,7 +131,8 @@ class LLM:
         """
         tokens = self._tokenise(prompts)
         params = params_for(self._or_default(sampling_params), len(tokens))
-        requests = self._requests(tokens, params, priority)
+        predictions = self._predictions(prediction, len(tokens))
+        requests = self._requests(tokens, params, priority, predictions=predictions)
         collectors = [
             OutputCollector(request, self.tokenizer, prompt=prompt.text, context=prompt.token_ids)
             for request, prompt in zip(requests, tokens, strict=True)
@@ -145,6 +149,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str = "auto",
+        prediction: str | Sequence[str] = "",
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
         """Answer conversations, each rendered with the model's chat template. Parameters without
@@ -160,6 +165,7 @@ class LLM:
             chat_template_kwargs: further variables for the template (`enable_thinking`, …).
             tools: functions that the model may call, as in OpenAI's chat API. They are not run.
             tool_choice: `auto`, `none`, `required`, or the name of the function to call.
+            prediction: what the answers may be, as for `generate`.
 
         Raises:
             InvalidRequestError: a template refuses its conversation, or as for `generate`.
@@ -197,7 +203,8 @@ class LLM:
                 params_for(self._or_default(sampling_params), len(tokens)), formats, strict=True
             )
         ]
-        requests = self._requests(tokens, params, fills_context=True)
+        predictions = self._predictions(prediction, len(tokens))
+        requests = self._requests(tokens, params, predictions=predictions, fills_context=True)
         collectors = [
             OutputCollector(
                 request,
@@ -320,6 +327,7 @@ class LLM:
         params: Sequence[SamplingParams],
         priority: int | Sequence[int] = 0,
         *,
+        predictions: Sequence[tuple[int, ...]] | None = None,
         retention: Retention | None = None,
         fills_context: bool = False,
     ) -> list[Request]:
@@ -334,9 +342,14 @@ class LLM:
                 arrival_s=arrival_s,
                 priority=band,
                 retention=retention,
+                prediction_token_ids=predicted,
             )
-            for prompt, own, band in zip(
-                prompts, params, self._priorities(priority, len(prompts)), strict=True
+            for prompt, own, band, predicted in zip(
+                prompts,
+                params,
+                self._priorities(priority, len(prompts)),
+                predictions or [()] * len(prompts),
+                strict=True,
             )
         ]
 
@@ -374,6 +387,25 @@ class LLM:
                 'priority needs LLM(scheduling_policy="priority")', param="priority"
             )
         return bands
+
+    def _predictions(
+        self, prediction: str | Sequence[str], num_prompts: int
+    ) -> list[tuple[int, ...]]:
+        """Token ids of what each output may be, cut to the context."""
+        texts = [prediction] * num_prompts if isinstance(prediction, str) else prediction
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+            raise InvalidRequestError(
+                "prediction must be a text or a list of texts", param="prediction"
+            )
+        if len(texts) != num_prompts:
+            raise InvalidRequestError(
+                f"{len(texts)} predictions for {num_prompts} prompts", param="prediction"
+            )
+        encode, most = self.tokenizer.encode, self.info.max_model_len
+        tokens = [encode(text, add_special_tokens=False, param="prediction") for text in texts]
+        for token_ids in tokens:
+            check_vocabulary(token_ids, self.info.vocab_size, param="prediction")
+        return [tuple(token_ids[:most]) for token_ids in tokens]
 
     def _collect(
         self, collectors: Sequence[OutputCollector], *, use_tqdm: bool

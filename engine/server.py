@@ -340,6 +340,7 @@ def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int, num_grammars: 
         num_drafts_total=drafted.num_drafts,
         num_draft_tokens_total=drafted.num_draft_tokens,
         num_accepted_tokens_total=drafted.num_accepted_tokens,
+        num_accepted_tokens_per_pos_total=tuple(drafted.accepted_by_position),
     )
 
 

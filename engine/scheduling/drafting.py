@@ -84,6 +84,8 @@ class Drafting:
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence enters the device."""
+        if not sequence.params.speculation:
+            return
         prediction = sequence.request.prediction_token_ids
         if not (self._is_for_all or prediction) or sequence.seq_id in self._drafted:
             return

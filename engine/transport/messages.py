@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.engine.request import Request, RequestOutput
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
@@ -132,6 +132,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_grammar_masks_total: masks of tokens made for grammars, and the seconds they took.
         num_drafts_total, num_draft_tokens_total, num_accepted_tokens_total: steps of a sequence
             with drafts, their drafts, and those that were right, as vLLM counts.
+        num_accepted_tokens_per_pos_total: how many of the latter were the first, second … of their
+            step; it has as many numbers as there were such places.
     """
 
     num_requests_running: int = 0
@@ -172,6 +174,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_drafts_total: int = 0
     num_draft_tokens_total: int = 0
     num_accepted_tokens_total: int = 0
+    num_accepted_tokens_per_pos_total: tuple[int, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step"):

@@ -157,6 +157,12 @@ def _speculation_counters(stats: EngineStats) -> Iterator[_Row]:
         "Drafts that were right.",
         stats.num_accepted_tokens_total,
     )
+    yield _Row(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that were right, by their position among those of their step.",
+        {str(position): n for position, n in enumerate(stats.num_accepted_tokens_per_pos_total)},
+        "position",
+    )
 
 
 def _preemption_counters(stats: EngineStats) -> Iterator[_Row]:

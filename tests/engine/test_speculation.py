@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.engine import LLM, ConfigError, SamplingParams
+from penstock.engine import LLM, ConfigError, InvalidRequestError, SamplingParams
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request
@@ -142,6 +142,62 @@ def test_a_prediction_needs_no_setting():
     num_steps = plain.scheduler.counters.num_steps
     assert run(plain, [request]) == [expected]
     assert plain.scheduler.counters.num_steps - num_steps < MAX_TOKENS / 4
+
+
+def test_an_offline_prediction():
+    """By a text for each prompt; the parameters can turn drafts off."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    with LLM(max_model_len=1024) as llm:
+
+        def num_steps() -> int:
+            return llm._core.scheduler.counters.num_steps
+
+        prompts = ["Once there was a", "Long ago, in"]
+        plain = llm.generate(prompts, greedy, use_tqdm=False)
+        texts = [each.outputs[0].text for each in plain]
+        [spoken] = llm.chat(messages, greedy, use_tqdm=False)
+        for params, is_on in (
+            (greedy, True),
+            (msgspec.structs.replace(greedy, speculation=False), False),
+        ):
+            before = num_steps()
+            told = llm.generate(prompts, params, prediction=texts, use_tqdm=False)
+            assert (num_steps() - before < 24) is is_on
+            assert [each.outputs for each in told] == [each.outputs for each in plain]
+            before = num_steps()
+            [again] = llm.chat(messages, params, prediction=spoken.outputs[0].text, use_tqdm=False)
+            assert (num_steps() - before < 24) is is_on
+            assert again.outputs == spoken.outputs
+        long = llm.generate(prompts, greedy, prediction="story " * 5000, use_tqdm=False)
+        assert [each.outputs for each in long] == [each.outputs for each in plain]
+        for wrong, message in (
+            (["a"], "1 predictions for 2 prompts"),
+            (7, "prediction must be a text or a list of texts"),
+            ([b"a", "b"], "prediction must be a text or a list of texts"),
+        ):
+            with pytest.raises(InvalidRequestError, match=message):
+                llm.generate(prompts, greedy, prediction=wrong, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_speculation_is_off_for_one_request():
+    """Beside one that has drafts, with `--speculative-config`."""
+    core = core_with(speculative_config=NGRAM)
+    asked = requests(ignore_eos=True)[:2]
+    expected = run(core, asked)
+    told = [
+        msgspec.structs.replace(
+            request,
+            prediction_token_ids=tuple(tokens),
+            sampling_params=msgspec.structs.replace(request.sampling_params, speculation=is_on),
+        )
+        for request, (tokens, *_), is_on in zip(asked, expected, (True, False), strict=True)
+    ]
+    before = core.scheduler.drafting.counters.num_accepted_tokens
+    assert run(core, told[1:]) == expected[1:]
+    assert core.scheduler.drafting.counters.num_accepted_tokens == before
+    assert run(core, told) == expected
+    assert core.scheduler.drafting.counters.num_accepted_tokens > before + MAX_TOKENS / 2
 
 
 def test_text_that_repeats_itself():

@@ -45,6 +45,7 @@ def test_every_message_survives_the_wire() -> None:
         arrival_s=1.25,
         deadline_s=None,
         tenant="t",
+        prediction_token_ids=(5, 6),
     )
     logprobs = TokenLogprobs(token_id=3, logprob=-0.5, rank=2, top=((4, -0.25), (3, -0.5)))
     output = RequestOutput(
@@ -54,7 +55,7 @@ def test_every_message_survives_the_wire() -> None:
         finish_reason=FinishReason.STOP,
         stop_token_id=3,
     )
-    stats = EngineStats(num_requests_running=3)
+    stats = EngineStats(num_requests_running=3, num_accepted_tokens_per_pos_total=(2, 1))
     for message in (
         Hello(),
         INFO,
@@ -91,7 +92,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (9, "ecae8a3be8134fbb")
+    assert (PROTOCOL_VERSION, digest) == (10, "950656d71fc8f852")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -69,9 +69,11 @@ def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize("name", [field.name for field in msgspec.structs.fields(EngineStats)])
 def test_every_number_of_the_engine_is_exported(name: str) -> None:
-    base = EngineStats(num_blocks=100, num_host_blocks=50)
+    base = EngineStats(num_blocks=100, num_host_blocks=50, num_accepted_tokens_per_pos_total=(3, 2))
+    value = getattr(base, name)
+    more = (*value[:-1], value[-1] + 7) if isinstance(value, tuple) else value + 7
     before = _engine_metrics(base)
-    after = _engine_metrics(msgspec.structs.replace(base, **{name: getattr(base, name) + 7}))
+    after = _engine_metrics(msgspec.structs.replace(base, **{name: more}))
     assert before.keys() == after.keys()
     changed = [sample for sample in after if after[sample] != before[sample]]
     assert changed

@@ -187,12 +187,14 @@ async def test_gauges_die_with_the_engine_and_counters_stay(tmp_path: Path) -> N
     async with linked(tmp_path) as (client, engine):
         engine.stats = EngineStats(
             num_requests_running=1, num_requests_swapped=2, num_blocks_cached=3, num_blocks=64,
-            num_preemptions_total=4,
+            num_preemptions_total=4, num_accepted_tokens_per_pos_total=(3, 1),
         )  # fmt: skip
         await until(lambda: client.stats.num_preemptions_total == 4)
         await engine.die()
         await until(lambda: client.is_lost)
-        assert client.stats == EngineStats(num_blocks=64, num_preemptions_total=4)
+        assert client.stats == EngineStats(
+            num_blocks=64, num_preemptions_total=4, num_accepted_tokens_per_pos_total=(3, 1)
+        )
 
 
 async def test_what_came_before_the_death_is_delivered(

@@ -66,6 +66,7 @@ sampling = st.builds(
     ),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
+    speculation=st.booleans(),
 )
 searches = st.builds(
     SamplingParams,
@@ -88,6 +89,7 @@ requests = st.builds(
     cache_salt=st.text(),
     deadline_s=st.none() | st.floats(0, 4e9),
     adapter=st.none() | st.text(),
+    prediction_token_ids=token_ids,
     retention=st.none()
     | st.builds(Retention, duration_s=st.floats(0, 1e6), priority=st.integers(-9, 9)),
 )
