@@ -27,8 +27,9 @@ export { isSendableKey, PenstockError } from "./http.js";
  */
 /**
  * Parameters of `POST /v1/responses` (`model`, `input`, `instructions`, `temperature`,
- * `conversation`, `previous_response_id`, `store`, `penstock`, …). With `schema`, the output is JSON
- * that matches it: a JSON Schema, or what has `toJSONSchema` and `parse`, as schemas of zod.
+ * `conversation`, `previous_response_id`, `store`, `prediction`, `penstock`, …). With `schema`, the
+ * output is JSON that matches it: a JSON Schema, or what has `toJSONSchema` and `parse`, as schemas
+ * of zod.
  * @typedef {Record<string, any> & { model: string }} RespondParameters
  */
 /**

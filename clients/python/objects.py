@@ -154,10 +154,19 @@ class ChatChoice(TypedDict):
     logprobs: dict[str, Any] | None
 
 
+class CompletionTokensDetails(TypedDict, total=False):
+    """The two of predictions are there where one was given."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class ChatUsage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class ChatCompletion(TypedDict):

@@ -26,9 +26,25 @@ Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
 
 Extensions = TypedDict(
     "Extensions",
-    {"continue": bool, "events": Sequence[Literal["queue", "preempted", "resumed"]]},
+    {
+        "speculation": bool,
+        "continue": bool,  # this and `events`: of responses
+        "events": Sequence[Literal["queue", "preempted", "resumed"]],
+    },
     total=False,
 )
+
+
+class PredictedPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(TypedDict):
+    """What an output may be. It changes no token, only the time."""
+
+    type: Literal["content"]
+    content: str | Sequence[PredictedPart]
 
 
 class SamplingParams(TypedDict, total=False):
@@ -47,6 +63,8 @@ class SamplingParams(TypedDict, total=False):
     priority: int
     cache_salt: str
     structured_outputs: Mapping[str, Any]
+    prediction: Prediction
+    penstock: Extensions
     extra_body: Mapping[str, Any]
 
 
@@ -64,7 +82,6 @@ class ResponseParams(SamplingParams, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     reasoning: Mapping[str, Any] | None
-    penstock: Extensions
 
 
 class ToolResponseParams(ResponseParams, total=False):

@@ -12,6 +12,7 @@ import itertools
 import re
 import uuid
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
@@ -26,12 +27,14 @@ from penstock.gateway.generation.generation import (
     Usage,
     collected,
 )
+from penstock.gateway.generation.prediction import num_accepted
 from penstock.gateway.http.event_stream import DONE, EventStream, ResumedEventStream, data
 from penstock.gateway.http.raw_writer import RawWriter, pump
 from penstock.gateway.sources import next_of
 
 _ID = re.compile("[-_]")  # separates a request id's prefix, its random part and the prompt's number
 _LONG_PROMPT_TOKENS = 256  # from here on a thread converts the prompt's logprobs to JSON
+_LONG_PREDICTION_TOKENS = 4096  # from here on a thread compares it with the output
 
 _ANY_TEXT = uuid.uuid4().hex  # stands for a text
 
@@ -113,7 +116,7 @@ class Answer(abc.ABC):
                 self.choice(index, output) | self._next_token_ids(index)
                 for index, output in enumerate(itertools.chain.from_iterable(outputs))
             ],
-            "usage": self._total_usage(),
+            "usage": await self._total_usage(),
             **self.extras(),
         }
 
@@ -136,7 +139,7 @@ class Answer(abc.ABC):
                     if not out.write(payload):
                         await out.drained()
             await pump(merged, self._encoded, out)
-        last = self._event([], self._total_usage()) if self._usage.is_shown else b""
+        last = self._event([], await self._total_usage()) if self._usage.is_shown else b""
         out.write(last + DONE)
 
     def _encoded(self, deltas: Sequence[tuple[int, Delta]]) -> Sequence[bytes]:
@@ -197,8 +200,24 @@ class Answer(abc.ABC):
             chunk["usage"] = usage
         return data(orjson.dumps(chunk))
 
-    def _total_usage(self) -> dict[str, Any]:
-        return usage_object(generation.usage for generation in self.generations)
+    async def _total_usage(self) -> dict[str, Any]:
+        usage = usage_object(generation.usage for generation in self.generations)
+        predicted = [
+            (prediction, generation.output_token_ids(rank))
+            for generation in self.generations
+            if (prediction := generation.request.prediction_token_ids)
+            for rank in range(self.num_each)
+        ]
+        if predicted:
+            num_predicted = sum(len(prediction) for prediction, _ in predicted)
+            count = partial(sum, itertools.starmap(num_accepted, predicted))
+            is_long = num_predicted >= _LONG_PREDICTION_TOKENS
+            num_right = await asyncio.to_thread(count) if is_long else count()
+            usage.setdefault("completion_tokens_details", {}).update(
+                accepted_prediction_tokens=num_right,
+                rejected_prediction_tokens=num_predicted - num_right,
+            )
+        return usage
 
 
 def error_events(error: Exception) -> bytes:

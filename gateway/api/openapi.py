@@ -306,7 +306,15 @@ ANSWERS: dict[str, Schema] = {
     # generated
     "TokenLogprob": _object(**_TOKEN, top_logprobs=_list(_object(**_TOKEN))),
     "Usage": _object(
-        {"completion_tokens_details": _object(reasoning_tokens=INTEGER)},
+        {
+            "completion_tokens_details": _object(
+                {
+                    "reasoning_tokens": INTEGER,
+                    "accepted_prediction_tokens": INTEGER,
+                    "rejected_prediction_tokens": INTEGER,
+                }
+            )
+        },
         prompt_tokens=INTEGER,
         completion_tokens=INTEGER,
         total_tokens=INTEGER,

@@ -39,6 +39,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
         grammars: what has to compile of `sampling_params.structured_outputs`, with the parameters
             that it came from.
         output_format: how thoughts and tool calls are found in it; None: it is one message.
+        prediction: what it may be.
     """
 
     sampling_params: SamplingParams
@@ -50,6 +51,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     continues_prompt: bool = False
     grammars: Sequence[tuple[str, StructuredOutputs]] = ()
     output_format: OutputFormat | None = None
+    prediction: str = ""
 
 
 def default_prompt_bytes(max_model_len: int) -> int:

@@ -40,6 +40,7 @@ from penstock.gateway.generation.context_limits import (
     GenerationOptions,
     check_prompt_bytes,
     check_vocabulary,
+    default_prompt_bytes,
     effective_priority,
     fit_branches,
     output_limit,
@@ -236,10 +237,12 @@ class Generator:
         info = await self._engine.require_info()
         priority = effective_priority(caller, options.priority, info.scheduling_policy)
         params = _fitting_params(options, len(prompt_token_ids), info=info, param=param)
+        prediction_token_ids = await self._tokenise_prediction(options.prediction, info)
         for name, token_ids in (
             (param, prompt_token_ids),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("prediction", prediction_token_ids),
         ):
             check_vocabulary(token_ids, info.vocab_size, param=name)
         check_choice(params, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
@@ -266,11 +269,25 @@ class Generator:
                 wants_queue_position=options.wants_queue_position,
                 deadline_s=None if deadline_s is None else now_s + deadline_s,
                 retention=retention,
+                prediction_token_ids=prediction_token_ids,
             ),
             continues_prompt=options.continues_prompt,
             reservation=reservation,
             output_format=options.output_format,
         )
+
+    async def _tokenise_prediction(self, text: str, info: EngineInfo) -> tuple[int, ...]:
+        """Token ids of what an output may be. What is beyond the context is cut off: it could not
+        be right."""
+        if not text:
+            return ()
+        tokenizer, most = self.model.tokenizer, info.max_model_len
+        longest = tokenizer.longest_token_bytes
+        num_chars = most * longest if longest else default_prompt_bytes(most)
+        text = text[:num_chars]
+        encode = partial(tokenizer.encode, text, add_special_tokens=False, param="prediction")
+        is_long = len(text) >= LONG_TEXT_CHARS
+        return tuple((await self.long_work.run(encode, is_long=is_long))[:most])
 
     def resume(
         self,

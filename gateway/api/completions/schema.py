@@ -45,6 +45,8 @@ class CompletionRequest(ChoicesRequest):
             raise invalid("best_of", "must equal n with stream: the best are only known at the end")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise invalid("truncate_prompt_tokens", "cannot be used with echo")
+        if self.prediction is not None and len(self.prompts) > 1:
+            raise invalid("prediction", "cannot be used with several prompts")
         if len(self.prompts) * max(self.n, self.best_of or 1) > MAX_OUTPUTS:
             raise invalid("n", f"(or best_of) times prompts must be at most {MAX_OUTPUTS}")
         return self

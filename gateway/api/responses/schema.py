@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from penstock.engine.chat_formats import OfferedTools
 from penstock.gateway.api.schema.fields import (
     ConversationId,
+    Extensions,
     Includes,
     MaxTokens,
     Metadata,
@@ -35,8 +36,8 @@ _MAX_EVENTS = 8
 _MAX_KEY_CHARS = 512
 
 
-class Extensions(Model):
-    """penstock's own parameters.
+class ResponseExtensions(Extensions):
+    """Those that only responses have.
 
     Attributes:
         continues: `continue` on the wire: continue the previous response where it was cut off.
@@ -93,7 +94,7 @@ class ResponsesRequest(SamplingRequest):
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=_MAX_KEY_CHARS)] | None = None
-    penstock: Extensions = Extensions()
+    penstock: ResponseExtensions = ResponseExtensions()
 
     @model_validator(mode="after")
     def _check_input(self) -> ResponsesRequest:

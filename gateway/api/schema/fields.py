@@ -23,6 +23,7 @@ from penstock.engine.request import (
     BeamSearch,
     SamplingParams,
 )
+from penstock.gateway.api.schema.messages import MAX_ITEMS
 from penstock.gateway.api.schema.model import Model, bounded, invalid
 from penstock.gateway.api.schema.parameters import Endpoint
 from penstock.gateway.api.schema.structured_outputs import (
@@ -107,6 +108,34 @@ Includable = Literal[
     "reasoning.encrypted_content",
 ]
 Includes = Annotated[list[Includable], Field(max_length=_MAX_INCLUDES, fail_fast=True)]
+
+
+class PredictedPart(Model):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Model):
+    """OpenAI's: what the output may be. It changes no token, only the time."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[PredictedPart], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class Extensions(Model):
+    """penstock's own parameters.
+
+    Attributes:
+        speculation: see `SamplingParams`.
+    """
+
+    speculation: bool = True
 
 
 class StreamOptions(Model):
@@ -198,6 +227,8 @@ class SamplingRequest(_Common):
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-_MAX_PRIORITY, lt=_MAX_PRIORITY)] = 0
+    prediction: Prediction | None = None
+    penstock: Extensions = Extensions()
 
     @model_validator(mode="after")
     def _check_constraint(self) -> SamplingRequest:
@@ -216,6 +247,7 @@ class SamplingRequest(_Common):
             wants_queue_position=self.wants_queue_position,
             continues_prompt=self.continues_prompt,
             grammars=self.constraint.grammars,
+            prediction="" if self.prediction is None else self.prediction.text,
         )
 
     def _sampling_params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
@@ -235,6 +267,7 @@ class SamplingRequest(_Common):
             beam_search=branching.beam_search,
             structured_outputs=self.constraint.structured_outputs,
             stop=tuple(self.stop),
+            speculation=self.penstock.speculation,
         )
 
     @cached_property

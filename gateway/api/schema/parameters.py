@@ -50,7 +50,7 @@ _ROWS: tuple[_Row, ...] = (
     (_ALL, Use.NEUTRAL, "user", ()),
     (_MESSAGES, Use.NEUTRAL, "service_tier prompt_cache_retention", ()),
     (_CHAT, Use.NEUTRAL, "safety_identifier prompt_cache_key prompt_cache_options", ()),
-    (_CHAT, Use.NEUTRAL, "metadata store prediction", ()),
+    (_CHAT, Use.NEUTRAL, "metadata store", ()),
     (_RESPONSES, Use.NEUTRAL, "client_metadata", ()),  # Codex sends it
     (_COMPLETIONS, Use.REFUSED, "suffix", ("",)),
     (_CHAT, Use.REFUSED, "audio functions web_search_options", ()),

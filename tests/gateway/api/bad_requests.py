@@ -17,6 +17,10 @@ def says(**message: Any) -> str:
     return chat(messages=[{"role": "user", "content": "x", **message}])
 
 
+def predicts(**values: Any) -> str:
+    return chat(prediction={"type": "content", "content": "x", **values})
+
+
 def responds(**values: Any) -> str:
     return json.dumps({"input": "a", **values})
 
@@ -77,6 +81,36 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, chat(repetition_penalty=1e-320), 400, "invalid_value", "repetition_penalty"),
     (CHAT, chat(min_tokens=100_000), 400, "context_length_exceeded", "min_tokens"),
     (CHAT, chat(min_tokens=9, max_tokens=8), 400, "invalid_value", "min_tokens"),
+    # predictions
+    (CHAT, chat(prediction="x"), 400, "invalid_type", "prediction"),
+    (CHAT, chat(prediction={}), 400, "missing_required_parameter", "prediction.type"),
+    (CHAT, predicts(type="tokens"), 400, "invalid_value", "prediction.type"),
+    (CHAT, predicts(content=7), 400, "invalid_type", "prediction.content"),
+    (CHAT, predicts(content=["x"]), 400, "invalid_type", "prediction.content[0]"),
+    (
+        CHAT,
+        predicts(content=[{"type": "text", "text": 7}]),
+        400,
+        "invalid_type",
+        "prediction.content[0].text",
+    ),
+    (
+        CHAT,
+        predicts(content=[{"type": "image_url", "text": "x"}]),
+        400,
+        "invalid_value",
+        "prediction.content[0].type",
+    ),
+    (CHAT, predicts(mood="x"), 400, "unknown_parameter", "prediction.mood"),
+    (
+        COMPLETIONS,
+        json.dumps({"prompt": ["a", "b"], "prediction": {"type": "content", "content": "c"}}),
+        400,
+        "invalid_value",
+        "prediction",
+    ),
+    (CHAT, chat(penstock={"speculation": 1}), 400, "invalid_type", "penstock.speculation"),
+    (CHAT, chat(penstock={"continue": True}), 400, "unknown_parameter", "penstock.continue"),
     # the model
     (CHAT, chat(model="other"), 404, "model_not_found", "model"),
     (CHAT, chat(model=7), 400, "invalid_type", "model"),
@@ -129,7 +163,6 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
     (CHAT, chat(truncate_prompt_tokens=0), 400, "invalid_value", "truncate_prompt_tokens"),
     (CHAT, chat(bad_words=["x"]), 400, "unsupported_parameter", "bad_words"),
     (CHAT, chat(allowed_token_ids=[1]), 400, "unsupported_parameter", "allowed_token_ids"),
-    (CHAT, chat(penstock={}), 400, "unknown_parameter", "penstock"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "missing_required_parameter", "tools[0]"),
     (CHAT, chat(tools=[{"type": "web_search"}]), 400, "unsupported_parameter", "tools[0].type"),
     (CHAT, chat(tools=[tool(name="a b")]), 400, "invalid_value", "tools[0].function.name"),
