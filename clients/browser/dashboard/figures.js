@@ -116,6 +116,16 @@ export const speedFigures = () => [
     note: (view) => `total: ${count(view.value("engine_steps_total"))} steps`,
   },
   {
+    id: "drafts",
+    title: "Drafts right",
+    lines: [
+      { name: "", read: (view) => view.ratio("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total") },
+    ],
+    text: percent,
+    least: 1,
+    note: (view) => `${amount(view.ratio("spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"))} a step · total: ${count(view.value("spec_decode_num_draft_tokens_total"))}, ${count(view.value("spec_decode_num_accepted_tokens_total"))} right`,
+  },
+  {
     id: "swaps",
     title: "KV swapped / s",
     lines: [

@@ -89,6 +89,16 @@ async def keep_loaded(client: httpx.AsyncClient, was_seen: asyncio.Event) -> Non
         series = await scraped(client)
 
 
+async def predict(client: httpx.AsyncClient) -> None:
+    """An answer that is as predicted, but for a word."""
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
+    headers = {"Authorization": "Bearer sk-web"}
+    answer = await client.post("/v1/completions", json=body, headers=headers)
+    text = answer.json()["choices"][0]["text"].replace(" the", " no", 1)
+    body["prediction"] = {"type": "content", "content": text}
+    (await client.post("/v1/completions", json=body, headers=headers)).raise_for_status()
+
+
 async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
     metrics = await client.get("/metrics", headers={"Authorization": "Bearer sk-web"})
     return series_of(text_string_to_metric_families(metrics.text))
@@ -191,6 +201,7 @@ async def test_what_it_says_is_what_the_metrics_say(
     await expect(page.locator("#tile-running b")).to_have_text(re.compile("[1-8]"))
     was_seen.set()
     await load
+    await predict(client)
 
     series = await scraped(client)
     await expect_numbers(page, series)
@@ -198,6 +209,12 @@ async def test_what_it_says_is_what_the_metrics_say(
     hits = series["prefix_cache_hits_total"] / series["prefix_cache_queries_total"]
     said = await page.locator("#tile-hits b").inner_text()
     assert percent(said) == pytest.approx(100 * hits, abs=0.51)
+    num_drafted = series["spec_decode_num_draft_tokens_total"]
+    num_right = series["spec_decode_num_accepted_tokens_total"]
+    note = page.locator("#tile-drafts .note")
+    await expect(note).to_contain_text(f"total: {num_drafted:,.0f}, {num_right:,.0f} right")
+    said = await page.locator("#tile-drafts b").inner_text()
+    assert percent(said) == pytest.approx(100 * num_right / num_drafted, abs=0.51)
     for tile, name in {"ttft": "time_to_first_token", "itl": "inter_token_latency"}.items():
         for index, share in enumerate((0.5, 0.99)):
             text = await page.locator(f"#tile-{tile} .number-{index} b").inner_text()
