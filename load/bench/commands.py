@@ -20,6 +20,7 @@ BENCHES: dict[str, str] = {
     "engine": "the engine alone: tokens per second, and where a step's time goes",
     "kernels": "the kernels alone: their time compared with the machine's limits and with torch",
     "quantization": "quantized weights beside the model's own dtype: logits, tokens per second",
+    "speculation": "drafts: tokens per second with them beside those without, and which were right",
     "structured": "structured outputs: schemas accepted, masks, validity, and what they cost",
     "startup": "a server's start: seconds to ready and to a first token, memory of each process",
     "turns": "conversations: time to the first token of a later turn, and of its new tokens alone",

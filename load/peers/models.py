@@ -4,6 +4,10 @@ T is nearly nothing, so that the front end is measured; S and M are sizes that a
 conversation sends its answers back as text, and a cache finds its history only if that text
 becomes the generated tokens again. So the tokenizer consists of words that are one token each,
 and the output layer's rows of all other tokens are zero: greedy decoding never picks one.
+
+T-cycles, S-cycles and M-cycles have the same shapes and write a known text, for speculation
+(`cycles`). T-draft, S-draft and M-draft draft for them: T's shape with the vocabulary of the model,
+whose next word is the same after `DRAFT_AGREEMENT` of the words.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.load.peers import cycles
 from penstock.load.peers.environments import BUILD
 
 MODELS = BUILD / "models"
@@ -35,28 +40,48 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 _MAX_MODEL_LEN = 4096
+DRAFT_AGREEMENT = 0.7
 _CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ", "aeiouy"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What `AutoConfig.for_model` takes."""
+    """
+    Attributes:
+        fields: what `AutoConfig.for_model` takes.
+        agreement: at how many words its text is that of `cycles`; None: the text is random.
+    """
 
     model_type: str
     fields: Mapping[str, Any]
+    agreement: float | None = None
+
+    def with_known_text(self, agreement: float, **fields: Any) -> Shape:
+        fields = {**self.fields, **fields, "tie_word_embeddings": False}
+        return Shape(self.model_type, fields, agreement)
 
 
 _FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "tie_word_embeddings",
 )  # fmt: skip
-SHAPES: Mapping[str, Shape] = {
+_RANDOM: Mapping[str, Shape] = {
     name: Shape(model_type, dict(zip(_FIELDS, values, strict=True)))
     for name, model_type, values in (
         ("T", "llama", (4096, 64, 192, 2, 2, 2, True)),
         ("S", "llama", (4096, 384, 2560, 8, 6, 2, False)),
         ("M", "qwen2", (32000, 896, 4864, 24, 14, 2, True)),
     )
+}
+SHAPES: Mapping[str, Shape] = {
+    **_RANDOM,
+    **{f"{name}-cycles": shape.with_known_text(1.0) for name, shape in _RANDOM.items()},
+    **{
+        f"{name}-draft": _RANDOM["T"].with_known_text(
+            DRAFT_AGREEMENT, vocab_size=shape.fields["vocab_size"]
+        )
+        for name, shape in _RANDOM.items()
+    },
 }
 
 
@@ -88,17 +113,22 @@ def _words(space: str, syllables: list[tuple[str, str]]) -> Iterator[tuple[str, 
 
 
 def make(name: str, directory: Path | None = None) -> Path:
-    """The directory of model T, S or M, made now unless it is there."""
+    """The directory of a model of `SHAPES`, made now unless it is there."""
     path = directory or MODELS / name
     if (path / "tokenizer.json").exists():
         return path
     unfinished = path.with_name(path.name + ".part")
     shutil.rmtree(unfinished, ignore_errors=True)
     tokens = _vocabulary_of(name)
-    _write_weights(SHAPES[name], tokens.first_word_id, unfinished)
+    _write_weights(SHAPES[name], word_ids(name), unfinished)
     _write_tokenizer(tokens, unfinished)
     shutil.rmtree(path, ignore_errors=True)
     return unfinished.rename(path)
+
+
+def draft_of(name: str) -> str:
+    """The draft model for a model whose text is known."""
+    return f"{name.removesuffix('-cycles')}-draft"
 
 
 def word_ids(name: str) -> range:
@@ -121,7 +151,7 @@ def _vocabulary_of(name: str) -> Vocabulary:
     return vocabulary(SHAPES[name].fields["vocab_size"])
 
 
-def _write_weights(shape: Shape, first_word_id: int, path: Path) -> None:
+def _write_weights(shape: Shape, word_ids: range, path: Path) -> None:
     end = SPECIAL_TOKENS.index(MESSAGE_ENDS)
     config = AutoConfig.for_model(
         shape.model_type,
@@ -134,8 +164,11 @@ def _write_weights(shape: Shape, first_word_id: int, path: Path) -> None:
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=torch.bfloat16
     )
-    with torch.no_grad():
-        model.lm_head.weight[:first_word_id] = 0
+    if shape.agreement is None:
+        with torch.no_grad():
+            model.lm_head.weight[: word_ids.start] = 0
+    else:
+        cycles.decide_text(model, cycles.next_words(word_ids, shape.agreement))
     model.save_pretrained(path)
     # Releases before 5 look for the base here.
     file = path / "config.json"
