@@ -8,6 +8,7 @@ then none for a while.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,12 @@ from penstock.engine.speculative.ngram import NgramDrafter
 
 _FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
 _MAX_PAUSE = 32  # steps without drafts after wrong ones
+# Of a draft model, whose guesses are right independently of each other, at some rate. A guess costs
+# a pass of that model, perhaps a tenth of a step, for all the tokens of the step: it must be right
+# that often together with those before it.
+_LEAST_CHANCE = 0.25
+_LEAST_RATE = 0.2  # at which it still drafts
+_RATE_WEIGHT = 0.1  # of the newest guess in the mean
 
 
 @dataclass(slots=True)
@@ -45,6 +52,7 @@ class _Drafted:
     Attributes:
         limit: on the drafts of its next step.
         num_misses: steps in a row in which the first draft was wrong.
+        rate: a moving mean of the draft model's guesses that were right, of those checked.
         pause: steps to go without drafts.
     """
 
@@ -52,6 +60,7 @@ class _Drafted:
     drafter: NgramDrafter
     limit: int
     num_misses: int = 0
+    rate: float = 0.7
     pause: int = 0
 
 
@@ -145,7 +154,10 @@ class Drafting:
                 by_position[position] += 1
             drafted = self._drafted.get(item.seq_id)
             if drafted is not None:
-                self._adapt(drafted, num_drafts, num_right)
+                if item.num_wanted_drafts:
+                    self._adapt_to_rate(drafted, num_drafts, num_right)
+                else:
+                    self._adapt(drafted, num_drafts, num_right)
 
     def _add(
         self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
@@ -184,6 +196,14 @@ class Drafting:
         sequence.num_draft_tokens = num_drafts
         sequence.num_computed_tokens += num_drafts
         return num_drafts
+
+    def _adapt_to_rate(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
+        for is_right in [1.0] * num_right + [0.0] * (num_right < num_drafts):
+            drafted.rate += _RATE_WEIGHT * (is_right - drafted.rate)
+        if drafted.rate < _LEAST_RATE:
+            drafted.rate, drafted.pause = _LEAST_RATE, _MAX_PAUSE
+        num_likely = int(math.log(_LEAST_CHANCE) / math.log(min(drafted.rate, 0.99)))
+        drafted.limit = max(1, min(num_likely, self._config.num_speculative_tokens))
 
     def _adapt(self, drafted: _Drafted, num_drafts: int, num_right: int) -> None:
         if num_right:
