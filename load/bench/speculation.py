@@ -90,7 +90,6 @@ CASES = (
     Case(name="novel", text="novel", method="ngram", bar=_both(0.97)),
     Case(name="misled", text="misled", method="ngram"),
     Case(name="echo, 32", text="echo", method="ngram", num_seqs=32, bar=_both(0.95)),
-    Case(name="novel, 32", text="novel", method="ngram", num_seqs=32, bar=_both(0.95)),
     Case(name="draft model", text="novel", method="draft_model", bar={"M": 1.5}),
 )
 

@@ -99,7 +99,7 @@ def _per_1k(
 # -- the matrix ---------------------------------------------------------------------------------
 
 # Within an hour in total; S has the most important workloads.
-_DEFAULT_REPEATS = {"T": 2, "S": 2, "M": 1}
+_DEFAULT_REPEATS = {"T": 2, "S": 2, "M": 1, "S-cycles": 2, "M-cycles": 2}
 
 
 @dataclass(slots=True)
@@ -206,16 +206,19 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with real_time() as is_real_time:
         pass
+    comparison = "speculation" if parsed.speculation else parsed.weights
     rivals = {
         rival.name: rival
-        for rival in RIVALS[parsed.weights]
+        for rival in RIVALS[comparison]
         if not parsed.systems or rival.name in parsed.systems
     }
-    report = Report.begin(is_real_time=is_real_time, weights=parsed.weights)
+    report = Report.begin(is_real_time=is_real_time, comparison=comparison)
     matrix = Matrix(rivals, report, parsed.out)
     began_s = time.monotonic()
-    matrix.prepare(parsed.models)
-    for model in parsed.models:
+    usual = ["S-cycles", "M-cycles"] if parsed.speculation else ["T", "S", "M"]
+    chosen = parsed.models or usual
+    matrix.prepare(chosen)
+    for model in chosen:
         names = parsed.workloads or workloads.DEFAULT_WORKLOADS[model]
         matrix.run(model, names, parsed.repeats or _DEFAULT_REPEATS[model])
     paths = write(matrix.report, parsed.out)
@@ -229,9 +232,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     names = [rival.name for rivals in RIVALS.values() for rival in rivals]
-    add("--systems", nargs="+", choices=dict.fromkeys(names), help="default: all of these weights")
-    add("--weights", choices=RIVALS, default="bf16", help="how all systems store them")
-    add("--models", nargs="+", choices=_DEFAULT_REPEATS, default=["T", "S", "M"])
+    add(
+        "--systems", nargs="+", choices=dict.fromkeys(names), help="default: all of this comparison"
+    )
+    add("--weights", choices=("bf16", "int8", "int4"), default="bf16", help="how all store them")
+    add("--speculation", action="store_true", help="each system with its own and without")
+    add("--models", nargs="+", choices=_DEFAULT_REPEATS, help="default: by comparison")
     add("--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model")
     add("--repeats", type=int, help="rounds; default: 2, and 1 of the largest model")
     add("--out", type=Path, default=Path("load/results"), help="folder for the results")

@@ -18,12 +18,14 @@ _WORKLOADS = {
     "c8": "8 in flight",
     "c32": "32 in flight",
     "front128": "128 in flight",
+    "echo": "copying the prompt",
+    "novel": "nothing to copy",
 }
 
 
-def marker(weights: str) -> str:
-    """Of the table for such weights."""
-    kind = "" if weights == "bf16" else f" in {weights}"
+def marker(comparison: str) -> str:
+    """Of the table of this comparison."""
+    kind = "" if comparison == "bf16" else f" in {comparison}"
     return f"rivals{kind}: written by load.peers.readme"
 
 
@@ -53,7 +55,7 @@ def summary(found: Sequence[Cell]) -> str:
 def main(path: str) -> int:
     report = Report.read(Path(path))
     text = summary(cells(report.observations))
-    replace_marked(README, marker(report.weights), text)
+    replace_marked(README, marker(report.comparison), text)
     print(text)
     return 0
 

@@ -283,20 +283,20 @@ class Report:
     day: str
     machine: dict[str, Any]
     commit: str
-    weights: str = "bf16"  # how all systems stored them
+    comparison: str = "bf16"  # a key of `RIVALS`
     observations: list[Observation] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)  # why, by system
     failures: list[Failure] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, *, is_real_time: bool, weights: str = "bf16") -> Report:
+    def begin(cls, *, is_real_time: bool, comparison: str = "bf16") -> Report:
         scheduling = "SCHED_RR" if is_real_time else "normal: real time not permitted"
         return cls(
             day=date.today().isoformat(),
             machine={**machine(), "client_scheduling": scheduling},
             commit=commit(),
-            weights=weights,
+            comparison=comparison,
         )
 
     @classmethod
@@ -308,14 +308,14 @@ class Report:
             day=data["date"],
             observations=[Observation(**each) for each in data["observations"]],
             failures=[Failure(**each) for each in data["failures"]],
-            weights=data.get("weights", "bf16"),
+            comparison=data.get("comparison", "bf16"),
             **{name: data[name] for name in names},
         )
 
     @property
     def name(self) -> str:
         """Of its files."""
-        kind = "" if self.weights == "bf16" else f"-{self.weights}"
+        kind = "" if self.comparison == "bf16" else f"-{self.comparison}"
         return f"{self.day}-peers{kind}"
 
 
@@ -324,7 +324,7 @@ def write(report: Report, out: Path) -> list[Path]:
     found = cells(report.observations)
     data = {
         "date": report.day,
-        "weights": report.weights,
+        "comparison": report.comparison,
         "machine": report.machine,
         "commit": report.commit,
         "versions": report.versions,

@@ -320,7 +320,7 @@ _VLLM_FLAGS = (
 _VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 # llama.cpp's slots, as many as streams in flight: their workloads, and the tokens of each slot.
 _SLOTS = {
-    1: (frozenset({"single", "turns1"}), 1536),
+    1: (frozenset({"single", "turns1", "echo", "novel"}), 1536),
     8: (frozenset({"c8", "turns8"}), 1536),
     32: (frozenset({"c32"}), 768),
     128: (frozenset({"front128"}), 256),
@@ -451,6 +451,13 @@ def _llamacpp_settings() -> Iterator[Setting]:
                 yield Setting(name=f"{kind}-{num_slots}", flags=flags, workloads=workloads)
 
 
+def _serve_llamacpp_draft(
+    environment: Environment, form: Path, model: str, port: int
+) -> list[object]:
+    draft = _gguf(models.draft_of(model))
+    return [*_serve_llamacpp(environment, form, model, port), "--spec-draft-model", draft]
+
+
 def _gguf(model: str) -> Path:
     """The model as a GGUF file."""
     script = Path(__file__).parent / "workers" / "gguf_model.py"
@@ -563,7 +570,70 @@ def _openvino_in(kind: str) -> Other:
     )
 
 
-# By the kind of weights, ours first. Those with fewer bits are each made by the rival's own tool.
+# Each system's own speculation, with its usual settings and those nearest to ours: up to 7 drafts,
+# copied from where the newest 3 tokens occurred before. llama.cpp with a single slot.
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 7}
+_VLLM_NGRAM = {**_NGRAM, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+_LOOKUP = {"num_assistant_tokens": 7, "max_ngram_size": 3}
+_LLAMACPP_NGRAM = {
+    "usual": ("--spec-default",),
+    "simple": ("--spec-type", "ngram-simple"),
+    "like-ours": (
+        *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"),
+        *("--spec-ngram-simple-size-m", "7"),
+    ),
+}
+_LLAMACPP_DRAFT = {
+    f"drafts-{number}": ("--spec-type", "draft-simple", "--spec-draft-n-max", str(number))
+    for number in (3, 7)
+}
+
+
+def _llamacpp_with(kinds: Mapping[str, tuple[str, ...]]) -> tuple[Setting, ...]:
+    single = next(_llamacpp_settings())
+    return tuple(
+        replace(single, name=name, flags=(*single.flags, *flags)) for name, flags in kinds.items()
+    )
+
+
+_SPECULATING = (
+    Penstock(("--speculative-config", json.dumps(_NGRAM))),
+    Penstock(name="penstock-plain", title="penstock without speculation"),
+    _VLLM,
+    replace(
+        _VLLM,
+        name="vllm-ngram",
+        title="vLLM CPU server, n-grams",
+        options=tuple(
+            replace(each, flags=(*each.flags, "--speculative-config", json.dumps(_VLLM_NGRAM)))
+            for each in _VLLM.options
+        ),
+    ),
+    _LLAMACPP,
+    replace(
+        _LLAMACPP,
+        name="llamacpp-ngram",
+        title="llama.cpp server, n-grams",
+        options=_llamacpp_with(_LLAMACPP_NGRAM),
+    ),
+    replace(
+        _LLAMACPP,
+        name="llamacpp-draft",
+        title="llama.cpp server, draft model",
+        options=_llamacpp_with(_LLAMACPP_DRAFT),
+        serve=_serve_llamacpp_draft,
+    ),
+    _OPENVINO,
+    replace(
+        _OPENVINO,
+        name="openvino-lookup",
+        title="OpenVINO GenAI, in process, prompt lookup",
+        options=(Setting(name="lookup", flags=('{"prompt_lookup": true}', json.dumps(_LOOKUP))),),
+    ),
+)
+
+# By what is compared: the kind of weights, or speculation; ours first. Weights with fewer bits are
+# each made by the rival's own tool.
 RIVALS: Mapping[str, tuple[Rival, ...]] = {
     "bf16": (Penstock(), _VLLM, _LLAMACPP, _OPENVINO, _HF),
     "int8": (
@@ -577,4 +647,5 @@ RIVALS: Mapping[str, tuple[Rival, ...]] = {
         _llamacpp_in("Q4_K_M"),
         _openvino_in("int4"),
     ),
+    "speculation": _SPECULATING,
 }

@@ -4,6 +4,8 @@
     c8, c32         8 and 32 in flight, lognormal lengths
     turns1, turns8  8 conversations of 4 turns over one system prompt, one and eight at a time
     front128        128 short streams: on a tiny model, the cost of the front end
+    echo, novel     one stream of a model whose text is known (`cycles`): it copies its prompt, or
+                    writes what was not there before; 128 tokens in and 128 out
 
 Prompts of single turns are token ids, so that no tokenizer is involved. Conversations use the
 chat endpoint and send the answers back.
@@ -20,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from penstock.load.client.records import Dialogue, Endpoint, Turn
-from penstock.load.peers import models
+from penstock.load.peers import cycles, models
 
 TokenTurns: TypeAlias = list[tuple[list[int], int]]
 
@@ -55,13 +57,17 @@ SIZES: Mapping[str, Size] = {
     "T": Size(num_single=8, num_c8=48, num_c32=96, turn_tokens=64),
     "S": Size(num_single=8, num_c8=32, num_c32=64, turn_tokens=32),
     "M": Size(num_single=2, num_c8=12, num_c32=32, turn_tokens=16),
+    "S-cycles": Size(num_single=6, num_c8=32, num_c32=64, turn_tokens=32),
+    "M-cycles": Size(num_single=3, num_c8=12, num_c32=32, turn_tokens=16),
 }
-WORKLOADS = ("single", "c8", "c32", "turns1", "turns8", "front128")
+WORKLOADS = ("single", "c8", "c32", "turns1", "turns8", "front128", "echo", "novel")
 # What a run without flags asks of each model: the rest would only take time.
 DEFAULT_WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "T": ("front128",),
     "S": ("single", "c8", "c32", "turns1", "turns8"),
     "M": ("single", "c8", "c32"),
+    "S-cycles": ("echo", "novel"),
+    "M-cycles": ("echo", "novel"),
 }
 
 
@@ -76,8 +82,19 @@ def make(name: str, model: str) -> Workload:
         return Workload(name, "completions", int(name.removeprefix("c")), dialogues)
     if name == "single":
         return Workload(name, "completions", 1, draw.fixed(size.num_single, 128, 128))
+    if name in ("echo", "novel"):
+        return Workload(name, "completions", 1, _known(name, model, size.num_single))
     assert name == "front128", name
     return Workload(name, "completions", 128, draw.fixed(size.num_front, 32, 96))
+
+
+def _known(name: str, model: str, num: int) -> tuple[Dialogue, ...]:
+    word_ids = models.word_ids(model)
+    if name == "echo":
+        prompts = cycles.echoed_prompts(word_ids, num)
+    else:
+        prompts = cycles.novel_prompts(word_ids, num, cycles.SHORT_CYCLE)
+    return tuple(Dialogue(turns=(Turn(text=tuple(each), max_tokens=128),)) for each in prompts)
 
 
 def warm_up(model: str, concurrency: int) -> Workload:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -172,3 +173,31 @@ def test_flags_choose_systems_and_workloads(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         matrix.main(["--systems", "nobody"])
     assert "nobody" in capsys.readouterr().err
+
+
+@pytest.fixture
+def _signals() -> Iterator[None]:
+    """What `main` does to them ends with the test."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
+def test_speculation_is_a_comparison_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rivals with and without, on models whose text is known; here ours, on the tiny one."""
+    monkeypatch.setattr(models, "SHAPES", {"M-cycles": models.SHAPES["T-cycles"]})
+    systems = ["penstock", "penstock-plain"]
+    arguments = ["--speculation", "--models", "M-cycles", "--repeats", "1", "--systems", *systems]
+    assert matrix.main([*arguments, "--out", str(tmp_path)]) == 0
+    [path] = tmp_path.glob("*-peers-speculation.json")
+    report = Report.read(path)
+    assert report.comparison == "speculation"
+    seen = {(each.system, each.workload): each for each in report.observations}
+    assert len(seen) == 4
+    assert all(each.counts for each in seen.values())
+    assert "ngram" in seen["penstock", "echo"].flags
+    assert "ngram" not in seen["penstock-plain", "echo"].flags

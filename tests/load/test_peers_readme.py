@@ -13,12 +13,12 @@ from penstock.load.report.tables import marked, replace_marked
 RESULTS = README.parent / "results"
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
-def test_the_readme_shows_the_newest_comparison(weights: str) -> None:
-    pattern = "*-peers.json" if weights == "bf16" else f"*-peers-{weights}.json"
+@pytest.mark.parametrize("comparison", ["bf16", "int8", "int4"])
+def test_the_readme_shows_the_newest_comparison(comparison: str) -> None:
+    pattern = "*-peers.json" if comparison == "bf16" else f"*-peers-{comparison}.json"
     report = Report.read(max(RESULTS.glob(pattern)))
-    assert report.weights == weights
-    assert marked(README, marker(weights)) == summary(cells(report.observations))
+    assert report.comparison == comparison
+    assert marked(README, marker(comparison)) == summary(cells(report.observations))
 
 
 def observation(system: str, tokens_per_s: float) -> Observation:
