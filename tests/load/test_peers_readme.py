@@ -8,12 +8,13 @@ import pytest
 
 from penstock.load.peers.readme import README, marker, summary
 from penstock.load.peers.report import Observation, Report, cells
+from penstock.load.peers.rivals import RIVALS
 from penstock.load.report.tables import marked, replace_marked
 
 RESULTS = README.parent / "results"
 
 
-@pytest.mark.parametrize("comparison", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("comparison", RIVALS)
 def test_the_readme_shows_the_newest_comparison(comparison: str) -> None:
     pattern = "*-peers.json" if comparison == "bf16" else f"*-peers-{comparison}.json"
     report = Report.read(max(RESULTS.glob(pattern)))
