@@ -26,6 +26,7 @@ class SequenceEntry:
         num_logprobs: None, or how many of the likeliest tokens to report with each sampled one
             (beam search needs more than a user may ask for).
         num_prompt_logprobs: the same for each prompt token that is computed.
+        is_drafted: it may get drafts, so the tokens that its grammar forces are of use.
     """
 
     token_ids: tuple[int, ...]
@@ -36,6 +37,7 @@ class SequenceEntry:
     parent_seq_id: int | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    is_drafted: bool = False
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made for every token
@@ -122,6 +124,8 @@ class BatchResult:
             `GRAMMAR` if their grammar allows nothing more, whole or not.
         prompt_logprobs: sequence id → (position, entries): log-probabilities of the prompt tokens
             from `position` on that this step computed, for the sequences that asked for them.
+        forced_token_ids: sequence id → tokens that its grammar leaves as the only way to go on, if
+            any, for sequences that may get drafts. They are guesses: others may spell the same.
         compute_s: seconds the step took without its swaps.
         masks_s: seconds that the masks of grammars took, `num_masks` of them.
         swap_out_s, swap_in_s: seconds that swaps took; where they overlap the compute, of the swaps
@@ -135,6 +139,7 @@ class BatchResult:
     prompt_logprobs: Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]] = field(
         default_factory=dict
     )
+    forced_token_ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     compute_s: float = 0.0
     masks_s: float = 0.0
     num_masks: int = 0

@@ -91,8 +91,9 @@ class EngineCore:
         self.scheduler.abort(request_id, index=index)
 
     def drop_prefix(self, token_ids: Sequence[int], *, cache_salt: str = "") -> int:
-        """Forget the cached KV of these tokens, except blocks that are in use; the number of
-        blocks forgotten."""
+        """Forget the cached KV of these tokens, except blocks that are in use, and the outputs kept
+        for drafts; the number of blocks forgotten."""
+        self.scheduler.drafting.drop_prefix(token_ids, cache_salt=cache_salt)
         return self.scheduler.blocks.drop_prefix(token_ids, cache_salt=cache_salt)
 
     def has_work(self) -> bool:

@@ -426,6 +426,7 @@ class InputBatch:
             if params.ignore_eos
             else (),
             is_beam=params.beam_search is not None,
+            is_drafted=entry.is_drafted,
         )
 
     def _extend_table(self, item: ScheduledSequence) -> int:

@@ -297,12 +297,16 @@ class StepInFlight:
             logprobs=logprobs,
             ended_seq_ids={} if all(is_valid) else self._ended(rows, is_valid),
             prompt_logprobs=self._prompt_logprobs or {},
+            forced_token_ids={} if self._masks is None else self._forced(self._masks),
             compute_s=self._stopwatch.seconds(),
             masks_s=0.0 if self._masks is None else self._masks.seconds,
             num_masks=0 if self._masks is None else len(self._masks),
             swap_out_s=swap_out_s,
             swap_in_s=swap_in_s,
         )
+
+    def _forced(self, masks: StepMasks) -> dict[int, tuple[int, ...]]:
+        return {self._seq_ids[row]: token_ids for row, token_ids in masks.forced().items()}
 
     def _ended(
         self, rows: Sequence[int] | None, is_valid: Sequence[bool]

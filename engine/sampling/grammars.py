@@ -3,13 +3,16 @@
 A sequence's matcher is behind its newest token until the next step: then it takes the tokens that
 came since (2 µs each), and writes a mask. A sequence that enters or re-enters the device takes its
 output so far in the same way, so a swap, a recomputation, another engine or another gateway change
-nothing; a fork copies its parent's matcher.
+nothing; a fork copies its parent's matcher. For the masks after drafts it takes these too, and is
+rolled back.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +36,7 @@ class SequenceGrammar:
         min_tokens: with fewer in the output, none of `end_token_ids` is allowed.
         never_token_ids: not allowed at all.
         is_beam: its likeliest allowed tokens are wanted, not a draw.
+        is_drafted: `forced` is wanted.
     """
 
     __slots__ = (
@@ -47,6 +51,7 @@ class SequenceGrammar:
         "_original",
         "_token_ids",
         "is_beam",
+        "is_drafted",
     )
 
     def __init__(
@@ -60,6 +65,7 @@ class SequenceGrammar:
         end_token_ids: Sequence[int],
         never_token_ids: Sequence[int],
         is_beam: bool,
+        is_drafted: bool = False,
     ) -> None:
         self._compiler, self._grammar = compiler, grammar
         self._original = compiler.compiled(grammar)
@@ -69,7 +75,7 @@ class SequenceGrammar:
         self._num_short = num_prompt + min_tokens
         self._early_token_ids = (*end_token_ids, *never_token_ids)
         self._never_token_ids = never_token_ids
-        self.is_beam = is_beam
+        self.is_beam, self.is_drafted = is_beam, is_drafted
 
     def fork(self, token_ids: Sequence[int]) -> SequenceGrammar:
         """For a sequence that begins with all tokens which this one's matcher has taken."""
@@ -79,17 +85,68 @@ class SequenceGrammar:
         fork._matcher, fork._token_ids = self._matcher.deep_copy(), token_ids
         return fork
 
-    def write_mask(self, address: int, mask: npt.NDArray[np.uint32]) -> FinishReason | None:
+    def write_masks(self, address: int, masks: npt.NDArray[np.uint32]) -> FinishReason | None:
         """Take the tokens that came since the last call, and write which may be next, a bit each.
         If there is none, why: `STOP` if the output is whole, else `GRAMMAR`.
 
         Args:
-            address: of `mask`.
+            address: of `masks`.
+            masks: [1 + num_drafts, num_words]. As many of the last tokens are drafts; after the
+                first mask, each is for what comes after one of them.
         """
-        self._advance(address, mask.nbytes)
+        num_drafts = len(masks) - 1
+        num_known = len(self._token_ids) - num_drafts
+        self._advance(num_known)
+        self._compute(address, masks[0])
         if self._matcher.is_error():
-            self._start_again(address, mask.nbytes)
-        is_short = len(self._token_ids) < self._num_short
+            self._start_again(address, masks[0], num_known)
+        end = self._restrict(masks[0], num_known)
+        if num_drafts:
+            self._write_after_drafts(address, masks, num_known)
+        return end
+
+    def forced(self) -> tuple[int, ...]:
+        """Take the tokens that came since the last call; those that must come next, as the
+        tokenizer would write their text. None while only the device knows the newest token."""
+        if self._token_ids[-1] < 0:
+            return ()
+        self._advance(len(self._token_ids))
+        if self._matcher.is_error() or self._matcher.is_stopped():
+            return ()
+        return tuple(self._matcher.compute_ff_tokens())
+
+    def _write_after_drafts(
+        self, address: int, masks: npt.NDArray[np.uint32], num_known: int
+    ) -> None:
+        """The masks from the second on; zeros from the first draft on that cannot be. A row with
+        such a mask has no token: it is drawn again in the next step, if the drafts are right."""
+        matcher = self._matcher
+        masks[1:] = 0
+        num_taken = 0
+        for mask, token_id in zip(masks[1:], self._token_ids[num_known:], strict=True):
+            if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
+                break
+            num_taken += 1
+            self._compute(address + num_taken * mask.nbytes, mask)
+            if matcher.is_error():
+                mask[:] = 0
+                break
+            self._restrict(mask, num_known + num_taken)
+        if matcher.is_error() or not (num_taken == 0 or matcher.rollback(num_taken)):
+            self._matcher, self._num_taken = self._original.deep_copy(), self._num_prompt
+
+    def _advance(self, num_tokens: int) -> None:
+        if num_tokens > self._num_taken:
+            self._matcher.consume_tokens(list(self._token_ids[self._num_taken : num_tokens]))
+            self._num_taken = num_tokens
+
+    def _compute(self, address: int, mask: npt.NDArray[np.uint32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(address, mask.nbytes)
+
+    def _restrict(self, mask: npt.NDArray[np.uint32], num_tokens: int) -> FinishReason | None:
+        """Take out of a mask what its sequence of so many tokens may not have; why it has no next
+        token, if that leaves none."""
+        is_short = num_tokens < self._num_short
         banned = self._early_token_ids if is_short else self._never_token_ids
         is_stopped = self._matcher.is_stopped()
         if not (is_stopped or banned):
@@ -103,20 +160,14 @@ class SequenceGrammar:
             return None
         return FinishReason.STOP if is_whole else FinishReason.GRAMMAR
 
-    def _advance(self, address: int, num_bytes: int) -> None:
-        token_ids = self._token_ids
-        if len(token_ids) > self._num_taken:
-            self._matcher.consume_tokens(list(token_ids[self._num_taken :]))
-            self._num_taken = len(token_ids)
-        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
-
-    def _start_again(self, address: int, num_bytes: int) -> None:
+    def _start_again(self, address: int, mask: npt.NDArray[np.uint32], num_tokens: int) -> None:
         """Matchers of a grammar share a lexer. What it has found so far counts for the limits of
         all of them, and helps all of them: so try it again, and then with another lexer."""
         for stale in (None, self._original):
             self._original = self._compiler.compiled(self._grammar, stale=stale)
             self._matcher, self._num_taken = self._original.deep_copy(), self._num_prompt
-            self._advance(address, num_bytes)
+            self._advance(num_tokens)
+            self._compute(address, mask)
             if not self._matcher.is_error():
                 return
 
@@ -125,21 +176,24 @@ class GrammarMasks:
     """Memory for the masks of a step. It is kept, so that a recorded program may point to it.
 
     Args:
-        max_num_seqs: most rows of a step.
+        max_num: most masks of a step.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num: int, vocab_size: int, device: torch.device) -> None:
         num_words = mask_words(vocab_size)
         is_cuda = device.type == "cuda"
-        self._bits = torch.zeros(max_num_seqs, num_words, dtype=torch.int32, pin_memory=is_cuda)
+        self._bits = torch.zeros(max_num, num_words, dtype=torch.int32, pin_memory=is_cuda)
         self._words: npt.NDArray[Any] = self._bits.numpy().view(np.uint32)
         self._address, self._row_bytes = self._bits.data_ptr(), num_words * 4
         self.on_device = torch.empty_like(self._bits, device=device) if is_cuda else self._bits
 
-    def write(self, number: int, grammar: SequenceGrammar) -> FinishReason | None:
-        """As `SequenceGrammar.write_mask`, into the mask of this number."""
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def write(self, number: int, grammar: SequenceGrammar, num: int = 1) -> FinishReason | None:
+        """As `SequenceGrammar.write_masks`, into `num` masks from this one on."""
         address = self._address + number * self._row_bytes
-        return grammar.write_mask(address, self._words[number])
+        return grammar.write_masks(address, self._words[number : number + num])
 
     def upload(self, num: int) -> None:
         """Have the device read the first masks as they are now."""
@@ -151,7 +205,8 @@ class StepMasks:
     """The masks of one step, or of successive steps with the same rows.
 
     Args:
-        grammars: row → its sequence's; the other rows have none.
+        grammars: row → its sequence's; the other rows have none. The rows of a sequence with
+            drafts follow each other.
 
     Attributes:
         masks: for `sample_tokens`; what they contain is known once they are filled.
@@ -170,19 +225,33 @@ class StepMasks:
         self.beam_rows = [row for row, each in grammars.items() if each.is_beam]
         self.ends: dict[int, FinishReason] = {}
         self.seconds = 0.0
-        self._memory, self._grammars = memory, grammars
+        self._memory, self._num = memory, len(grammars)
+        self._rows = [
+            (grammar, [row for row, _ in items])
+            for grammar, items in groupby(grammars.items(), key=itemgetter(1))
+        ]
 
     def __len__(self) -> int:
         """Number of masks."""
-        return len(self._grammars)
+        return self._num
 
     def fill(self) -> None:
-        """Advance every grammar to its sequence's end, and write its mask."""
+        """Advance every grammar to its sequence's end, and write its masks."""
         started_s = time.perf_counter()
         self.ends = {}
-        for number, (row, grammar) in enumerate(self._grammars.items()):
-            end = self._memory.write(number, grammar)
+        number = 0
+        for grammar, rows in self._rows:
+            end = self._memory.write(number, grammar, len(rows))
             if end is not None:
-                self.ends[row] = end
-        self._memory.upload(len(self._grammars))
+                self.ends[rows[0]] = end
+            number += len(rows)
+        self._memory.upload(self._num)
         self.seconds = time.perf_counter() - started_s
+
+    def forced(self) -> dict[int, tuple[int, ...]]:
+        """The first row of each sequence that may get drafts → the tokens that must come next, if
+        any. The step's tokens must be known."""
+        started_s = time.perf_counter()
+        found = {rows[0]: grammar.forced() for grammar, rows in self._rows if grammar.is_drafted}
+        self.seconds += time.perf_counter() - started_s
+        return {row: token_ids for row, token_ids in found.items() if token_ids}

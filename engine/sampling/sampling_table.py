@@ -31,7 +31,7 @@ class SamplingBatch:
         parameters: float64 [4, num_rows]: temperature, top_k, top_p and min_p, as in
             `sample_tokens`.
         draws: int64 [3, num_rows]: as in `draw_uniforms`; None if every row is greedy.
-        changed: row → its sequence, for rows whose logits are changed before the draw.
+        changed: the rows whose logits are changed before the draw.
         num_tops: row → how many of the likeliest tokens to report, for rows that want
             log-probabilities.
         num_tokens: [num_rows], of each sequence; on a CPU the same memory as in `draws`.
@@ -40,7 +40,7 @@ class SamplingBatch:
 
     parameters: Tensor
     draws: Tensor | None
-    changed: Mapping[int, SamplingRow]
+    changed: Mapping[int, ChangedRow]
     num_tops: Mapping[int, int]
     num_tokens: npt.NDArray[np.int64]
     masks: StepMasks | None = None
@@ -86,7 +86,8 @@ class SamplingTable:
         self._columns.view(np.uint64)[_SEED, column] = params.seed
         self._columns[_INDEX, column] = sequence.index
         has_logprobs, has_grammar = sequence.num_logprobs is not None, sequence.grammar is not None
-        self._is_special[column] = sequence.changes_logits or has_logprobs or has_grammar
+        may_change = ChangedRow(sequence, sequence.num_prompt_tokens).is_changed
+        self._is_special[column] = may_change or has_logprobs or has_grammar
         self._sequences[column] = sequence
 
     def select(
@@ -96,18 +97,22 @@ class SamplingTable:
 
         Args:
             column_ids: [num_rows]
-            num_tokens: [num_rows], of each sequence, prompt and output.
+            num_tokens: [num_rows], of each sequence, prompt and output, up to its row: a sequence
+                with drafts has a row for each of them too.
         """
         columns = self._columns.take(column_ids, axis=1)
         columns[_POSITION] = num_tokens
         is_random = bool(columns[_TEMPERATURE].any())  # as bits: only 0.0 has none set
         on_device = torch.from_numpy(columns).to(self._device, non_blocking=True)
         changed, num_tops, grammars = {}, {}, {}
+        num_known: dict[int, int] = {}  # by column, the tokens before its drafts
         for row in np.flatnonzero(self._is_special[column_ids]).tolist():
-            sequence = self._sequences[column_ids[row]]
+            column, num = int(column_ids[row]), int(num_tokens[row])
+            sequence = self._sequences[column]
             assert sequence is not None
-            if sequence.changes_logits:
-                changed[row] = sequence
+            changed_row = ChangedRow(sequence, num, num - num_known.setdefault(column, num))
+            if changed_row.is_changed:
+                changed[row] = changed_row
             if sequence.num_logprobs is not None:
                 num_tops[row] = sequence.num_logprobs
             if sequence.grammar is not None:
@@ -122,9 +127,11 @@ class SamplingTable:
         )
 
     def _masks(self, grammars: Mapping[int, SequenceGrammar], num_rows: int) -> StepMasks:
-        if self._grammar_masks is None:
-            self._grammar_masks = GrammarMasks(len(self._sequences), self._vocab_size, self._device)
-        return StepMasks(self._grammar_masks, grammars, num_rows)
+        memory, num = self._grammar_masks, len(grammars)
+        if memory is None or len(memory) < num:  # drafts have masks of their own
+            num = len(self._sequences) + num
+            memory = self._grammar_masks = GrammarMasks(num, self._vocab_size, self._device)
+        return StepMasks(memory, grammars, num_rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,18 +160,33 @@ class SamplingRow:
         self.seen = TokenCounts(self.token_ids, 0)
         self.output = TokenCounts(self.token_ids, self.num_prompt_tokens)
 
+
+class ChangedRow:
+    """How the logits of a row are changed: by its sequence's parameters and tokens.
+
+    Args:
+        num_tokens: of its sequence, those before the token that is drawn.
+        num_drafts: the last of them, which the sequence may lose again.
+    """
+
+    __slots__ = ("num_drafts", "num_tokens", "params", "sequence")
+
+    def __init__(self, sequence: SamplingRow, num_tokens: int, num_drafts: int = 0) -> None:
+        self.sequence, self.params = sequence, sequence.params
+        self.num_tokens, self.num_drafts = num_tokens, num_drafts
+
     @property
     def is_too_short(self) -> bool:
-        """Whether it may not end yet."""
-        return len(self.token_ids) - self.num_prompt_tokens < self.params.min_tokens
+        """Whether the sequence may not end yet."""
+        return self.num_tokens - self.sequence.num_prompt_tokens < self.params.min_tokens
 
     @property
     def is_cut(self) -> bool:
-        """Whether `top_n_sigma` changes its draws; the largest logit is always kept."""
+        """Whether `top_n_sigma` changes its draw; the largest logit is always kept."""
         return self.params.top_n_sigma > 0 and self.params.temperature > 0
 
     @property
-    def changes_logits(self) -> bool:
+    def is_changed(self) -> bool:
         """Whether its logits are changed before the draw."""
         params = self.params
         has_penalty = params.presence_penalty or params.frequency_penalty
@@ -173,7 +195,8 @@ class SamplingRow:
 
 
 class TokenCounts:
-    """Counts of each token in a growing sequence. Each call only counts the new tokens.
+    """Counts of each token in a growing sequence. Each call only counts the new tokens, and takes
+    back the drafts of the last one.
 
     Args:
         token_ids: grows at its end.
@@ -183,18 +206,41 @@ class TokenCounts:
     def __init__(self, token_ids: Sequence[int], start: int) -> None:
         self._sequence = token_ids
         self._num_seen = start
+        self._drafts: Sequence[int] = ()  # counted too
+        self._had_drafts = False
         self._indices: dict[int, int] = {}  # by token id, into the arrays
         self._token_ids = np.empty(16, dtype=np.int64)
         self._counts = np.zeros(16, dtype=np.float32)
 
-    def read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Token ids and counts so far; valid until the next call."""
-        for token_id, count in Counter(self._sequence[self._num_seen :]).items():
-            index = self._index_of(token_id)
-            self._counts[index] += count
-        self._num_seen = len(self._sequence)
+    def read(
+        self, num_tokens: int, *, num_drafts: int = 0
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Token ids and counts of the sequence's first tokens; valid until the next call.
+
+        Args:
+            num_tokens: how many; without the drafts not fewer than before.
+            num_drafts: the last of them, which the sequence may lose again.
+        """
+        num_known = num_tokens - num_drafts
+        if self._drafts:
+            self._add(self._drafts, -1)
+        self._add(self._sequence[self._num_seen : num_known], 1)
+        self._num_seen = num_known
+        self._drafts = self._sequence[num_known:num_tokens]
+        if self._drafts:
+            self._add(self._drafts, 1)
+            self._had_drafts = True
         num_distinct = len(self._indices)
-        return self._token_ids[:num_distinct], self._counts[:num_distinct]
+        token_ids, counts = self._token_ids[:num_distinct], self._counts[:num_distinct]
+        if self._had_drafts:
+            is_counted = counts > 0  # wrong drafts are not
+            return token_ids[is_counted], counts[is_counted]
+        return token_ids, counts
+
+    def _add(self, token_ids: Sequence[int], sign: int) -> None:
+        for token_id, count in Counter(token_ids).items():
+            index = self._index_of(token_id)
+            self._counts[index] += sign * count
 
     def _index_of(self, token_id: int) -> int:
         index = self._indices.setdefault(token_id, len(self._indices))

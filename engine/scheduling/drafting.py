@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, BatchResult, ScheduledSequence
@@ -17,6 +18,7 @@ from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.request import Sequence
 from penstock.engine.speculative.ngram import NgramDrafter
+from penstock.engine.speculative.siblings import Siblings
 
 _FIRST_LIMIT = 3  # drafts of a sequence that has had none yet
 _MAX_PAUSE = 32  # steps without drafts after wrong ones
@@ -54,6 +56,8 @@ class _Drafted:
         num_misses: steps in a row in which the first draft was wrong.
         rate: a moving mean of the draft model's guesses that were right, of those checked.
         pause: steps to go without drafts.
+        forced: tokens that must come next, as the device says.
+        is_forced: its latest drafts were such.
     """
 
     sequence: Sequence
@@ -62,6 +66,8 @@ class _Drafted:
     num_misses: int = 0
     rate: float = 0.7
     pause: int = 0
+    forced: tuple[int, ...] = ()
+    is_forced: bool = False
 
 
 class Drafting:
@@ -90,36 +96,47 @@ class Drafting:
         self._blocks = blocks
         self._num_tokens_left = num_tokens_left
         self._drafted: dict[int, _Drafted] = {}  # by seq_id
+        self._siblings = Siblings()  # empty unless drafts are for all
 
-    def enter(self, sequence: Sequence) -> None:
-        """A sequence enters the device."""
-        if not sequence.params.speculation:
-            return
+    def enter(self, sequence: Sequence) -> bool:
+        """A sequence enters the device; whether it may get drafts."""
+        if sequence.seq_id in self._drafted:
+            return True
         prediction = sequence.request.prediction_token_ids
-        if not (self._is_for_all or prediction) or sequence.seq_id in self._drafted:
-            return
-        if not _can_be_drafted(sequence):
-            return
+        if not (sequence.params.speculation and (self._is_for_all or prediction)):
+            return False
+        if sequence.params.beam_search is not None:  # beams fork at every step
+            return False
         drafter = NgramDrafter(
             sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
             size=self._config.prompt_lookup_min,
             prediction=prediction,
+            sibling=self._siblings.find(sequence.request),
         )
         limit = min(_FIRST_LIMIT, self._config.num_speculative_tokens)
         self._drafted[sequence.seq_id] = _Drafted(sequence, drafter, limit)
+        return True
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether a sequence should get its next tokens only when those in flight are known, since
         there are drafts for what comes after them."""
         drafted = self._drafted.get(sequence.seq_id)
-        if drafted is None or drafted.pause > 0 or len(self._drafted) >= self._num_cheap_rows:
+        if drafted is None or len(self._drafted) >= self._num_cheap_rows:
             return False
+        if drafted.forced or drafted.pause > 0:
+            return bool(drafted.forced)
         return self._has_draft_model or bool(drafted.drafter.propose(1))
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
-        self._drafted.pop(sequence.seq_id, None)
+        """A sequence has ended; its output is kept for its siblings."""
+        drafted = self._drafted.pop(sequence.seq_id, None)
+        if drafted is not None and self._is_for_all:
+            self._siblings.add(sequence)
+
+    def drop_prefix(self, token_ids: Ordered[int], *, cache_salt: str) -> None:
+        """Forget the outputs to prompts that begin like these tokens."""
+        self._siblings.drop(token_ids, cache_salt=cache_salt)
 
     def add_drafts(self, scheduled: dict[int, ScheduledSequence]) -> None:
         """Add drafts to a planned step whose tokens are counted as computed."""
@@ -140,6 +157,9 @@ class Drafting:
             return
         counters = self.counters
         for item in batch.scheduled:
+            drafted = self._drafted.get(item.seq_id)
+            if drafted is not None:
+                drafted.forced = result.forced_token_ids.get(item.seq_id, ())
             num_drafts = item.num_drafts
             token_ids = result.token_ids.get(item.seq_id, ())
             if not num_drafts or not token_ids:
@@ -152,12 +172,12 @@ class Drafting:
             by_position += [0] * (num_right - len(by_position))
             for position in range(num_right):
                 by_position[position] += 1
-            drafted = self._drafted.get(item.seq_id)
-            if drafted is not None:
-                if item.num_wanted_drafts:
-                    self._adapt_to_rate(drafted, num_drafts, num_right)
-                else:
-                    self._adapt(drafted, num_drafts, num_right)
+            if drafted is None or drafted.is_forced:
+                continue
+            if item.num_wanted_drafts:
+                self._adapt_to_rate(drafted, num_drafts, num_right)
+            else:
+                self._adapt(drafted, num_drafts, num_right)
 
     def _add(
         self, drafted: _Drafted, item: ScheduledSequence, num_rows: int, *, num_spared: int
@@ -169,20 +189,23 @@ class Drafting:
         """
         sequence = drafted.sequence
         num_tokens = len(sequence.token_ids)
-        if drafted.pause > 0:
-            drafted.pause -= 1
-            return 0
+        is_paused = drafted.pause > 0
+        drafted.pause -= is_paused
         if sequence.num_computed_tokens != num_tokens or sequence.num_in_flight_tokens != 1:
             return 0  # a token before the drafts is not known yet
-        if sequence.num_output_tokens < max(sequence.params.min_tokens, 1):
-            return 0
-        room = self._num_tokens_left(sequence) - 1
-        limit = min(drafted.limit, num_rows, room)
-        drafts = drafted.drafter.propose(limit)
-        if self._has_draft_model and not drafted.drafter.is_predicted:
-            drafts = ()
-        num_drafts = len(drafts) or (limit if self._has_draft_model else 0)
-        if num_drafts <= 0:
+        if sequence.num_output_tokens == 0:
+            return 0  # samples fork at their first token
+        room = max(0, min(num_rows, self._num_tokens_left(sequence) - 1))
+        drafts = drafted.forced[: min(self._config.num_speculative_tokens, room)]
+        drafted.is_forced = bool(drafts)
+        num_drafts = len(drafts)
+        if not (drafts or is_paused):
+            limit = min(drafted.limit, room)
+            drafts = drafted.drafter.propose(limit)
+            if self._has_draft_model and not drafted.drafter.is_predicted:
+                drafts = ()
+            num_drafts = len(drafts) or limit * self._has_draft_model
+        if not num_drafts:
             return 0
         new_block_ids = self._blocks.grow_if_free(
             sequence, num_tokens + num_drafts, num_spared=num_spared
@@ -216,19 +239,3 @@ class Drafting:
         drafted.num_misses += 1
         drafted.limit = 1
         drafted.pause = min(1 << (drafted.num_misses - 1), _MAX_PAUSE)
-
-
-def _can_be_drafted(sequence: Sequence) -> bool:
-    """Whether each of its tokens is drawn from the model's own logits: penalties and grammars
-    depend on the tokens before, of which a draft may be none."""
-    params = sequence.params
-    has_penalty = params.presence_penalty or params.frequency_penalty
-    return (
-        params.num_branches == 1
-        and params.beam_search is None
-        and params.structured_outputs is None
-        and not has_penalty
-        and params.repetition_penalty == 1.0
-        and not params.logit_bias
-        and params.top_n_sigma <= 0
-    )

@@ -326,7 +326,6 @@ class Scheduler:
     def _enter(self, sequence: Sequence, num_new: int) -> ScheduledSequence:
         """A whole sequence, which the device does not know, or has forgotten."""
         sequence.is_on_device = True
-        self.drafting.enter(sequence)
         params = sequence.params
         search = self._requests[sequence.request.request_id].search
         entry = SequenceEntry(
@@ -338,6 +337,7 @@ class Scheduler:
             parent_seq_id=sequence.parent_seq_id,
             num_logprobs=params.num_logprobs if search is None else search.num_candidates,
             num_prompt_logprobs=params.prompt_logprobs if sequence.wants_prompt_logprobs else None,
+            is_drafted=self.drafting.enter(sequence),
         )
         return ScheduledSequence(
             seq_id=sequence.seq_id,

@@ -1,4 +1,4 @@
-"""Drafts copied from earlier text: the sequence's own, or what a request predicts.
+"""Drafts copied from other text: what a request predicts, a sibling's output, the sequence's own.
 
 Sources: Saxena, "Prompt Lookup Decoding", 2023; OpenAI's "Predicted Outputs".
 """
@@ -15,14 +15,15 @@ class NgramDrafter:
     """Follows the text where a sequence's newest tokens occurred before.
 
     While new tokens are those of the text that is followed, nothing is looked up. When one differs,
-    the newest `size` tokens are looked up: in the prediction, from where it was left on, then in
-    the sequence itself, where the latest occurrence counts.
+    the newest `size` tokens are looked up: in the prediction, then in the sibling, from where they
+    were left on, then in the sequence itself, where the latest occurrence counts.
 
     Args:
         token_ids: prompt and output so far; grows at its end.
         num_prompt_tokens: how many of them are the prompt.
         size: tokens that must be equal before others are copied.
         prediction: what the output may be.
+        sibling: the output of a sequence that begins alike.
     """
 
     def __init__(
@@ -32,24 +33,28 @@ class NgramDrafter:
         num_prompt_tokens: int,
         size: int,
         prediction: Sequence[int] = (),
+        sibling: Sequence[int] = (),
     ) -> None:
         self._token_ids = token_ids
         self._size = size
         self._latest: dict[tuple[int, ...], int] = {}  # n-gram → the position after it
         self._num_indexed = size - 1  # n-grams that end before this position are in `_latest`
         self._prediction = prediction
-        self._predicted: dict[tuple[int, ...], list[int]] = {}
-        for end in range(size, len(prediction)):
-            self._predicted.setdefault(tuple(prediction[end - size : end]), []).append(end)
-        # The text that is followed, and the position in it of the next token; −1: none.
-        self._text, self._next = prediction, 0 if prediction else -1
+        self._guides = [_Guide(text, size) for text in (prediction, sibling) if len(text)]
+        # The text that is followed (None: the sequence itself), and the position in it of the next
+        # token; −1: nothing is followed.
+        self._guide = self._guides[0] if self._guides else None
+        self._next = 0 if self._guides else -1
         self._num_followed = num_prompt_tokens  # tokens that were compared with it
-        self._left_at = 0  # where the prediction was left
 
     @property
     def is_predicted(self) -> bool:
         """Whether the prediction is followed."""
         return self._next >= 0 and self._text is self._prediction
+
+    @property
+    def _text(self) -> Sequence[int]:
+        return self._token_ids if self._guide is None else self._guide.text
 
     def propose(self, limit: int) -> tuple[int, ...]:
         """Up to `limit` tokens that may come next; none if nothing is known."""
@@ -60,7 +65,7 @@ class NgramDrafter:
         if self._next < 0 or limit <= 0:
             return ()
         drafts = list(self._text[self._next : self._next + limit])
-        if self._text is self._token_ids:
+        if self._guide is None:
             period = len(self._token_ids) - self._next
             while len(drafts) < limit:  # a text that repeats itself goes on doing so
                 drafts.append(drafts[-period])
@@ -68,10 +73,11 @@ class NgramDrafter:
 
     def _follow(self) -> None:
         """Compare new tokens with the text that is followed."""
+        text = self._text
         for token_id in self._token_ids[self._num_followed :] if self._next >= 0 else ():
-            if self._next >= len(self._text) or self._text[self._next] != token_id:
-                if self.is_predicted:
-                    self._left_at = self._next
+            if self._next >= len(text) or text[self._next] != token_id:
+                if self._guide is not None:
+                    self._guide.left_at = self._next
                 self._next = -1
                 break
             self._next += 1
@@ -87,9 +93,33 @@ class NgramDrafter:
     def _find(self) -> None:
         """Look the newest tokens up."""
         newest = tuple(self._token_ids[-self._size :])
-        places = self._predicted.get(newest)
-        if places is not None:
-            number = bisect.bisect_left(places, self._left_at)
-            self._text, self._next = self._prediction, places[min(number, len(places) - 1)]
-        elif newest in self._latest:
-            self._text, self._next = self._token_ids, self._latest[newest]
+        for guide in self._guides:
+            place = guide.find(newest)
+            if place is not None:
+                self._guide, self._next = guide, place
+                return
+        if newest in self._latest:
+            self._guide, self._next = None, self._latest[newest]
+
+
+class _Guide:
+    """A text that the output may follow.
+
+    Attributes:
+        left_at: the position at which the output was last another.
+    """
+
+    def __init__(self, text: Sequence[int], size: int) -> None:
+        self.text = text
+        self.left_at = 0
+        self._places: dict[tuple[int, ...], list[int]] = {}  # n-gram → the positions after it
+        for end in range(size, len(text)):
+            self._places.setdefault(tuple(text[end - size : end]), []).append(end)
+
+    def find(self, newest: tuple[int, ...]) -> int | None:
+        """The position after these tokens, from where the text was left on if they are there."""
+        places = self._places.get(newest)
+        if places is None:
+            return None
+        number = bisect.bisect_left(places, self.left_at)
+        return places[min(number, len(places) - 1)]

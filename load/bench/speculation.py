@@ -26,7 +26,6 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.errors import ConfigError
 from penstock.engine.startup import build_core
 from penstock.load.engine_runs import Lengths, Run, greedy_request, run_requests
 from penstock.load.machine import commit, frozen_garbage
@@ -147,18 +146,12 @@ def run(parsed: argparse.Namespace) -> int:
                     continue
                 if case.method == "draft_model":
                     notes.append(_agreement_note(name))
-                try:
-                    plain, drafting = (
-                        cores.get(method)
-                        or cores.setdefault(
-                            method, stack.enter_context(_core(name, method, parsed))
-                        )
-                        for method in ("", case.method)
-                    )
-                except ConfigError as error:
-                    notes.append(f"{name} {case.name}: not measured ({error}).")
-                else:
-                    found.append(_measure(case, name, plain, drafting, parsed))
+                plain, drafting = (
+                    cores.get(method)
+                    or cores.setdefault(method, stack.enter_context(_core(name, method, parsed)))
+                    for method in ("", case.method)
+                )
+                found.append(_measure(case, name, plain, drafting, parsed))
     where, at_commit = machine(), commit()
     title = f"{where['cpu']}, {where['cores']} cores, commit {at_commit}"
     report = "\n\n".join([title, _table(found), *notes, _NOTES])
@@ -175,7 +168,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 @contextmanager
 def _core(name: str, method: str, parsed: argparse.Namespace) -> Iterator[EngineCore]:
-    """An engine with the model of this shape. Raises ConfigError if it does not know the method."""
+    """An engine with the model of this shape."""
     speculation: dict[str, str | int] = {
         "method": method, "num_speculative_tokens": parsed.num_speculative_tokens
     }  # fmt: skip

@@ -22,14 +22,14 @@ from penstock.engine.scheduling.drafting import DraftCounters
 from .conftest import TinyCheckpoint
 from .test_speculation import changed, core_with, requests, run
 
-NUM_PROMPTS = 20
+NUM_REQUESTS = 20
 ITSELF = {"method": "draft_model", "model": "demo"}
 KINDS: dict[str, dict[str, Any]] = {
     "alone": {},
     "together": {},
     "chunked": {"max_num_batched_tokens": 64},
-    "swapped": {"num_blocks": 80, "preemption": "swap"},
-    "recomputed": {"num_blocks": 80, "preemption": "recompute"},
+    "swapped": {"num_blocks": 80, "block_size": 4, "preemption": "swap"},
+    "recomputed": {"num_blocks": 80, "block_size": 4, "preemption": "recompute"},
     "in flight": {"max_steps_in_flight": 2},
 }
 
@@ -39,7 +39,7 @@ def of_many_lengths() -> list[Request]:
     change = msgspec.structs.replace
     return [
         change(each, sampling_params=change(each.sampling_params, max_tokens=20 + 4 * number))
-        for number, each in enumerate(requests(logprobs=2, ignore_eos=True)[:NUM_PROMPTS])
+        for number, each in enumerate(requests(logprobs=2)[:NUM_REQUESTS])
     ]
 
 
@@ -69,7 +69,7 @@ def test_tokens_are_the_same_and_its_own_drafts_are_right(dtype: str, noisy: Pat
         counters = core.scheduler.drafting.counters
         assert counters.num_accepted_tokens == counters.num_draft_tokens > 0, kind
         if kind in ("swapped", "recomputed"):
-            assert core.scheduler.counters.num_swaps + core.scheduler.counters.num_recomputes > 0
+            assert core.scheduler.counters.num_preemptions > 0
         core.close()
     core = core_with(dtype, speculative_config={"model": str(noisy)})
     assert run(core, of_many_lengths(), at_once=False) == expected
@@ -80,7 +80,7 @@ def test_tokens_are_the_same_and_its_own_drafts_are_right(dtype: str, noisy: Pat
 def test_a_prefix_hit_has_its_drafts_too() -> None:
     """Of prompts that were computed, and of outputs that nobody drafted at the time."""
     core = core_with(speculative_config=ITSELF)
-    asked = requests(max_tokens=50, ignore_eos=True)[:9]  # too many at once for drafts
+    asked = requests(max_tokens=50)[:9]  # too many at once for drafts
     answers = run(core, asked)
     counted = core.scheduler.drafting.counters
     before = replace(counted)
@@ -88,21 +88,21 @@ def test_a_prefix_hit_has_its_drafts_too() -> None:
         msgspec.structs.replace(
             request,
             request_id=f"longer {request.request_id}",
-            prompt_token_ids=(*request.prompt_token_ids, *answer[0]),
+            prompt_token_ids=(*request.prompt_token_ids, *answers[request.request_id, 0][0]),
         )
-        for request, answer in zip(asked, answers, strict=True)
+        for request in asked
     ]
     run(core, longer, at_once=False)
     assert core.scheduler.blocks.counters.prefix_hits > 9 * 30
     num_new = counted.num_draft_tokens - before.num_draft_tokens
-    assert counted.num_accepted_tokens - before.num_accepted_tokens == num_new > 9 * 30
+    assert counted.num_accepted_tokens - before.num_accepted_tokens == num_new > 9 * 5
 
 
 def test_a_prediction_comes_first() -> None:
     plain, core = core_with(), core_with(speculative_config=ITSELF)
-    expected = run(plain, requests(ignore_eos=True))
-    asked = requests(changed(expected), ignore_eos=True)[:NUM_PROMPTS]
-    assert run(core, asked, at_once=False) == expected[:NUM_PROMPTS]
+    expected = run(plain, requests()[:NUM_REQUESTS])
+    asked = requests(changed(expected))[:NUM_REQUESTS]
+    assert run(core, asked, at_once=False) == expected
     counters: DraftCounters = core.scheduler.drafting.counters
     assert counters.num_accepted_tokens < counters.num_draft_tokens  # predictions may be wrong
 
@@ -143,6 +143,6 @@ def test_the_model_that_is_drafted_for_may_be_quantized(noisy: Path) -> None:
         core_with(model=rounded, speculative_config=config)
         for config in (None, {"model": str(noisy)})
     )
-    asked = requests(ignore_eos=True)[:NUM_PROMPTS]
+    asked = requests()[:NUM_REQUESTS]
     assert run(core, asked, at_once=False) == run(plain, asked, at_once=False)
     assert core.scheduler.drafting.counters.num_accepted_tokens > 0

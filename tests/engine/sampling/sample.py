@@ -31,15 +31,30 @@ class Sample:
         self._device = torch.device(device)
 
     def __call__(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int] = ()
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        eos_token_ids: Sequence[int] = (),
+        *,
+        num_drafts: int = 0,
     ) -> list[Result]:
+        """
+        Args:
+            num_drafts: so many of each row's last tokens are drafts; there is a row for each of
+                them too.
+        """
         logits = logits.to(self._device)
         before = logits.clone()
         table = SamplingTable(len(rows) + 2, self._device, vocab_size=logits.shape[1])
         places = np.arange(len(rows))[::-1] + 1
         for place, item in zip(places, rows, strict=True):
             table.enter(place, item)
-        batch = table.select(places, np.array([len(item.token_ids) for item in rows]))
+        num_tokens = [
+            len(item.token_ids) - num_after
+            for item in rows
+            for num_after in reversed(range(num_drafts + 1))
+        ]
+        batch = table.select(places.repeat(num_drafts + 1), np.array(num_tokens))
         if batch.masks is not None:
             batch.masks.fill()
         sampler = Sampler(eos_token_ids, library=self._libraries.get(logits.dtype))

@@ -198,6 +198,30 @@ def test_a_broken_row_is_marked_and_spoils_no_other(sample, broken, bad):
     assert results == healthy
 
 
+def test_a_row_after_drafts_equals_that_of_a_shorter_sequence(sample):
+    """In successive steps, of which the first guesses wrong."""
+    kinds: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"seed": 2, "logit_bias": {3: 5.0}, "logprobs": 2},
+        {"seed": 3, "top_n_sigma": 1.2, "temperature": 3.0},
+        {"seed": 4, "min_tokens": 4, "stop_token_ids": tuple(range(10, 40))},
+        {"seed": 5, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"seed": 6, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "repetition_penalty": 0.5, "frequency_penalty": -2.0},
+    ]
+    rows = [row([5, 6, 7], **params) for params in kinds]
+    logits = random_logits(4 * len(rows), 50)
+    for known, drafts in ([], [7, 8, 9]), ([7, 6], [6, 6, 7]), ([7, 6, 6], [9, 9, 6]):
+        for item in rows:
+            item.token_ids[3:] = known + drafts
+        shorter = [
+            row([5, 6, 7, *known, *drafts[:number]], **params)
+            for params in kinds
+            for number in range(len(drafts) + 1)
+        ]
+        assert sample(logits, rows, EOS, num_drafts=3) == sample(logits, shorter, EOS)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_with_everything_masked_is_marked(sample, temperature):
     item = row(temperature=temperature, min_tokens=9, stop_token_ids=(0, 1, 2, 3))

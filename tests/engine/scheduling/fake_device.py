@@ -92,6 +92,8 @@ class FakeDevice:
         self.left_stamps: dict[int, list[int]] = {}  # of those who left, by seq_id
         self.returns: list[tuple[list[int], list[int]]] = []  # stamps at leaving, and back again
         self.grammars = FakeGrammars()
+        self.guesses = False  # report forced tokens, of which some are none
+        self.num_drafts = self.num_right_drafts = 0
         self._stamp = 0
 
     def submit(self, batch: Batch) -> _Handle:
@@ -174,8 +176,18 @@ class FakeDevice:
                 for item in batch.scheduled
                 if item.seq_id in self.failing
             },
+            forced_token_ids={
+                seq_id: self._guess(self.rows[seq_id])
+                for seq_id in sampled
+                if self.guesses and self.rows[seq_id].entry.is_drafted
+            },
             compute_s=batch.num_tokens / self.tokens_per_s,
         )
+
+    def _guess(self, row: Row) -> tuple[int, ...]:
+        """The next tokens, and after some of them a wrong one."""
+        right = expected_output(row.token_ids, 1 + row.token_ids[-1] % 4, row.entry.index)
+        return (*right[:-1], right[-1] ^ 1)
 
     def _check_drafts(self, row: Row, known: list[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens of a sequence with drafts: those that were right, and one more."""
@@ -185,6 +197,8 @@ class FakeDevice:
             if new[-1] != draft:
                 break
             new.append(next_token(known[: first + number], row.entry.index))
+        self.num_drafts += len(drafts)
+        self.num_right_drafts += len(new) - 1
         row.token_ids[first:] = new
         row.num_computed = len(row.token_ids) - 1
         return tuple(new)

@@ -75,7 +75,7 @@ class History:
         draw = self.data.draw
         block_size = draw(st.sampled_from([1, 3, 4, 16]))
         smallest = -(-MAX_MODEL_LEN // block_size)
-        return Stack(
+        stack = Stack(
             num_blocks=smallest + draw(st.integers(0, smallest)),
             block_size=block_size,
             num_host_blocks=draw(st.sampled_from([0, smallest // 3, 4 * smallest])),
@@ -86,9 +86,13 @@ class History:
                 max_steps_in_flight=draw(st.integers(1, 3)),
                 scheduling_policy="priority",
                 preemption=draw(st.sampled_from(["auto", "swap", "recompute"])),
-                speculative_config=draw(st.sampled_from([None, {"prompt_lookup_min": 1}])),
+                speculative_config=draw(
+                    st.sampled_from([None, {"prompt_lookup_min": 1}, {"num_speculative_tokens": 2}])
+                ),
             ),
         )
+        stack.device.guesses = draw(st.booleans())
+        return stack
 
     def request(self, name: str) -> Request:
         draw = self.data.draw
@@ -160,6 +164,10 @@ def test_any_history_keeps_blocks_and_tokens_right(data: st.DataObject) -> None:
                 stack.core.drop_prefix(requests[name].prompt_token_ids)
             stack.check_blocks()
     stack.run()
+    counters = stack.scheduler.drafting.counters
+    assert counters.num_draft_tokens == stack.device.num_drafts
+    assert counters.num_accepted_tokens == stack.device.num_right_drafts
+    assert counters.num_accepted_tokens == sum(counters.accepted_by_position)
     for name, request in requests.items():
         assert name in stack.ended or name in aborted
         check_stream(stack, request, is_whole=name not in aborted)

@@ -63,6 +63,30 @@ def test_a_prediction_is_found_again_after_where_it_was_left():
     assert found.propose(1) == (5,)
 
 
+def test_a_sibling_comes_after_the_prediction():
+    token_ids = [1, 2]
+    found = NgramDrafter(
+        token_ids,
+        num_prompt_tokens=2,
+        size=SIZE,
+        prediction=[10, 11, 12, 13, 14, 15],
+        sibling=[20, 21, 22, 23, 10, 11, 12, 99, 24],
+    )
+    assert found.propose(2) == (10, 11)
+    token_ids += [20, 21, 22]
+    assert found.propose(1) == (23,)
+    assert not found.is_predicted
+    token_ids += [9, 10, 11, 12]
+    assert found.propose(1) == (13,)
+    assert found.is_predicted
+
+
+def test_a_sibling_is_followed_from_its_beginning():
+    found = NgramDrafter([1, 2], num_prompt_tokens=2, size=SIZE, sibling=[20, 21])
+    assert found.propose(3) == (20, 21)
+    assert not found.is_predicted
+
+
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(1, 5), max_size=20))
 def test_in_any_text(token_ids: list[int], steps: list[int]):
     """After any number of new tokens the drafts are what followed an earlier occurrence of the
