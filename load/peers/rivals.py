@@ -354,6 +354,14 @@ class Penstock:
         return PenstockServer(model, setting)
 
 
+class DraftedPenstock(Penstock):
+    """The same with a draft model."""
+
+    def settings(self, model: str) -> Sequence[Setting]:
+        config = {"model": str(models.make(models.draft_of(model)))}
+        return (Setting(name="default", flags=("--speculative-config", json.dumps(config))),)
+
+
 class PenstockServer:
     """A `Running`."""
 
@@ -598,6 +606,7 @@ def _llamacpp_with(kinds: Mapping[str, tuple[str, ...]]) -> tuple[Setting, ...]:
 
 _SPECULATING = (
     Penstock(("--speculative-config", json.dumps(_NGRAM))),
+    DraftedPenstock(name="penstock-draft", title="penstock, draft model"),
     Penstock(name="penstock-plain", title="penstock without speculation"),
     _VLLM,
     replace(
