@@ -103,7 +103,10 @@ def load_draft_model(config: EngineConfig, target: Decoder) -> Decoder | None:
         quantization_override=(),  # they name the target's modules
         quantization_exclude=(),
     )
-    draft = load_model(settings, resolve_model(settings, weights=True), target.device)
+    try:
+        draft = load_model(settings, resolve_model(settings, weights=True), target.device)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--speculative-config: {error}") from error
     if abs(draft.vocab_size - target.vocab_size) > _MAX_VOCAB_DIFFERENCE:
         raise ConfigError(
             f"--speculative-config: {speculation.model} has a vocabulary of {draft.vocab_size} "

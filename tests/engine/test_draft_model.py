@@ -132,7 +132,7 @@ def test_wrong_settings_are_refused(value: Any, message: str) -> None:
 def test_another_vocabulary_is_refused(tmp_path: Path, tiny_checkpoint: TinyCheckpoint) -> None:
     with pytest.raises(ConfigError, match="needs the same tokens"):
         core_with(speculative_config={"model": str(tiny_checkpoint())})
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"--speculative-config: .*config\.json"):
         core_with(speculative_config={"model": str(tmp_path)})
 
 
