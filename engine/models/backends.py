@@ -73,4 +73,5 @@ def run_step(
         return model.step(input_ids, context, sampled_tokens, parameters, draws, masks)
     hidden = model(input_ids, context)
     rows = hidden if sampled_tokens is None else hidden[sampled_tokens]
-    return StepOutput(hidden=hidden, logits=model.logits(rows))
+    features = model.features if isinstance(model, Decoder) else ()
+    return StepOutput(hidden=hidden, logits=model.logits(rows), features=features)

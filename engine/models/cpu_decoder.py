@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class CpuDecoder:
         self.dtype = decoder.dtype
         self.kv_spec = decoder.kv_spec
         self._library = library
+        self._feature_layers = decoder.feature_layers
+        self._features: tuple[Buffer, ...] = ()
         self._rotary = RotaryTable(decoder.rotary)
         self._layers = [
             PackedLayer(library, layer)  # type: ignore[arg-type]
@@ -130,7 +132,9 @@ class CpuDecoder:
         """
         if context is not self._context or self._output is None or self.needs_prompt_lens:
             self._fill(input_ids, context, context.layout.block_tables)
-            self._output = self._head.bind(len(input_ids), sampled_tokens, parameters, draws, masks)
+            output = self._head.bind(len(input_ids), sampled_tokens, parameters, draws, masks)
+            features = tuple(each.rows[: len(input_ids)] for each in self._features)
+            self._output = replace(output, features=features)
             self._is_shared = self._is_worth_sharing(len(input_ids))
             self._context = context
         self._program.run(is_shared=self._is_shared)
@@ -188,10 +192,15 @@ class CpuDecoder:
         """The program of a step, part by part as in `Decoder.forward`."""
         program, size = Program(self._library), self.config.hidden_size
         stream, normed = program.buffer("stream", size), program.buffer("normed", size)
+        kept = {layer: program.buffer(f"input {layer}", size) for layer in self._feature_layers}
+        self._features = tuple(kept.values())
         self._embedding.write_lookup(program, stream)
-        for layer, cache in zip(self._layers, kv_pool, strict=True):
-            layer.write(program, stream, cache)
-        _write_norm(program, normed, stream, self._norm)
+        x = stream
+        for number, (layer, cache) in enumerate(zip(self._layers, kv_pool, strict=True)):
+            y = kept.get(number + 1, stream)
+            layer.write(program, y, x, cache)
+            x = y
+        _write_norm(program, normed, x, self._norm)
         self._head.write(program, normed)
         return program
 
@@ -222,19 +231,19 @@ class PackedLayer:
     def _linears(self) -> tuple[CpuLinear, ...]:
         return *self.attention.linears, *self.mlp.linears
 
-    def write(self, program: Program, stream: Buffer, cache: Tensor) -> None:
-        """Add this layer to the residual stream. Two buffers hold it in turn, since no operation
-        writes to what it reads.
+    def write(self, program: Program, y: Buffer, x: Buffer, cache: Tensor) -> None:
+        """y = the residual stream x with this layer added to it; y may be x. Another buffer holds
+        the stream in between, since no operation writes to what it reads.
 
         Args:
             cache: [2, num_blocks, block_size, num_kv_heads, head_size], as in `LayerKV`
         """
-        attended = program.buffer("attended", stream.size)
-        normed = program.buffer("normed", stream.size)
-        _write_norm(program, normed, stream, self.input_norm)
-        self.attention.write(program, attended, normed, cache, residual=stream)
+        attended = program.buffer("attended", x.size)
+        normed = program.buffer("normed", x.size)
+        _write_norm(program, normed, x, self.input_norm)
+        self.attention.write(program, attended, normed, cache, residual=x)
         _write_norm(program, normed, attended, self.post_attention_norm)
-        self.mlp.write(program, stream, normed, residual=attended)
+        self.mlp.write(program, y, normed, residual=attended)
 
 
 class PackedAttention:
@@ -358,11 +367,13 @@ class StepOutput:
         hidden: [num_tokens, hidden_size]
         logits: [num_sampled, vocab_size], of the sampled rows.
         drawn: None, or the tokens drawn from the unmodified logits.
+        features: the inputs of the decoder's `feature_layers`, [num_tokens, hidden_size] each.
     """
 
     hidden: Tensor
     logits: Tensor
     drawn: DrawnTokens | None = None
+    features: tuple[Tensor, ...] = ()
 
 
 class CpuHead:

@@ -22,13 +22,20 @@ from penstock.kernels.rotary_store_kv import rotary_store_kv
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    """
+    Args:
+        num_inputs: of queries, keys and values; None: hidden_size.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, *, num_inputs: int | None = None) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         query_size, kv_size = (n * self.head_dim for n in (self.num_heads, self.num_kv_heads))
         self.qkv_proj = Linear(
-            config.hidden_size, (query_size, kv_size, kv_size), has_bias=config.has_qkv_bias
+            num_inputs or config.hidden_size,
+            (query_size, kv_size, kv_size),
+            has_bias=config.has_qkv_bias,
         )
         self.o_proj = Linear(query_size, (config.hidden_size,), has_bias=config.has_output_bias)
         self.has_qk_norm = config.has_qk_norm
@@ -113,7 +120,12 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A `TorchModel`."""
+    """A `TorchModel`.
+
+    Attributes:
+        feature_layers: layers, ascending from 1 on, whose inputs are wanted besides the result.
+        features: these inputs in the last forward pass, [num_tokens, hidden_size] each.
+    """
 
     can_be_captured = True
 
@@ -122,6 +134,8 @@ class Decoder(nn.Module):
         self.config = config
         self.vocab_size, self.context_len = config.vocab_size, config.context_len
         self.quantization = "none"
+        self.feature_layers: tuple[int, ...] = ()
+        self.features: tuple[Tensor, ...] = ()
         self._kv_dtype: torch.dtype | None = None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
@@ -137,8 +151,12 @@ class Decoder(nn.Module):
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         rotary = self.rotary(context.positions, context.prompt_lens, x.dtype)
-        for layer in self.layers:
+        features = []
+        for number, layer in enumerate(self.layers):
+            if number in self.feature_layers:
+                features.append(x if residual is None else x + residual)
             x, residual = layer(x, residual, rotary, context)
+        self.features = tuple(features)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
