@@ -230,19 +230,25 @@ class InputBatch:
         return inputs
 
     def inputs_of(
-        self, spans: Mapping[int, tuple[int, int]], kv_pool: Tensor, *, needs_prompt_lens: bool
+        self,
+        spans: Mapping[int, tuple[int, int]],
+        kv_pool: Tensor,
+        *,
+        needs_prompt_lens: bool,
+        lag: int = 0,
     ) -> StepInputs:
         """The tensors of another model's forward pass over known tokens of some sequences, sampled
         after the last of each. It counts nothing as computed, and no run may last.
 
         Args:
             spans: seq_id → the position of its first token, and that after its last.
+            lag: the tokens are those so many positions later.
         """
         sequences = [self._sequences[seq_id] for seq_id in spans]
         rows = np.array([sequence.row for sequence in sequences])
         starts, ends = np.array(list(spans.values())).T
         query_lens = ends - starts
-        arrays = self._token_arrays(sequences, rows, query_lens, ends, is_decode=False)
+        arrays = self._token_arrays(sequences, rows, query_lens, ends, is_decode=False, lag=lag)
         arrays["sampled_tokens"] = query_lens.cumsum() - 1
         if needs_prompt_lens:
             lens = np.array([sequence.num_prompt for sequence in sequences])
@@ -253,7 +259,7 @@ class InputBatch:
             context=_context(tensors, kv_pool, int(query_lens.max()), int(ends.max())),
             sampled_seq_ids=tuple(spans),
             sampled_tokens=tensors["sampled_tokens"],
-            sampling=self._sampling.select(rows, ends),
+            sampling=self._sampling.select(rows, ends + lag),
             prompt_spans=(),
         )
 
@@ -270,6 +276,11 @@ class InputBatch:
         """A sequence's block table."""
         sequence = self._sequences[seq_id]
         return self._block_tables[sequence.row, : sequence.num_blocks]
+
+    def slot(self, seq_id: int, position: int) -> int:
+        """Where in a pool this position of a sequence is stored."""
+        number, offset = divmod(position, self._block_size)
+        return int(self.block_ids(seq_id)[number]) * self._block_size + offset
 
     def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         """Append a sampled token to each sequence: the input of its next step."""
@@ -341,6 +352,7 @@ class InputBatch:
         seq_lens: Integers,
         *,
         is_decode: bool,
+        lag: int = 0,
     ) -> dict[str, npt.NDArray[Any]]:
         """The arrays that a forward pass reads, by name."""
         starts = seq_lens - query_lens
@@ -352,7 +364,7 @@ class InputBatch:
             positions = np.arange(ends[-1]) + (seq_lens - ends).repeat(query_lens)
             input_ids = np.concatenate(
                 [
-                    sequence.token_ids[start:stop]
+                    sequence.token_ids[start + lag : stop + lag]
                     for sequence, start, stop in zip(sequences, starts, seq_lens, strict=True)
                 ]
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,10 @@ class SamplingBatch:
     def is_plain(self) -> bool:
         """Whether every row only needs a draw."""
         return not self.changed and not self.num_tops
+
+    def plain(self) -> SamplingBatch:
+        """The same rows, drawn from the logits as they are."""
+        return replace(self, changed={}, num_tops={}, masks=None)
 
 
 class SamplingTable:

@@ -1,0 +1,154 @@
+"""How far a drafter has computed each sequence, and the loop in which it guesses tokens.
+
+A drafter's keys and values are in a pool of their own that has the target's block ids, so that
+whatever moves, copies or shares a block does so in both. A block's content may lag behind here,
+which `_num_known` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from penstock.engine.batch import Batch
+from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.runner.kv_swap import HostTier, NoHostTier
+
+Spans = Mapping[int, tuple[int, int]]  # seq_id → its first position, and that after its last
+
+
+class DraftProgress:
+    """
+    Args:
+        host_tiers: of the drafter's pools, as many blocks as the target's host tier has.
+        batch: the sequences on the device.
+        max_num_tokens: of one forward pass.
+        lag: by how many positions the drafter is behind the token that it needs.
+    """
+
+    def __init__(
+        self,
+        host_tiers: Sequence[HostTier | NoHostTier],
+        batch: InputBatch,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_tokens: int,
+        lag: int = 0,
+    ) -> None:
+        self._host_tiers, self._batch = host_tiers, batch
+        self._block_size, self._max_num_tokens, self._lag = block_size, max_num_tokens, lag
+        # Of each block: how many of its first positions have keys and values here.
+        self._num_known = np.zeros(num_blocks, dtype=np.int64)
+        self._num_known_on_host = np.zeros(host_tiers[0].num_blocks, dtype=np.int64)
+        self._num_computed: dict[int, int] = {}  # by seq_id, as far as it was looked up
+
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether a sequence is on the device."""
+        return seq_id in self._num_computed
+
+    def update(self, batch: Batch) -> None:
+        """Follow the batch's moves, and what its sequences' tables hold now."""
+        for host_tier in self._host_tiers:
+            host_tier.execute(batch.moves)
+        known, on_host = self._num_known, self._num_known_on_host
+        for pairs, sources, destinations in (
+            (batch.moves.swap_outs, known, on_host),
+            (batch.moves.swap_ins, on_host, known),
+            (batch.moves.copies, known, known),
+        ):
+            if pairs:
+                froms, tos = (list(column) for column in zip(*pairs, strict=True))
+                destinations[tos] = sources[froms]
+        for seq_id in batch.left_seq_ids:
+            self._num_computed.pop(seq_id, None)
+        for item in batch.scheduled:
+            block_ids = item.new_block_ids
+            if item.entry is not None:
+                self._num_computed[item.seq_id] = 0
+                # The token after these may be another one than where the blocks come from.
+                num_same = max(0, item.entry.num_computed_tokens - self._lag)
+                num_full, num_more = divmod(num_same, self._block_size)
+                if num_more:
+                    block_id = block_ids[num_full]
+                    known[block_id] = min(known[block_id], num_more)
+                block_ids = block_ids[num_full + (num_more > 0) :]
+            if block_ids:
+                known[list(block_ids)] = 0
+
+    def propose(
+        self,
+        batch: Batch,
+        compute: Callable[[Spans], None],
+        draw: Callable[[Spans], Sequence[int]],
+    ) -> dict[int, int]:
+        """Guess as many tokens as each item of the batch wants.
+
+        Args:
+            compute: keys and values of these positions.
+            draw: the same, and the token that follows each span's last token.
+
+        Returns:
+            seq_id → how many positions have keys and values, if the guesses are right.
+        """
+        wanted = {
+            item.seq_id: item.num_wanted_drafts
+            for item in batch.scheduled
+            if item.num_wanted_drafts
+        }
+        ends = {seq_id: self._catch_up(seq_id, len(wanted), compute) for seq_id in wanted}
+        for number in range(max(wanted.values(), default=0)):
+            spans = {
+                seq_id: (ends[seq_id], len(self._batch.token_ids(seq_id)) - self._lag)
+                for seq_id, num_wanted in wanted.items()
+                if num_wanted > number
+            }
+            for seq_id, guess in zip(spans, draw(spans), strict=True):
+                ends[seq_id] = spans[seq_id][1]
+                self._batch.token_ids(seq_id).append(guess)
+                if number == 0:  # it has seen no guess yet
+                    self.note(seq_id, ends[seq_id])
+        for item in batch.scheduled:
+            if item.num_wanted_drafts:  # the batch appends them where it expects drafts
+                token_ids = self._batch.token_ids(item.seq_id)
+                item.draft_token_ids = tuple(token_ids[-item.num_wanted_drafts :])
+                del token_ids[-item.num_wanted_drafts :]
+        return ends
+
+    def count(self, seq_id: int) -> int:
+        """How many of a sequence's first positions have keys and values here, except the one that
+        the next guess needs."""
+        count, size = self._num_computed[seq_id], self._block_size
+        block_ids = self._batch.block_ids(seq_id)
+        for number in range(count // size, len(block_ids)):
+            num_known = int(self._num_known[block_ids[number]])
+            count = max(count, number * size + num_known)
+            if num_known < size:
+                break
+        count = max(0, min(count, len(self._batch.token_ids(seq_id)) - self._lag - 1))
+        self._num_computed[seq_id] = count
+        return count
+
+    def note(self, seq_id: int, end: int) -> None:
+        """The positions before `end` have keys and values."""
+        first, size = self._num_computed[seq_id] // self._block_size, self._block_size
+        last = -(-end // size)
+        block_ids = self._batch.block_ids(seq_id)[first:last]
+        if len(block_ids):
+            self._num_known[block_ids] = size
+            self._num_known[block_ids[-1]] = end - (last - 1) * size
+        self._num_computed[seq_id] = end
+
+    def _catch_up(self, seq_id: int, num_sequences: int, compute: Callable[[Spans], None]) -> int:
+        """Compute a sequence's positions, until a pass may contain those that are left; how many
+        have been computed."""
+        num_computed = self.count(seq_id)
+        num_positions = len(self._batch.token_ids(seq_id)) - self._lag
+        most = self._max_num_tokens // num_sequences
+        while num_positions - num_computed > most:
+            end = num_computed + most
+            compute({seq_id: (num_computed, end)})
+            self.note(seq_id, end)
+            num_computed = end
+        return num_computed
