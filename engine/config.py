@@ -23,7 +23,7 @@ DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "int8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
-SPECULATIVE_METHODS = ("ngram", "draft_model")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle3")
 MAX_SPECULATIVE_TOKENS = 31
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
@@ -132,9 +132,11 @@ class SpeculativeConfig:
     """What `--speculative-config` says, by vLLM's names.
 
     Attributes:
-        method: `ngram` copies what followed the newest tokens before; `draft_model` asks `model`.
+        method: `ngram` copies what followed the newest tokens before; `draft_model` asks `model`;
+            so does `eagle3`, with the hidden states of the model that it drafts for.
         model: a smaller model of the same vocabulary, as `ModelConfig.model` names one. It is held
-            in the dtype and quantization of the model that it drafts for.
+            in the dtype and quantization of the model that it drafts for. Or an EAGLE-3 head, held
+            in its dtype.
         num_speculative_tokens: at most so many drafts of a sequence in a step. The default fills
             the eight rows that the CPU kernels multiply at once.
         prompt_lookup_min: tokens that must be equal before others are copied.
@@ -174,14 +176,14 @@ class SpeculativeConfig:
         config = cls(**{"method": default, **found})
         _check(
             config.method in SPECULATIVE_METHODS,
-            f"--speculative-config: method must be {' or '.join(SPECULATIVE_METHODS)}, "
+            f"--speculative-config: method must be one of {', '.join(SPECULATIVE_METHODS)}, "
             f"not {config.method!r}",
         )
         has_model = isinstance(config.model, str) and config.model != ""
-        if config.method == "draft_model":
-            _check(has_model, "--speculative-config: the method draft_model needs a model")
-        else:
+        if config.method == "ngram":
             _check(config.model is None, "--speculative-config: the method ngram has no model")
+        else:
+            _check(has_model, f"--speculative-config: the method {config.method} needs a model")
         limits = {
             "num_speculative_tokens": MAX_SPECULATIVE_TOKENS,
             "prompt_lookup_min": 16,

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.config import DType, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Linear, MatrixLayer, constant
+from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.model_files import resolve_model, weights_fingerprint
 from penstock.engine.models.decoder import Decoder, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.eagle3_head import (
+    Eagle3Head,
+    eagle3_module_names,
+    read_eagle3_config,
+)
 from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.registry import Architecture, read_model_config
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.formats import FORMATS, format_of, open_checkpoint
 from penstock.engine.weights.formats.gguf import GgufCheckpoint
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, stack
 from penstock.engine.weights.quantization import Quantizer
 
 _DTYPES = {
@@ -75,7 +82,11 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
                 parts = map(DenseMatrix, torch.split(module.weight.data, list(module.part_sizes)))
                 hold(module, architecture.module_names(name), list(parts))
     else:
-        _fill_from(checkpoint, model, architecture, hold, like)
+        _fill_from(checkpoint, model, architecture.module_names, hold, like)
+        for index, layer in enumerate(model.layers):
+            (prefix,) = architecture.module_names(f"layers.{index}.self_attn")
+            _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
+        _check_all_read(checkpoint, {"lm_head.weight"} if decoder_config.is_tied else set())
         model.quantization = _describe(checkpoint, rounded_to)
     quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.
@@ -93,8 +104,9 @@ def load_draft_model(config: EngineConfig, target: Decoder) -> Decoder | None:
         ConfigError: its vocabulary is another one.
     """
     speculation = config.scheduler.speculation
-    if speculation is None or speculation.model is None:
+    if speculation is None or speculation.method != "draft_model":
         return None
+    assert speculation.model is not None
     settings = replace(
         config.model,
         model=speculation.model,
@@ -113,6 +125,70 @@ def load_draft_model(config: EngineConfig, target: Decoder) -> Decoder | None:
             f"tokens, the model one of {target.vocab_size}: a draft model needs the same tokens"
         )
     return draft
+
+
+def load_eagle3_head(config: EngineConfig, target: Decoder) -> Eagle3Head | None:
+    """The head that drafts for `target`, in its dtype; None if the config names none.
+
+    Raises:
+        ModelLoadError: names the invalid file, field or tensor.
+        ConfigError: the target is on a GPU.
+    """
+    speculation = config.scheduler.speculation
+    if speculation is None or speculation.method != "eagle3":
+        return None
+    if target.device.type != "cpu":  # graphs do not hand out hidden states
+        raise ConfigError("--speculative-config: the method eagle3 needs a CPU")
+    assert speculation.model is not None
+    settings = ModelConfig(model=speculation.model)
+    try:
+        return _read_eagle3_head(open_checkpoint(resolve_model(settings, weights=True)), target)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--speculative-config: {error}") from error
+
+
+def _read_eagle3_head(checkpoint: Checkpoint, target: Decoder) -> Eagle3Head:
+    head_config = read_eagle3_config(checkpoint.config, target.config)
+    like = torch.empty(0, dtype=target.dtype, device=target.device)
+    with torch.device("meta"):
+        head = Eagle3Head(head_config, target.config).to(target.dtype)
+
+    def hold(module: MatrixLayer, _: Sequence[str], parts: Sequence[Matrix]) -> None:
+        module.hold(stack(parts, like), like=like)
+
+    table, has_table = head.embed_tokens, "embed_tokens.weight" in checkpoint
+    if not has_table:
+        if table.in_features != target.config.hidden_size:
+            raise checkpoint.config.error(
+                "hidden_size", "a head without embed_tokens.weight needs the model's hidden size"
+            )
+        del head.embed_tokens
+    is_numbered = "layers.0.input_layernorm.weight" in checkpoint
+    names = partial(eagle3_module_names, layer="layers.0" if is_numbered else "midlayer")
+    _fill_from(checkpoint, head, names, hold, like)
+    if not has_table:  # in a module of its own: the target's loses it when it is packed
+        table.weight, table.quantized = target.embed_tokens.weight, target.embed_tokens.quantized
+        head.embed_tokens = table
+        head.has_own_table = target.config.is_tied  # the packed head is another copy
+    head.target_ids = _read_target_ids(checkpoint, head)
+    checkpoint.ignore("t2d")  # the same the other way round
+    _check_all_read(checkpoint, set())
+    head.rotary = RotaryEmbedding(head_config.decoder.rope, head_config.decoder.head_dim)
+    return head.eval()
+
+
+def _read_target_ids(checkpoint: Checkpoint, head: Eagle3Head) -> Tensor:
+    """The target's id of each token of the head, from the differences that `d2t` has."""
+    config = head.config
+    num_ids, vocab_size = config.draft_vocab_size, config.decoder.vocab_size
+    if num_ids == vocab_size and "d2t" not in checkpoint:
+        return torch.arange(num_ids)
+    ids = torch.arange(num_ids) + checkpoint.read("d2t", (num_ids,), dtypes=("I64",))
+    if ids.min() < 0 or ids.max() >= vocab_size or len(set(ids.tolist())) < num_ids:
+        raise checkpoint.fault(
+            "d2t", f"must name {num_ids} different tokens from 0 to {vocab_size - 1}"
+        )
+    return ids
 
 
 def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttention) -> None:
@@ -195,15 +271,15 @@ def _fill_random(model: Decoder, seed: int) -> None:
 
 def _fill_from(
     checkpoint: Checkpoint,
-    model: Decoder,
-    architecture: Architecture,
+    model: nn.Module,
+    module_names: Callable[[str], tuple[str, ...]],
     hold: Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None],
     like: Tensor,
 ) -> None:
     """Read the weights module by module, into tensors with the dtype and device of `like`."""
     read_matrix = FORMATS[format_of(checkpoint)]
     for name, module in list(model.named_modules()):
-        prefixes = architecture.module_names(name)
+        prefixes = module_names(name)
         if isinstance(module, MatrixLayer):
             sizes = module.part_sizes
             parts = [
@@ -218,10 +294,10 @@ def _fill_from(
             for kind, parameter in list(module.named_parameters(recurse=False)):
                 vector = checkpoint.read(f"{prefixes[0]}.{kind}", tuple(parameter.shape))
                 module.register_parameter(kind, constant(concatenate([vector], like)))
-    for index, layer in enumerate(model.layers):
-        (prefix,) = architecture.module_names(f"layers.{index}.self_attn")
-        _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
-    ignored = {"lm_head.weight"} if model.config.is_tied else set()
+
+
+def _check_all_read(checkpoint: Checkpoint, ignored: set[str]) -> None:
+    """Refuse tensors that nothing reads."""
     surplus = [name for name in checkpoint.unread - ignored if not is_ignorable(name)]
     if surplus:
         raise ModelLoadError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.eagle3_head import EAGLE3_ARCHITECTURES
 from penstock.engine.models.families import (
     llama_module_names,
     read_llama_config,
@@ -48,6 +49,12 @@ def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
     fields = read_model_fields(path)
     names = fields.texts("architectures")
     for name in names:
+        if name in EAGLE3_ARCHITECTURES:
+            raise fields.error(
+                "architectures",
+                f"{name} is a head for another model: choose it by --speculative-config "
+                '\'{"method": "eagle3", "model": …}\'',
+            )
         if name in ARCHITECTURES:
             architecture = ARCHITECTURES[name]
             return architecture, architecture.read_config(fields)

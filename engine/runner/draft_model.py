@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.models.backends import run_step
+from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.runner.draft_progress import DraftProgress, Spans
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
@@ -37,7 +38,7 @@ class NoDraftModel:
     def propose(self, batch: Batch) -> None:
         assert not any(item.num_wanted_drafts for item in batch.scheduled), "no draft model"
 
-    def follow(self, batch: Batch, inputs: StepInputs) -> None:
+    def follow(self, batch: Batch, inputs: StepInputs, output: StepOutput) -> None:
         """Nothing to compute."""
 
     def settle(self, seq_ids: Sequence[int]) -> None:
@@ -92,7 +93,7 @@ class DraftModel:
         """Guess as many tokens as each item of the batch wants."""
         self._proposed |= self._progress.propose(batch, self._compute, self._draw)
 
-    def follow(self, batch: Batch, inputs: StepInputs) -> None:
+    def follow(self, batch: Batch, inputs: StepInputs, _: StepOutput) -> None:
         """Compute the prompts of a step here too.
 
         Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from penstock.engine.layers.attention import Attention
 from penstock.engine.models.backends import check_deterministic, cpu_kernels, fastest, run_step
 from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.language_model import LanguageModel
-from penstock.engine.models.loader import load_draft_model, load_model
+from penstock.engine.models.loader import load_draft_model, load_eagle3_head, load_model
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
@@ -30,6 +30,7 @@ from penstock.engine.runner.device import (
     use_kv_dtype,
 )
 from penstock.engine.runner.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
+from penstock.engine.runner.eagle3_drafter import Eagle3Drafter, eagle3_bytes
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool, make_host_tier
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
@@ -40,6 +41,8 @@ from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
+
+Drafter: TypeAlias = DraftModel | Eagle3Drafter | NoDraftModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +100,14 @@ class ModelRunner:
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
         use_kv_dtype(model, kv_dtype)
         shape = KVShape.of(model.kv_spec, config.cache.block_size)
-        draft = load_draft_model(config, model)
+        draft, head = load_draft_model(config, model), load_eagle3_head(config, model)
         if draft is not None:
             use_kv_dtype(draft, kv_dtype)
             draft_shape = KVShape.of(draft.kv_spec, config.cache.block_size)
             shape = replace(shape, num_draft_bytes=draft_shape.bytes_per_block)
+        if head is not None:
+            model.feature_layers = head.config.feature_layers
+            shape = replace(shape, num_draft_bytes=eagle3_bytes(head, shape.block_size))
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
         library = cpu_kernels(model, shape.block_size, num_threads=config.device.num_threads)
@@ -131,7 +137,7 @@ class ModelRunner:
             device=self._device,
             grammars=self.grammars,
         )
-        self._draft_model: DraftModel | NoDraftModel = NO_DRAFT_MODEL
+        self._draft_model: Drafter = NO_DRAFT_MODEL
         if draft is not None:
             draft_pool = draft_shape.allocate(num_blocks, self._device)
             self._draft_model = DraftModel(
@@ -142,6 +148,15 @@ class ModelRunner:
                 self._sampler,
                 max_num_tokens=config.scheduler.max_num_batched_tokens,
                 vocab_size=min(model.vocab_size, draft.vocab_size),
+            )
+        if head is not None:
+            self._draft_model = Eagle3Drafter(
+                head,
+                self._kv_pool,
+                self._host_tier.num_blocks,
+                self._batch,
+                self._sampler,
+                max_num_tokens=config.scheduler.max_num_batched_tokens,
             )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
@@ -191,7 +206,7 @@ class ModelRunner:
             sampling.draws,
             None if masks is None else masks.masks,
         )
-        self._draft_model.follow(batch, inputs)
+        self._draft_model.follow(batch, inputs, output)
         tokens = self._tokens.append(inputs, self._choose(output, sampling))
         prompt_entries = None
         if inputs.prompt_spans:
@@ -256,7 +271,7 @@ class StepInFlight:
         tokens: Tokens | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         masks: StepMasks | None = None,
-        draft_model: DraftModel | NoDraftModel = NO_DRAFT_MODEL,
+        draft_model: Drafter = NO_DRAFT_MODEL,
     ) -> None:
         stopwatch.mark_end()
         self._draft_model = draft_model

@@ -327,7 +327,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "out; auto: whichever costs less", choices=("auto", "swap", "recompute")),
         Flag("speculative-config", None, "draft several tokens a step, which changes no token: "
              '{"method": "ngram"} where the text repeats itself, {"model": DIRECTORY_OR_ID} by a '
-             'smaller model; "num_speculative_tokens": at most so many', JSON),
+             'smaller model, {"method": "eagle3", "model": …} by an EAGLE-3 head (CPU only); '
+             '"num_speculative_tokens": at most so many', JSON),
         Flag("scheduling-policy", _SCHEDULER.scheduling_policy, "fcfs: by arrival; priority: by "
              "the requests' priority first", choices=("fcfs", "priority")),
         Flag("priority-aging-s", _SCHEDULER.priority_aging_s, "waiting time that raises a request "

@@ -343,7 +343,7 @@ def test_text_that_repeats_itself():
     [
         ("{", "is not JSON"),
         ("[1]", "must be a JSON object"),
-        ({"method": "magic"}, "method must be ngram or draft_model, not 'magic'"),
+        ({"method": "magic"}, "method must be one of ngram, draft_model, eagle3, not 'magic'"),
         (
             {"num_speculative_tokens": 0},
             "num_speculative_tokens must be a whole number from 1 to 31",
