@@ -104,7 +104,8 @@ def scale_blocks(
 
     def spread(values: Tensor) -> Tensor:
         """A value of each block of columns for each of them."""
-        return values.repeat_interleave(columns_per_scale, dim=1)[:, : levels.shape[1]]
+        num_columns = levels.shape[1]  # a block may be said to be far longer than a row
+        return values.repeat_interleave(min(columns_per_scale, num_columns), 1)[:, :num_columns]
 
     levels *= spread(scales)
     if offsets is not None:

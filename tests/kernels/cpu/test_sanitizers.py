@@ -24,20 +24,25 @@ ROOT = TESTS.parents[2]
 pytestmark = pytest.mark.sanitizer
 
 
-def environment(tmp_path: Path) -> dict[str, str]:
-    flags = ["-fsanitize=address,undefined", "-g"]
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of processes that check; they share what was compiled."""
+    folder = tmp_path_factory.mktemp("checked")
+    # A check that is called, and lines without variables: twice as fast to compile.
+    flags = ["-fsanitize=address,undefined", "-g1"]
+    flags += ["--param", "asan-instrumentation-with-call-threshold=0"]
     if "ziglang" in find_compiler():
         # Zig's driver knows this sanitizer only by handing the option on. Undefined behaviour is
         # for other compilers: with its checks this one takes three times as long.
-        flags = ["-Xclang", "-fsanitize=address", "-g"]
-    compiler = tmp_path / "checking-cc"
+        flags = ["-Xclang", "-fsanitize=address", "-g1"]
+    compiler = folder / "checking-cc"
     command = shlex.join([*find_compiler(), *flags])
     compiler.write_text(f'#!/bin/sh\nunset CC LD_PRELOAD\nexec {command} "$@" -O1\n')
     compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
     return {
         **os.environ,
         "CC": str(compiler),
-        CACHE_VARIABLE: str(tmp_path / "cache"),
+        CACHE_VARIABLE: str(folder / "cache"),
         # The runtime has to be loaded before all else.
         "LD_PRELOAD": str(ctypes.util.find_library("asan")),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at exit
@@ -47,7 +52,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_kernel_leaves_its_tensors(tmp_path):
+def test_no_kernel_leaves_its_tensors(environment):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "--timeout=0"]
     done = subprocess.run(
         # The widest and the narrowest registers; what differs between dtypes is pairs or none, and
@@ -65,7 +70,7 @@ def test_no_kernel_leaves_its_tensors(tmp_path):
             ),
         ],
         cwd=ROOT,
-        env=environment(tmp_path),
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -73,7 +78,7 @@ def test_no_kernel_leaves_its_tensors(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_a_kernel_that_leaves_its_tensors_is_caught(tmp_path):
+def test_a_kernel_that_leaves_its_tensors_is_caught(environment):
     """Were the check not there, the test above could not fail."""
     code = (
         "import torch; from tests.kernels.cpu import operations;"
@@ -84,7 +89,7 @@ def test_a_kernel_that_leaves_its_tensors_is_caught(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=environment(tmp_path),
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
