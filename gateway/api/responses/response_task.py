@@ -188,10 +188,13 @@ class ResponseTask:
         self._move_to(Phase.ENDED)
         if self._remember is not None:
             self._remember(self._finished(turn_of(self.log.header), end))
-        turn = None if self._turn is None else self._finished(self._turn, end)
-        is_stored = turn is None or await self._store(turn, self._settings.store_patience_s)
+        if self._turn is None:
+            self.log.append(end)
+            return
+        turn = self._finished(self._turn, end)
+        is_stored = await self._store(turn, self._settings.store_patience_s)
         self.log.append(end)
-        if not (turn is None or is_stored or await self._store(turn, _STORE_WITHIN_S)):
+        if not (is_stored or await self._store(turn, _STORE_WITHIN_S)):
             _LOG.warning("cannot store turn %s: the store was away for too long", turn.turn_id)
 
     async def _generate(self, after: Callable[[], Awaitable[None]] | None) -> EndEntry:
