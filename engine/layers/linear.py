@@ -123,3 +123,10 @@ class Embedding(MatrixLayer):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
         return self.multiply(hidden)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Size of all weights of a module, as they are held."""
+    layers = [each for each in module.modules() if isinstance(each, MatrixLayer)]
+    quantized = sum(each.nbytes for layer in layers for each in layer.quantized)
+    return quantized + sum(each.nbytes for each in module.parameters())

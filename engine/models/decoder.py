@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.layers.attention import Attention, ForwardContext
-from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer
+from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, weight_bytes
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -207,8 +207,7 @@ class Decoder(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Size of all weights, as they are held."""
-        quantized = sum(each.nbytes for layer in self.matrix_layers for each in layer.quantized)
-        return quantized + sum(each.nbytes for each in self.parameters())
+        return weight_bytes(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.engine.config_fields import ConfigFields
 from penstock.engine.layers.attention import ForwardContext
-from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer
+from penstock.engine.layers.linear import Embedding, Linear, weight_bytes
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder import GatedMLP, SelfAttention
@@ -183,32 +183,23 @@ class Eagle3Head(nn.Module):
         return logits.index_copy_(1, self.target_ids, known)
 
     @property
-    def kv_spec(self) -> tuple[LayerKV, ...]:
-        """Its keys and values stay in the model's dtype: they are those of one layer."""
+    def kv_specs(self) -> tuple[tuple[LayerKV, ...], tuple[LayerKV, ...]]:
+        """Of two pools: keys and values, which stay in the model's dtype, since they are those of
+        one layer; and a feature for each token in their place, half of it in each."""
         decoder = self.config.decoder
-        return (
-            LayerKV(
-                num_heads=decoder.num_kv_heads,
-                head_size=decoder.head_dim,
-                dtype=self.dtype,
-                window=None,
-            ),
+        keys_values, features = (
+            LayerKV(num_heads=num_heads, head_size=size, dtype=self.dtype, window=None)
+            for num_heads, size in (
+                (decoder.num_kv_heads, decoder.head_dim),
+                (1, decoder.hidden_size // 2),
+            )
         )
-
-    @property
-    def feature_spec(self) -> tuple[LayerKV, ...]:
-        """A feature for each token, in a block's place for keys and values: half of it in each."""
-        half = self.config.decoder.hidden_size // 2
-        return (LayerKV(num_heads=1, head_size=half, dtype=self.dtype, window=None),)
+        return (keys_values,), (features,)
 
     @property
     def weight_bytes(self) -> int:
         """Size of the weights besides the model's."""
-        tables = [] if self.has_own_table else [self.embed_tokens]
-        layers = [module for module in self.modules() if isinstance(module, MatrixLayer)]
-        quantized = sum(each.nbytes for layer in layers for each in layer.quantized)
-        shared = sum(each.nbytes for table in tables for each in (table.weight, *table.quantized))
-        return quantized + sum(each.nbytes for each in self.parameters()) - shared
+        return weight_bytes(self) - (0 if self.has_own_table else weight_bytes(self.embed_tokens))
 
     @property
     def dtype(self) -> torch.dtype:

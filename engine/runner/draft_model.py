@@ -23,7 +23,6 @@ from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.runner.draft_progress import DraftProgress, Spans
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
-from penstock.engine.runner.kv_swap import HostTier, NoHostTier
 from penstock.engine.sampling.sampler import Sampler
 
 
@@ -51,8 +50,8 @@ NO_DRAFT_MODEL = NoDraftModel()
 class DraftModel:
     """
     Args:
-        pool: its keys and values, as many blocks as the target's pool has.
-        host_tier: of this pool, as many blocks as the target's host tier has.
+        kv_pool: the target's.
+        num_host_blocks: of the target's host tier.
         batch: the sequences on the device.
         max_num_tokens: of one forward pass.
         vocab_size: of the two models, the smaller.
@@ -61,24 +60,20 @@ class DraftModel:
     def __init__(
         self,
         model: LanguageModel,
-        pool: Tensor,
-        host_tier: HostTier | NoHostTier,
+        kv_pool: Tensor,
+        num_host_blocks: int,
         batch: InputBatch,
         sampler: Sampler,
         *,
         max_num_tokens: int,
         vocab_size: int,
     ) -> None:
-        self._model, self._pool = model, pool
-        self._batch, self._sampler = batch, sampler
+        self._model, self._batch, self._sampler = model, batch, sampler
         self._max_token_id = vocab_size - 1
         self._progress = DraftProgress(
-            (host_tier,),
-            batch,
-            num_blocks=pool.shape[2],
-            block_size=pool.shape[3],
-            max_num_tokens=max_num_tokens,
+            (model.kv_spec,), kv_pool, num_host_blocks, batch, max_num_tokens=max_num_tokens
         )
+        (self._pool,) = self._progress.pools
         self._proposed: dict[int, int] = {}  # how far, with guesses not checked yet
 
     @property

@@ -1,7 +1,7 @@
 """How far a drafter has computed each sequence, and the loop in which it guesses tokens.
 
-A drafter's keys and values are in a pool of their own that has the target's block ids, so that
-whatever moves, copies or shares a block does so in both. A block's content may lag behind here,
+A drafter's keys and values are in pools of their own that have the target's block ids, so that
+whatever moves, copies or shares a block does so in all. A block's content may lag behind here,
 which `_num_known` counts.
 """
 
@@ -10,38 +10,57 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from penstock.engine.batch import Batch
+from penstock.engine.models.language_model import LayerKV
 from penstock.engine.runner.input_batch import InputBatch
-from penstock.engine.runner.kv_swap import HostTier, NoHostTier
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.runner.memory import make_host_tier
 
+KVSpecs = Sequence[Sequence[LayerKV]]  # of each pool
 Spans = Mapping[int, tuple[int, int]]  # seq_id → its first position, and that after its last
+
+
+def num_draft_bytes(kv_specs: KVSpecs, block_size: int) -> int:
+    """What a drafter's pools take for the tokens of a block."""
+    return sum(KVShape.of(spec, block_size).bytes_per_block for spec in kv_specs)
 
 
 class DraftProgress:
     """
     Args:
-        host_tiers: of the drafter's pools, as many blocks as the target's host tier has.
+        kv_specs: of the drafter's pools.
+        kv_pool: the target's.
+        num_host_blocks: of the target's host tier.
         batch: the sequences on the device.
         max_num_tokens: of one forward pass.
         lag: by how many positions the drafter is behind the token that it needs.
+
+    Attributes:
+        pools: as in `KVShape.allocate`.
     """
 
     def __init__(
         self,
-        host_tiers: Sequence[HostTier | NoHostTier],
+        kv_specs: KVSpecs,
+        kv_pool: Tensor,
+        num_host_blocks: int,
         batch: InputBatch,
         *,
-        num_blocks: int,
-        block_size: int,
         max_num_tokens: int,
         lag: int = 0,
     ) -> None:
-        self._host_tiers, self._batch = host_tiers, batch
-        self._block_size, self._max_num_tokens, self._lag = block_size, max_num_tokens, lag
+        num_blocks, self._block_size = kv_pool.shape[2:4]
+        self.pools = tuple(
+            KVShape.of(spec, self._block_size).allocate(num_blocks, kv_pool.device)
+            for spec in kv_specs
+        )
+        self._host_tiers = [make_host_tier(pool, num_host_blocks) for pool in self.pools]
+        self._batch, self._max_num_tokens, self._lag = batch, max_num_tokens, lag
         # Of each block: how many of its first positions have keys and values here.
         self._num_known = np.zeros(num_blocks, dtype=np.int64)
-        self._num_known_on_host = np.zeros(host_tiers[0].num_blocks, dtype=np.int64)
+        self._num_known_on_host = np.zeros(num_host_blocks, dtype=np.int64)
         self._num_computed: dict[int, int] = {}  # by seq_id, as far as it was looked up
 
     def __contains__(self, seq_id: int) -> bool:

@@ -23,8 +23,6 @@ from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.eagle3_head import Eagle3Head
 from penstock.engine.runner.draft_progress import DraftProgress, Spans
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
-from penstock.engine.runner.kv_cache import KVShape
-from penstock.engine.runner.memory import make_host_tier
 from penstock.engine.sampling.sampler import Sampler
 
 _LAG = 1  # a position is computed with the token after it
@@ -49,21 +47,17 @@ class Eagle3Drafter:
         *,
         max_num_tokens: int,
     ) -> None:
-        num_blocks, block_size = kv_pool.shape[2:4]
         self._head, self._batch, self._sampler = head, batch, sampler
-        self._pool, features = (
-            KVShape.of(spec, block_size).allocate(num_blocks, kv_pool.device)
-            for spec in (head.kv_spec, head.feature_spec)
-        )
-        self._features = features.view(2, num_blocks * block_size, -1)  # a half of each in each
         self._progress = DraftProgress(
-            [make_host_tier(pool, num_host_blocks) for pool in (self._pool, features)],
+            head.kv_specs,
+            kv_pool,
+            num_host_blocks,
             batch,
-            num_blocks=num_blocks,
-            block_size=block_size,
             max_num_tokens=max_num_tokens,
             lag=_LAG,
         )
+        self._pool, features = self._progress.pools
+        self._features = features.view(2, -1, features.shape[-1])  # a half of each in each
 
     @property
     def weight_bytes(self) -> int:
@@ -128,9 +122,3 @@ class Eagle3Drafter:
     def _store(self, slots: Tensor, features: Tensor) -> None:
         """features [num_slots, hidden_size]"""
         self._features[:, slots] = features.view(len(slots), 2, -1).transpose(0, 1)
-
-
-def eagle3_bytes(head: Eagle3Head, block_size: int) -> int:
-    """What the head's pools take for the tokens of a block."""
-    specs = (head.kv_spec, head.feature_spec)
-    return sum(KVShape.of(spec, block_size).bytes_per_block for spec in specs)

@@ -30,9 +30,10 @@ from penstock.engine.runner.device import (
     use_kv_dtype,
 )
 from penstock.engine.runner.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
-from penstock.engine.runner.eagle3_drafter import Eagle3Drafter, eagle3_bytes
+from penstock.engine.runner.draft_progress import KVSpecs, num_draft_bytes
+from penstock.engine.runner.eagle3_drafter import Eagle3Drafter
 from penstock.engine.runner.kv_cache import KVShape
-from penstock.engine.runner.memory import allocate_host_tier, allocate_pool, make_host_tier
+from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.grammars import StepMasks
@@ -99,15 +100,16 @@ class ModelRunner:
         max_model_len = resolve_max_model_len(config.model, model.context_len)
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
         use_kv_dtype(model, kv_dtype)
-        shape = KVShape.of(model.kv_spec, config.cache.block_size)
         draft, head = load_draft_model(config, model), load_eagle3_head(config, model)
+        draft_specs: KVSpecs = ()
         if draft is not None:
             use_kv_dtype(draft, kv_dtype)
-            draft_shape = KVShape.of(draft.kv_spec, config.cache.block_size)
-            shape = replace(shape, num_draft_bytes=draft_shape.bytes_per_block)
+            draft_specs = (draft.kv_spec,)
         if head is not None:
             model.feature_layers = head.config.feature_layers
-            shape = replace(shape, num_draft_bytes=eagle3_bytes(head, shape.block_size))
+            draft_specs = head.kv_specs
+        shape = KVShape.of(model.kv_spec, config.cache.block_size)
+        shape = replace(shape, num_draft_bytes=num_draft_bytes(draft_specs, shape.block_size))
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
         library = cpu_kernels(model, shape.block_size, num_threads=config.device.num_threads)
@@ -139,11 +141,10 @@ class ModelRunner:
         )
         self._draft_model: Drafter = NO_DRAFT_MODEL
         if draft is not None:
-            draft_pool = draft_shape.allocate(num_blocks, self._device)
             self._draft_model = DraftModel(
                 fastest(draft, shape.block_size, library),
-                draft_pool,
-                make_host_tier(draft_pool, self._host_tier.num_blocks),
+                self._kv_pool,
+                self._host_tier.num_blocks,
                 self._batch,
                 self._sampler,
                 max_num_tokens=config.scheduler.max_num_batched_tokens,
