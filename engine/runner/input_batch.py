@@ -32,6 +32,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
 from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.logprobs import PromptSpan
+from penstock.engine.sampling.sampler import Sampled
 from penstock.engine.sampling.sampling_table import SamplingBatch, SamplingRow, SamplingTable
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.paged_layout import PagedLayout
@@ -208,8 +209,7 @@ class InputBatch:
         if not is_decode:
             arrays["sampled_tokens"] = query_lens.cumsum()[sampled] - 1 - before
         if needs_prompt_lens:
-            lens = np.array([sequence.num_prompt for sequence in sequences])
-            arrays["prompt_lens"] = lens.repeat(query_lens)
+            arrays["prompt_lens"] = _prompt_lens(sequences, query_lens)
         if self._staging is not None:
             arrays |= _awaited(arrays["input_ids"], rows.repeat(query_lens), rows[sampled])
         tensors = self._upload(arrays)
@@ -251,8 +251,7 @@ class InputBatch:
         arrays = self._token_arrays(sequences, rows, query_lens, ends, is_decode=False, lag=lag)
         arrays["sampled_tokens"] = query_lens.cumsum() - 1
         if needs_prompt_lens:
-            lens = np.array([sequence.num_prompt for sequence in sequences])
-            arrays["prompt_lens"] = lens.repeat(query_lens)
+            arrays["prompt_lens"] = _prompt_lens(sequences, query_lens)
         tensors = self._upload(arrays)
         return StepInputs(
             input_ids=tensors["input_ids"],
@@ -294,14 +293,13 @@ class InputBatch:
         self._last_token[rows] = token_ids
         self._num_tokens[rows] += 1
 
-    def append_checked(
-        self, inputs: StepInputs, token_ids: Sequence[int], is_valid: Sequence[bool]
-    ) -> list[int]:
+    def append_checked(self, inputs: StepInputs, sampled: Sampled) -> Sampled:
         """Append a step's tokens in place of its drafts: those of each sequence up to the first
         that is not its draft, but no invalid one after others: it will be sampled again.
 
         Returns: the rows of these tokens, and the rows of sequences without drafts.
         """
+        token_ids, is_valid = sampled.token_ids, sampled.is_valid
         kept: list[int] = []
         for seq_id, group in groupby(range(len(token_ids)), inputs.sampled_seq_ids.__getitem__):
             rows = list(group)
@@ -322,7 +320,7 @@ class InputBatch:
             self._num_computed[sequence.row] = len(sequence.token_ids) - 1
             self._last_token[sequence.row] = sequence.token_ids[-1]
             kept += new
-        return kept
+        return sampled.select(kept)
 
     def expect(self, seq_ids: Sequence[int]) -> list[tuple[list[int], int]]:
         """Append a placeholder to each sequence for a token that the device samples: the input of
@@ -476,6 +474,11 @@ def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -
     per_sequence = [8 * (max_num_seqs + 1 + MAX_SPECULATIVE_TOKENS)] * 4
     tables = 4 * max_num_seqs * max_blocks
     return sum(map(padded_num_bytes, (*per_token, *per_sequence, tables)))
+
+
+def _prompt_lens(sequences: Sequence[DeviceSequence], query_lens: Integers) -> Integers:
+    """Of each token's sequence."""
+    return np.array([sequence.num_prompt for sequence in sequences]).repeat(query_lens)
 
 
 def _awaited(

@@ -77,9 +77,7 @@ class TokensAtOnce:
         plain = inputs.plain_rows
         seq_ids = [inputs.sampled_seq_ids[row] for row in plain]
         self._batch.append(seq_ids, [sampled.token_ids[row] for row in plain])
-        return sampled.select(
-            self._batch.append_checked(inputs, sampled.token_ids, sampled.is_valid)
-        )
+        return self._batch.append_checked(inputs, sampled)
 
 
 class TokensInFlight:
@@ -161,17 +159,13 @@ class TokensOnDevice:
         plain = inputs.plain_rows
         expected = self._batch.expect([inputs.sampled_seq_ids[row] for row in plain])
         destinations = dict(zip(plain, expected, strict=True))
-        select = partial(self._checked, inputs) if inputs.drafts else None
+        # Its sequences with drafts are not in a later step yet.
+        select = partial(self._batch.append_checked, inputs) if inputs.drafts else None
         tokens = TokensInFlight(chosen, copied, is_copied, destinations, select)
         while self._in_flight and self._in_flight[0].is_read:
             self._in_flight.popleft()
         self._in_flight.append(tokens)
         return tokens
-
-    def _checked(self, inputs: StepInputs, sampled: Sampled) -> Sampled:
-        """What the drafts leave. Their sequences are not in a later step yet."""
-        rows = self._batch.append_checked(inputs, sampled.token_ids, sampled.is_valid)
-        return sampled.select(rows)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy to host memory, on the current stream."""
