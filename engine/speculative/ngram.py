@@ -112,9 +112,7 @@ class _Guide:
     def __init__(self, text: Sequence[int], size: int) -> None:
         self.text = text
         self.left_at = 0
-        self._places: dict[tuple[int, ...], list[int]] = {}  # n-gram → the positions after it
-        for end in range(size, len(text)):
-            self._places.setdefault(tuple(text[end - size : end]), []).append(end)
+        self._places = positions_after(text[:-1], size)  # nothing follows the last token
 
     def find(self, newest: tuple[int, ...]) -> int | None:
         """The position after these tokens, from where the text was left on if they are there."""
@@ -123,3 +121,12 @@ class _Guide:
             return None
         number = bisect.bisect_left(places, self.left_at)
         return places[min(number, len(places) - 1)]
+
+
+def positions_after(token_ids: Sequence[int], size: int) -> dict[tuple[int, ...], list[int]]:
+    """Each n-gram of this size → the positions after it, in order."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    ngrams = zip(*(token_ids[start:] for start in range(size)), strict=False)
+    for end, ngram in enumerate(ngrams, size):
+        found.setdefault(ngram, []).append(end)
+    return found

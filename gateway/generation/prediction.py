@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from penstock.engine.speculative.ngram import positions_after
+
 _MIN_RUN = 3  # tokens; as many must be equal before an engine drafts from a prediction again
 
 
@@ -29,7 +31,7 @@ def num_accepted(prediction: Sequence[int], output: Sequence[int]) -> int:
         num_others = 1 if is_followed else num_others + 1
         is_followed = False
         if ends is None:
-            ends = _ends_of_runs(prediction)
+            ends = positions_after(prediction, _MIN_RUN)
         if num_others < _MIN_RUN:
             continue
         found = ends.get(tuple(output[index - _MIN_RUN : index]), ())
@@ -38,12 +40,3 @@ def num_accepted(prediction: Sequence[int], output: Sequence[int]) -> int:
             position, is_followed = found[number], True
             num += _MIN_RUN
     return num
-
-
-def _ends_of_runs(token_ids: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """The positions after each run of `_MIN_RUN` tokens, in order."""
-    ends: dict[tuple[int, ...], list[int]] = {}
-    runs = zip(*(token_ids[start:] for start in range(_MIN_RUN)), strict=False)
-    for end, run in enumerate(runs, _MIN_RUN):
-        ends.setdefault(run, []).append(end)
-    return ends
