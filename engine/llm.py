@@ -401,11 +401,12 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(texts)} predictions for {num_prompts} prompts", param="prediction"
             )
-        encode, most = self.tokenizer.encode, self.info.max_model_len
-        tokens = [encode(text, add_special_tokens=False, param="prediction") for text in texts]
-        for token_ids in tokens:
+        tokens: dict[str, tuple[int, ...]] = {}  # by text: often one for all
+        for text in dict.fromkeys(texts):
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False, param="prediction")
             check_vocabulary(token_ids, self.info.vocab_size, param="prediction")
-        return [tuple(token_ids[:most]) for token_ids in tokens]
+            tokens[text] = tuple(token_ids[: self.info.max_model_len])
+        return [tokens[text] for text in texts]
 
     def _collect(
         self, collectors: Sequence[OutputCollector], *, use_tqdm: bool
