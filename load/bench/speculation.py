@@ -236,10 +236,7 @@ def _measure(
 def _known(case: Case, name: str, num_outputs: int, num_rounds: int) -> list[KnownText]:
     """The prompts of all rounds, each with what the model writes after it."""
     word_ids, count = models.word_ids(f"{name}-cycles"), case.num_seqs * num_rounds
-    if case.text == "echo":
-        prompts = cycles.echoed_prompts(word_ids, count)
-    else:
-        prompts = cycles.novel_prompts(word_ids, count, cycles.SHORT_CYCLE)
+    prompts = cycles.prompts_of(word_ids, count, is_echo=case.text == "echo")
     following = cycles.next_words(word_ids)
     texts = [(prompt, cycles.continuation(prompt, following, num_outputs)) for prompt in prompts]
     if case.text == "misled":

@@ -46,6 +46,13 @@ def _shuffled(word_ids: range) -> list[int]:
     return random.Random("cycles").sample(word_ids, len(word_ids))
 
 
+def prompts_of(word_ids: range, count: int, *, is_echo: bool) -> list[list[int]]:
+    """Prompts of `SHORT_CYCLE` words that the model copies, or after which nothing repeats."""
+    if is_echo:
+        return echoed_prompts(word_ids, count)
+    return novel_prompts(word_ids, count, SHORT_CYCLE)
+
+
 def echoed_prompts(word_ids: range, count: int) -> list[list[int]]:
     """Prompts that the model copies; all differ, if there are so many."""
     cycles = short_cycles(word_ids)

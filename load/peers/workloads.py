@@ -83,18 +83,11 @@ def make(name: str, model: str) -> Workload:
     if name == "single":
         return Workload(name, "completions", 1, draw.fixed(size.num_single, 128, 128))
     if name in ("echo", "novel"):
-        return Workload(name, "completions", 1, _known(name, model, size.num_single))
+        prompts = cycles.prompts_of(models.word_ids(model), size.num_single, is_echo=name == "echo")
+        turns = (Turn(text=tuple(each), max_tokens=128) for each in prompts)
+        return Workload(name, "completions", 1, tuple(Dialogue(turns=(turn,)) for turn in turns))
     assert name == "front128", name
     return Workload(name, "completions", 128, draw.fixed(size.num_front, 32, 96))
-
-
-def _known(name: str, model: str, num: int) -> tuple[Dialogue, ...]:
-    word_ids = models.word_ids(model)
-    if name == "echo":
-        prompts = cycles.echoed_prompts(word_ids, num)
-    else:
-        prompts = cycles.novel_prompts(word_ids, num, cycles.SHORT_CYCLE)
-    return tuple(Dialogue(turns=(Turn(text=tuple(each), max_tokens=128),)) for each in prompts)
 
 
 def warm_up(model: str, concurrency: int) -> Workload:
