@@ -136,6 +136,17 @@ def test_greedy_tokens_equal_transformers(
     check_greedy_parity(name, "small pool", expected_tokens)
 
 
+def one_by_one(
+    kind: str, checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[Request], Answers]:
+    """A model, requests of this kind, and their answers, by torch without graphs or overlap."""
+    path = lettered(checkpoint, folder)
+    asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
+    with monkeypatch.context() as torch_alone:
+        torch_alone.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
+        return path, asked, outputs(build(path, replace(ROOMY, max_steps_in_flight=1)), asked)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("schedule", "num_blocks"),
@@ -155,11 +166,8 @@ def test_every_request_gets_what_it_gets_step_by_step(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    path = lettered(tiny_checkpoint("LlamaForCausalLM"), tmp_path / "model")
-    asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
-    with monkeypatch.context() as torch_alone:
-        torch_alone.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
-        expected = outputs(build(path, replace(ROOMY, max_steps_in_flight=1)), asked)
+    checkpoint = tiny_checkpoint("LlamaForCausalLM")
+    path, asked, expected = one_by_one(kind, checkpoint, tmp_path / "model", monkeypatch)
     as_on_a_gpu("full")
     core = build(path, schedule, num_blocks)
     assert isinstance(core._executor._runner._model, GraphedModel)
@@ -178,11 +186,8 @@ def test_drafts_change_no_token(
     tmp_path: Path,
 ) -> None:
     """Those of a prediction that is right at times, and those of the model for itself."""
-    path = lettered(tiny_checkpoint("LlamaForCausalLM"), tmp_path / "model")
-    asked = requests(SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | KINDS[kind])))
-    with monkeypatch.context() as torch_alone:
-        torch_alone.setattr(model_runner, "cpu_kernels", lambda *_, **__: None)
-        expected = outputs(build(path, replace(ROOMY, max_steps_in_flight=1)), asked)
+    checkpoint = tiny_checkpoint("LlamaForCausalLM")
+    path, asked, expected = one_by_one(kind, checkpoint, tmp_path / "model", monkeypatch)
     as_on_a_gpu("full")
     if method == "ngram":
         asked = [
