@@ -30,6 +30,9 @@ if platform.machine() == "x86_64":
     # Interpreted kernels multiply in numpy. OpenBLAS' products for Haswell and Zen give a row other
     # bits at another place among the rows; chosen before numpy is loaded.
     os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
+# Threads of torch and numpy spin while they wait for each other: where others use the cores too,
+# small products take many times as long. A server that a test starts sets its own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _BUILD = Path(__file__).parents[1] / "build"
 # What tests of each marker need: a program, or the address sanitizer's library.
 _NEEDS = {

@@ -41,10 +41,9 @@ _SHAPE = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quiet_and_single_threaded() -> None:
+def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
