@@ -29,7 +29,7 @@ serve: $(VENV)/.installed ## start a server; MODEL=directory-or-hub-id PORT=8000
 
 test: $(VENV)/.installed-test ## run the tests that need no GPU; ARGS go to pytest
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.installed-test ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

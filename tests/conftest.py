@@ -34,6 +34,7 @@ if platform.machine() == "x86_64":
 # small products take many times as long. A server that a test starts sets its own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _BUILD = Path(__file__).parents[1] / "build"
+_SYSTEM = Path(__file__).with_name("system")
 # What tests of each marker need: a program, or the address sanitizer's library.
 _NEEDS = {
     "redis": "redis-server",
@@ -82,7 +83,8 @@ def _missing() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs something that is not there."""
+    """Skip what needs something that is not there; begin with whole servers, which take longest."""
+    items.sort(key=lambda item: _SYSTEM not in item.path.parents)
     missing = _missing()
     for item in items:
         for marker, needed in _NEEDS.items():
