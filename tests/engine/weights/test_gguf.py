@@ -20,6 +20,7 @@ from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX, _rope_scaling,
 from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model, weights_fingerprint
 from penstock.engine.models.loader import load_model
 from penstock.engine.weights.formats.gguf import _TYPES, _stored_name
+from penstock.kernels.cpu.build import CACHE_VARIABLE, cache_dir
 from penstock.load.peers import models
 from penstock.load.peers.models import Shape
 from penstock.load.peers.workers.gguf_model import convert
@@ -36,7 +37,12 @@ NUM_ROWS, NUM_BLOCKS = 6, 3
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    """Empty, but for kernels that were compiled already."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for file in cache_dir().glob("kernels-*"):
+        (cache / file.name).symlink_to(file)
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
 
 
 def random_rows(kind: str) -> np.ndarray:
@@ -133,7 +139,7 @@ def test_a_directory_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         data.seek(-100, 2)
         data.write(bytes(100))
     monkeypatch.undo()
-    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     other = gguf_directory(file)
     assert other != directory
     assert weights_fingerprint(other) != first
