@@ -57,7 +57,7 @@ def langchain() -> Path:
         if is_stale:
             subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=240)
             command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-            command += PYTHON_CLIENTS
+            command += ["--no-compile", *PYTHON_CLIENTS]
             subprocess.run(command, check=True, capture_output=True, timeout=240)
     return python
 

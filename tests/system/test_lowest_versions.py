@@ -41,7 +41,8 @@ def _lowest() -> list[str]:
 def lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder from which new processes import them."""
     folder = tmp_path / "lowest"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-warn-conflicts", "--target"]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile"]
+    install += ["--no-warn-conflicts", "--target"]
     result = subprocess.run(
         [*install, str(folder), *_lowest()], capture_output=True, text=True, check=False
     )
