@@ -106,9 +106,8 @@ def test_equals_torch(device, head_dim, has_qk_norm, dtype, monkeypatch):
     assert our_error < 1.5 * torch_error
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, is_fp8, dtype, monkeypatch):
+@pytest.mark.parametrize(("dtype", "is_fp8"), [(torch.float32, False), (torch.float16, True)])
+def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, dtype, is_fp8, monkeypatch):
     """Token by token, as a prompt, and with rows beside them: what determinism needs of a model."""
     model = decoder(dtype, has_qk_norm=True, head_dim=32).to(device)
     model.use_invariant_kernels()
@@ -118,7 +117,7 @@ def test_invariant_kernels_give_the_same_bits_in_any_chunks(device, is_fp8, dtyp
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with np.errstate(all="ignore"):
         whole = logits(model, device, [0, STEPS[-1]], num_padded=0)
-        for steps, num_padded in ((STEPS, 3), ([0, 1, 2, 19, 20], 70), ([0, 7, 20], 1)):
+        for steps, num_padded in ((STEPS, 3), ([0, 19, 20], 70), ([0, 1, 8, 20], 1)):
             assert torch.equal(logits(model, device, steps, num_padded), whole)
 
 
@@ -207,5 +206,5 @@ def test_quantized_matrices_give_the_same_bits_in_any_chunks(device, kind, monke
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with np.errstate(all="ignore"):
         whole = logits(model, device, [0, STEPS[-1]], num_padded=0)
-        for steps, num_padded in ((STEPS, 3), ([0, 1, 2, 19, 20], 70)):
+        for steps, num_padded in ((STEPS, 3), ([0, 19, 20], 70)):
             assert torch.equal(logits(model, device, steps, num_padded), whole)
