@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import sys
@@ -147,7 +148,8 @@ def traced_server() -> Iterator[TracedServer]:
     with tempfile.TemporaryDirectory() as folder:
         sockets = Path(folder, "sockets")
         sockets.mkdir()
-        hook = ("env", f"PYTHONPATH={_HOOK}", f"PENSTOCK_ENTERED_FILES={sockets}")
+        path = os.pathsep.join((str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])))
+        hook = ("env", f"PYTHONPATH={path}", f"PENSTOCK_ENTERED_FILES={sockets}")
         log = Path(folder, "log")
         with serve(*_SETTINGS, log=log, command=(*hook, PENSTOCK)) as served:
             yield TracedServer(served.base_url, sockets)
