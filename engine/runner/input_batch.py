@@ -9,9 +9,9 @@ next batch may need it before policy has seen it.
     positions    [17,             4,  5,  6,  7,                 30]
     seq_lens     [18,             8,                             31]
 
-In most steps the same sequences take one token each. `DecodeRun` turns the inputs of one such step
-into those of the next by incrementing them in place: the tensors do not move, so a CPU's list of
-calls can be run again unchanged.
+In most steps the same sequences take one token each, or one and as many drafts as in the step
+before. `DecodeRun` and `DraftedRun` turn the inputs of one such step into those of the next in
+place: the tensors do not move, so a CPU's list of calls can be run again unchanged.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class InputBatch:
     def prepare(self, batch: Batch, kv_pool: Tensor, *, needs_prompt_lens: bool) -> StepInputs:
         """The tensors of a step, valid until the next; counts the step's tokens as computed."""
         if self._run is not None:
-            return self._run.advance()
+            return self._run.advance(batch.scheduled)
         scheduled = batch.scheduled
         sequences = [self._sequences[item.seq_id] for item in scheduled]
         rows = np.array([sequence.row for sequence in sequences])
@@ -198,15 +198,17 @@ class InputBatch:
         query_lens = np.array([item.num_new_tokens for item in scheduled])
         starts = self._num_computed[rows]
         seq_lens = starts + query_lens
-        num_tokens = self._num_tokens[rows]
-        assert (seq_lens <= num_tokens).all(), f"{seq_lens} of {num_tokens} tokens"
+        num_known = self._num_tokens[rows]
+        assert (seq_lens <= num_known).all(), f"{seq_lens} of {num_known} tokens"
         self._num_computed[rows] = seq_lens
-        (sampled,) = (seq_lens == num_tokens).nonzero()
-        is_decode = len(sampled) == query_lens.sum()
+        (sampled,) = (seq_lens == num_known).nonzero()
+        num_tokens = int(query_lens.sum())
+        is_decode = len(sampled) == num_tokens
         arrays = self._token_arrays(sequences, rows, query_lens, seq_lens, is_decode=is_decode)
         drafts = [scheduled[number].draft_token_ids for number in sampled]
         sampled, before, drafts_of_rows = _rows_with_drafts(sampled, drafts)
-        if not is_decode:
+        are_all_sampled = len(sampled) == num_tokens
+        if not are_all_sampled:
             arrays["sampled_tokens"] = query_lens.cumsum()[sampled] - 1 - before
         if needs_prompt_lens:
             arrays["prompt_lens"] = _prompt_lens(sequences, query_lens)
@@ -223,9 +225,11 @@ class InputBatch:
             token_rows=None if self._staging is None else _token_rows(tensors),
             drafts=drafts_of_rows,
         )
-        if is_decode and self._staging is None and not inputs.sampling.changed:
+        goes_on = are_all_sampled and self._staging is None and not inputs.sampling.changed
+        if goes_on and not any(item.num_wanted_drafts for item in scheduled):
+            kind = DraftedRun if drafts_of_rows else DecodeRun
             histories = [sequence.token_ids for sequence in sequences]
-            self._run = DecodeRun(inputs, rows, histories, self._block_size)
+            self._run = kind(inputs, scheduled, rows, histories, self._block_size)
             return self._run.first()
         return inputs
 
@@ -281,45 +285,41 @@ class InputBatch:
         number, offset = divmod(position, self._block_size)
         return int(self.block_ids(seq_id)[number]) * self._block_size + offset
 
-    def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Append a sampled token to each sequence: the input of its next step."""
+    def append(self, inputs: StepInputs, sampled: Sampled) -> Sampled:
+        """Append a step's tokens to their sequences, as inputs of the next step; those that were
+        sampled after right drafts. A token that is invalid is appended too, unless after others: a
+        step already planned may expect it."""
         if self._run is not None:
-            self._run.append(token_ids)
-            return
-        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            return self._run.append(inputs, sampled)
+        plain, token_ids = inputs.plain_rows, sampled.token_ids
+        sequences = [self._sequences[inputs.sampled_seq_ids[row]] for row in plain]
+        new = [token_ids[row] for row in plain]
+        for sequence, token_id in zip(sequences, new, strict=True):
             sequence.token_ids.append(token_id)
-        rows = [sequence.row for sequence in sequences]
-        self._last_token[rows] = token_ids
-        self._num_tokens[rows] += 1
+        if plain:
+            rows = [sequence.row for sequence in sequences]
+            self._last_token[rows] = new
+            self._num_tokens[rows] += 1
+        return self.append_checked(inputs, sampled) if inputs.drafts else sampled
 
     def append_checked(self, inputs: StepInputs, sampled: Sampled) -> Sampled:
-        """Append a step's tokens in place of its drafts: those of each sequence up to the first
-        that is not its draft, but no invalid one after others: it will be sampled again.
+        """Append a step's tokens in place of its drafts.
 
         Returns: the rows of these tokens, and the rows of sequences without drafts.
         """
-        token_ids, is_valid = sampled.token_ids, sampled.is_valid
         kept: list[int] = []
-        for seq_id, group in groupby(range(len(token_ids)), inputs.sampled_seq_ids.__getitem__):
+        num_rows = len(sampled.token_ids)
+        for seq_id, group in groupby(range(num_rows), inputs.sampled_seq_ids.__getitem__):
             rows = list(group)
             sequence = self._sequences.get(seq_id)
             if sequence is None or len(rows) == 1:  # a sequence may have left meanwhile
                 kept += rows[:1]
                 continue
-            new: list[int] = []
-            for row in rows:
-                if is_valid[row] or not new:
-                    new.append(row)
-                if not is_valid[row] or inputs.drafts[row] != token_ids[row]:
-                    break
-            num_drafts = len(rows) - 1
-            del sequence.token_ids[len(sequence.token_ids) - num_drafts :]
-            sequence.token_ids.extend(token_ids[row] for row in new)
-            self._num_tokens[sequence.row] = len(sequence.token_ids)
-            self._num_computed[sequence.row] = len(sequence.token_ids) - 1
-            self._last_token[sequence.row] = sequence.token_ids[-1]
-            kept += new
+            token_ids = sequence.token_ids
+            kept += _replace_drafts(token_ids, rows, inputs.drafts, sampled)
+            self._num_tokens[sequence.row] = len(token_ids)
+            self._num_computed[sequence.row] = len(token_ids) - 1
+            self._last_token[sequence.row] = token_ids[-1]
         return sampled.select(kept)
 
     def expect(self, seq_ids: Sequence[int]) -> list[tuple[list[int], int]]:
@@ -338,9 +338,10 @@ class InputBatch:
     def _end_run(self, run: DecodeRun) -> None:
         """Copy a run's counts back to the columns."""
         self._run = None
-        self._num_computed[run.rows] = run.seq_lens
-        self._num_tokens[run.rows] = run.seq_lens + run.is_due
-        self._last_token[run.rows] = run.input_ids
+        num_tokens = np.array([len(history) for history in run.histories])
+        self._num_computed[run.rows] = num_tokens - run.is_due
+        self._num_tokens[run.rows] = num_tokens
+        self._last_token[run.rows] = [history[-1] for history in run.histories]
 
     def _token_arrays(
         self,
@@ -539,6 +540,30 @@ def _rows_with_drafts(
     return sampled.repeat(num_rows), before, tuple(chain(*((*each, _NO_DRAFT) for each in drafts)))
 
 
+def _replace_drafts(
+    token_ids: list[int], rows: Sequence[int], drafts: Sequence[int], sampled: Sampled
+) -> Sequence[int]:
+    """Replace the drafts at a sequence's end by the tokens sampled up to the first that is not its
+    draft, but no invalid one after others: it will be sampled again.
+
+    Args:
+        rows: of the sequence; successive.
+        drafts: as in `StepInputs`.
+
+    Returns: the rows of these tokens.
+    """
+    num_new = 0
+    for row in rows:
+        is_valid = sampled.is_valid[row]
+        num_new += is_valid or num_new == 0
+        if not is_valid or drafts[row] != sampled.token_ids[row]:
+            break
+    first = rows[0]
+    del token_ids[len(token_ids) - len(rows) + 1 :]
+    token_ids += sampled.token_ids[first : first + num_new]
+    return rows[:num_new]
+
+
 def _from_zero(ends: Integers) -> npt.NDArray[np.int32]:
     """Running sums, preceded by a 0."""
     starts = np.zeros(len(ends) + 1, dtype=np.int32)
@@ -554,6 +579,7 @@ class DecodeRun:
 
     Args:
         inputs: of the first step, in host memory.
+        scheduled: the first step's sequences.
         rows: [num_seqs], the sequences' rows.
         histories: the tokens of each sequence; extended by every step.
     """
@@ -561,23 +587,24 @@ class DecodeRun:
     def __init__(
         self,
         inputs: StepInputs,
-        rows: npt.NDArray[np.int64],
+        scheduled: Sequence[ScheduledSequence],
+        rows: Integers,
         histories: Sequence[list[int]],
         block_size: int,
     ) -> None:
         layout = inputs.context.layout
-        self.rows = rows
-        self.seq_ids = inputs.sampled_seq_ids
-        self.input_ids = inputs.input_ids.numpy()
-        self.seq_lens = layout.seq_lens.numpy()
+        self.rows, self.histories = rows, histories
+        self.seq_ids = [item.seq_id for item in scheduled]
         self.is_due = False  # whether the tokens of the next step are known
+        self._query_lens = [item.num_new_tokens for item in scheduled]
+        self._input_ids = inputs.input_ids.numpy()
+        self._seq_lens = layout.seq_lens.numpy()
         self._positions = inputs.context.positions.numpy()
         self._slots = layout.slot_mapping.numpy()
         self._block_tables = layout.block_tables.numpy()
         self._num_tokens = inputs.sampling.num_tokens
-        self._histories = histories
         self._block_size = block_size
-        self._numbers = np.arange(len(rows))
+        self._numbers = np.arange(len(rows)).repeat(self._query_lens)  # of each token's sequence
         self._num_steps_in_blocks = self._num_steps_left = 0
         self._inputs = self._with_margin(inputs)
 
@@ -587,8 +614,13 @@ class DecodeRun:
             self.is_due
             and len(scheduled) == len(self.seq_ids)
             and all(
-                item.seq_id == seq_id and item.num_new_tokens == 1 and item.entry is None
-                for item, seq_id in zip(scheduled, self.seq_ids, strict=True)
+                item.seq_id == seq_id
+                and item.num_new_tokens == query_len
+                and item.entry is None
+                and not item.num_wanted_drafts
+                for item, seq_id, query_len in zip(
+                    scheduled, self.seq_ids, self._query_lens, strict=True
+                )
             )
         )
 
@@ -599,11 +631,11 @@ class DecodeRun:
     def first(self) -> StepInputs:
         return self._inputs
 
-    def advance(self) -> StepInputs:
+    def advance(self, _: Sequence[ScheduledSequence]) -> StepInputs:
         """The inputs of the next step; the same object, unless the lengths have outgrown it."""
         self.is_due = False
         self._positions += 1
-        self.seq_lens += 1
+        self._seq_lens += 1
         self._num_tokens += 1
         if self._num_steps_in_blocks > 0:  # no sequence enters a new block
             self._slots += 1
@@ -615,12 +647,13 @@ class DecodeRun:
             self._inputs = self._with_margin(self._inputs)
         return self._inputs
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Store the last step's tokens."""
-        self.input_ids[:] = token_ids
-        for history, token_id in zip(self._histories, token_ids, strict=True):
+    def append(self, _: StepInputs, sampled: Sampled) -> Sampled:
+        """Store the last step's tokens; those that are kept."""
+        self._input_ids[:] = sampled.token_ids
+        for history, token_id in zip(self.histories, sampled.token_ids, strict=True):
             history.append(token_id)
         self.is_due = True
+        return sampled
 
     def _find_slots(self) -> None:
         blocks, offsets = np.divmod(self._positions, self._block_size)
@@ -631,7 +664,45 @@ class DecodeRun:
 
     def _with_margin(self, inputs: StepInputs) -> StepInputs:
         """The same tensors with a larger declared maximum length."""
-        self._num_steps_left = _MARGIN_TOKENS
-        max_seq_len = int(self.seq_lens.max()) + _MARGIN_TOKENS
+        self._num_steps_left = _MARGIN_TOKENS // max(self._query_lens)
+        max_seq_len = int(self._seq_lens.max()) + _MARGIN_TOKENS
         layout = replace(inputs.context.layout, max_seq_len=max_seq_len)
         return replace(inputs, context=replace(inputs.context, layout=layout))
+
+
+class DraftedRun(DecodeRun):
+    """The same with drafts: each sequence has as many in every step."""
+
+    def advance(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs:
+        """The inputs of the next step; their context is the same object, unless the lengths have
+        outgrown it."""
+        self.is_due = False
+        token_ids: list[int] = []
+        drafts: list[int] = []
+        for item, history in zip(scheduled, self.histories, strict=True):
+            token_ids += (history[-1], *item.draft_token_ids)
+            drafts += (*item.draft_token_ids, _NO_DRAFT)
+            history += item.draft_token_ids
+        self._input_ids[:] = token_ids
+        num_new = np.array([len(history) for history in self.histories]) - self._seq_lens
+        self._seq_lens += num_new
+        num_new = num_new[self._numbers]
+        self._positions += num_new
+        self._num_tokens += num_new
+        self._find_slots()
+        self._num_steps_left -= 1
+        if self._num_steps_left < 0:
+            self._inputs = self._with_margin(self._inputs)
+        self._inputs = replace(self._inputs, drafts=tuple(drafts))
+        return self._inputs
+
+    def append(self, inputs: StepInputs, sampled: Sampled) -> Sampled:
+        """Store the last step's tokens in place of its drafts; those that are kept."""
+        kept: list[int] = []
+        first = 0
+        for history, query_len in zip(self.histories, self._query_lens, strict=True):
+            rows = range(first, first + query_len)
+            kept += _replace_drafts(history, rows, inputs.drafts, sampled)
+            first += query_len
+        self.is_due = True
+        return sampled.select(kept)

@@ -69,15 +69,7 @@ class TokensAtOnce:
         """Nothing to wait for."""
 
     def append(self, inputs: StepInputs, chosen: ChosenTokens | Sampled) -> Sampled:
-        sampled = chosen.read()
-        # For failed rows too: a step already planned may expect a token.
-        if not inputs.drafts:
-            self._batch.append(inputs.sampled_seq_ids, sampled.token_ids)
-            return sampled
-        plain = inputs.plain_rows
-        seq_ids = [inputs.sampled_seq_ids[row] for row in plain]
-        self._batch.append(seq_ids, [sampled.token_ids[row] for row in plain])
-        return self._batch.append_checked(inputs, sampled)
+        return self._batch.append(inputs, chosen.read())
 
 
 class TokensInFlight:

@@ -81,12 +81,20 @@ class Driver:
         self._left.append(seq_id)
 
     def step(
-        self, shares: Mapping[int, int], copies: Sequence[tuple[int, int]] = ()
+        self,
+        shares: Mapping[int, int],
+        copies: Sequence[tuple[int, int]] = (),
+        drafts: Mapping[int, tuple[int, ...]] | None = None,
     ) -> BatchResult:
-        """Compute so many tokens of each sequence; -1 stands for all that are known."""
+        """Compute so many tokens of each sequence, and its drafts; -1 stands for all that are
+        known."""
+        drafts = drafts or {}
         batch = Batch(
             step=self._step,
-            scheduled=tuple(self._schedule(*share) for share in shares.items()),
+            scheduled=tuple(
+                self._schedule(seq_id, num_new, drafts.get(seq_id, ()))
+                for seq_id, num_new in shares.items()
+            ),
             left_seq_ids=tuple(self._left),
             moves=BlockMoves(
                 swap_outs=tuple(self._swap_outs),
@@ -102,6 +110,8 @@ class Driver:
         assert result.step == batch.step
         for seq_id, token_ids in result.token_ids.items():
             self.tokens[seq_id].extend(token_ids)
+        for seq_id in drafts:
+            self._computed[seq_id] = len(self.tokens[seq_id]) - 1
         return result
 
     def output(self, seq_id: int) -> list[int]:
@@ -112,10 +122,13 @@ class Driver:
         self._computed[seq_id] = 0
         self._entering.add(seq_id)
 
-    def _schedule(self, seq_id: int, num_new: int) -> ScheduledSequence:
+    def _schedule(
+        self, seq_id: int, num_new: int, drafts: tuple[int, ...] = ()
+    ) -> ScheduledSequence:
         computed = self._computed[seq_id]
         if num_new < 0:
             num_new = len(self.tokens[seq_id]) - computed
+        num_new += len(drafts)
         num_missing = -(-(computed + num_new) // BLOCK_SIZE) - len(self.tables[seq_id])
         new_block_ids = self._allocate(num_missing)
         self.tables[seq_id] = self.tables[seq_id] + new_block_ids
@@ -137,6 +150,7 @@ class Driver:
             num_new_tokens=num_new,
             new_block_ids=(*self._unsent.pop(seq_id, ()), *new_block_ids),
             entry=entry,
+            draft_token_ids=drafts,
         )
 
     def _allocate(self, num_blocks: int) -> list[int]:
