@@ -14,13 +14,10 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.runner.device import NUM_CHEAP_ROWS
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
-
-# Tokens that a decoding step computes in about the time of one. On a CPU MAX_ROWS of
-# kernels/cpu/kernels.c; on a GPU a guess: weights are read once, and products cost little.
-_NUM_CHEAP_ROWS = {"cpu": 8, "cuda": 32}
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -46,7 +43,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=eos_token_ids,
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
-        num_cheap_rows=_NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
+        num_cheap_rows=NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
     )
     core = EngineCore(
         scheduler,

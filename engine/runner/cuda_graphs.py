@@ -1,10 +1,10 @@
 """A model that replays small steps from CUDA graphs, since launching them takes longer than
 computing them.
 
-Decode batches are replayed whole (`DecodeGraphs`), other steps between their attention calls
-(`PieceGraphs`), up to the captured sizes. Larger steps compute longer than their launch takes.
-`Graph` and `GraphMaker` are a small protocol over CUDA's graphs, so that everything else can be
-tested without a GPU.
+Decode batches, with drafts too, are replayed whole (`DecodeGraphs`), other steps between their
+attention calls (`PieceGraphs`), up to the captured sizes. Larger steps compute longer than their
+launch takes. `Graph` and `GraphMaker` are a small protocol over CUDA's graphs, so that everything
+else can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from penstock.engine.config import CudagraphMode, EngineConfig, SchedulerConfig
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.language_model import LanguageModel
-from penstock.engine.runner.device import resolve_cudagraph_mode
+from penstock.engine.runner.device import NUM_CHEAP_ROWS, resolve_cudagraph_mode
 from penstock.kernels.paged_layout import PagedLayout
 
 _MAX_SIZE = 512
@@ -29,9 +30,17 @@ _MAX_SIZE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSizes:
-    """Sizes to capture, ascending: sequences of a decode batch, tokens of any other step."""
+    """Sizes to capture, ascending.
+
+    Attributes:
+        decodes: sequences of a batch in which each has one token.
+        verifications: of one in which they have up to `num_drafts` drafts, too.
+        pieces: tokens of any other step.
+    """
 
     decodes: tuple[int, ...] = ()
+    verifications: tuple[int, ...] = ()
+    num_drafts: int = 0
     pieces: tuple[int, ...] = ()
 
     @classmethod
@@ -41,7 +50,16 @@ class GraphSizes:
         decodes = decode_sizes(scheduler.max_num_seqs)
         pieces = piece_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if mode == "full":
-            return cls(decodes=decodes, pieces=pieces)
+            speculation = scheduler.speculation
+            if speculation is None:
+                return cls(decodes=decodes, pieces=pieces)
+            num_drafts = speculation.num_speculative_tokens
+            return cls(
+                decodes=decodes,
+                verifications=verification_sizes(decodes, num_drafts),
+                num_drafts=num_drafts,
+                pieces=pieces,
+            )
         few = (size for size in decodes if size < pieces[0])
         return cls(pieces=(*few, *pieces))
 
@@ -51,6 +69,12 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     largest = min(max_num_seqs, _MAX_SIZE)
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, largest, 16))
     return (*(size for size in sizes if size < largest), largest)
+
+
+def verification_sizes(decodes: Sequence[int], num_drafts: int) -> tuple[int, ...]:
+    """Sizes of which all sequences may get so many drafts in a step, as `Drafting` spreads them."""
+    largest = max(1, NUM_CHEAP_ROWS["cuda"] // (1 + num_drafts))
+    return tuple(size for size in decodes if size <= largest)
 
 
 def piece_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -92,6 +116,17 @@ class GraphedModel:
                 self._graphs.append(
                     DecodeGraphs(model, kv_pool, sizes.decodes, maker, max_blocks=max_blocks)
                 )
+            if sizes.verifications:
+                self._graphs.append(
+                    DecodeGraphs(
+                        model,
+                        kv_pool,
+                        sizes.verifications,
+                        maker,
+                        max_blocks=max_blocks,
+                        num_drafts=sizes.num_drafts,
+                    )
+                )
             if sizes.pieces:
                 self._graphs.append(PieceGraphs(model, kv_pool, sizes.pieces, maker))
 
@@ -132,7 +167,11 @@ def graphs_num_bytes(
         used_bytes: measures the device's memory in use.
     """
     total = 0
-    for of_kind, make in ((sizes.decodes, _decodes_only), (sizes.pieces, _pieces_only)):
+    for of_kind, make in (
+        (sizes.decodes, _decodes_only),
+        (sizes.verifications, partial(_verifications_only, num_drafts=sizes.num_drafts)),
+        (sizes.pieces, _pieces_only),
+    ):
         if of_kind:
             largest = _bytes_of(capture, make(of_kind[-1:]), used_bytes)
             both = _bytes_of(capture, make(of_kind[-2:]), used_bytes) if of_kind[1:] else largest
@@ -142,6 +181,10 @@ def graphs_num_bytes(
 
 def _decodes_only(sizes: Sequence[int]) -> GraphSizes:
     return GraphSizes(decodes=tuple(sizes))
+
+
+def _verifications_only(sizes: Sequence[int], num_drafts: int) -> GraphSizes:
+    return GraphSizes(verifications=tuple(sizes), num_drafts=num_drafts)
 
 
 def _pieces_only(sizes: Sequence[int]) -> GraphSizes:
@@ -159,12 +202,15 @@ def _bytes_of(
 
 
 class DecodeGraphs:
-    """Graphs of decode batches, one token per sequence, for some sizes. A padded sequence has
-    length 0, so it attends to nothing.
+    """Graphs of decode batches for some sizes: with one token per sequence, or with drafts, too.
+
+    A padded sequence has one token and length 0, so it attends to nothing; with drafts, where each
+    sequence may have another number of them, it has no tokens, and all padded ones are at the end.
 
     Args:
-        sizes: ascending.
+        sizes: numbers of sequences, ascending.
         max_blocks: maximum number of blocks of a sequence.
+        num_drafts: the most of a sequence; if there are any, some sequence of a batch has one.
     """
 
     def __init__(
@@ -175,13 +221,18 @@ class DecodeGraphs:
         maker: GraphMaker,
         *,
         max_blocks: int,
+        num_drafts: int = 0,
     ) -> None:
-        self._sizes = sizes
+        self._sizes, self._query_len = sizes, 1 + num_drafts
         most, device = sizes[-1], kv_pool.device
-        self._inputs = GraphInputs(most, device, needs_prompt_lens=model.needs_prompt_lens)
+        self._inputs = GraphInputs(
+            most * self._query_len, device, needs_prompt_lens=model.needs_prompt_lens
+        )
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        if num_drafts:
+            self._starts.zero_()
         self._hidden = torch.empty(0)
         # The largest first: the others reuse its temporary memory.
         self._graphs = {
@@ -190,48 +241,55 @@ class DecodeGraphs:
         }
 
     def replay(self, input_ids: Tensor, context: ForwardContext) -> Tensor | None:
-        """The model's hidden states, valid until the next call; None for a batch that is not a
-        decode batch, or too large."""
-        layout, num_seqs = context.layout, len(input_ids)
-        size = padded_size(self._sizes, num_seqs) if layout.max_query_len == 1 else None
+        """The model's hidden states, valid until the next call; None for a batch of another kind,
+        or too large."""
+        layout, query_len = context.layout, self._query_len
+        num_tokens, num_seqs = len(input_ids), layout.num_seqs
+        has_drafts = layout.max_query_len > 1
+        if layout.max_query_len > query_len or has_drafts != (query_len > 1):
+            return None
+        size = padded_size(self._sizes, num_seqs)
         if size is None:
             return None
-        self._inputs.fill(input_ids, context, size)
+        self._inputs.fill(input_ids, context, size * query_len)
+        if has_drafts:
+            self._starts[: num_seqs + 1].copy_(layout.query_start_loc)
+            self._starts[num_seqs + 1 : size + 1].fill_(num_tokens)
         self._seq_lens[:num_seqs].copy_(layout.seq_lens)
         if num_seqs < size:
             self._seq_lens[num_seqs:size].zero_()
         self._tables[:num_seqs, : layout.block_tables.shape[1]].copy_(layout.block_tables)
         self._graphs[size].replay()
-        return self._hidden[:num_seqs]
+        return self._hidden[:num_tokens]
 
     def _capture(self, model: LanguageModel, context: ForwardContext, maker: GraphMaker) -> Graph:
-        size = len(context.positions)
-        input_ids = self._inputs.input_ids[:size]
+        num_tokens = len(context.positions)
+        input_ids = self._inputs.input_ids[:num_tokens]
         hidden = model(input_ids, context)  # compiles and loads kernels before the capture
         if not len(self._hidden):
             self._hidden = torch.zeros_like(hidden)  # the largest
         graph = maker.graph()
         graph.begin()
-        self._hidden[:size].copy_(model(input_ids, context))
+        self._hidden[:num_tokens].copy_(model(input_ids, context))
         graph.end()
         return graph
 
     def _context(self, kv_pool: Tensor, size: int) -> ForwardContext:
         """The context of a step of `size` sequences of maximum length."""
-        inputs = self._inputs
+        inputs, num_tokens = self._inputs, size * self._query_len
         layout = PagedLayout(
             query_start_loc=self._starts[: size + 1],
             seq_lens=self._seq_lens[:size],
             block_tables=self._tables[:size],
-            slot_mapping=inputs.slots[:size],
-            max_query_len=1,
+            slot_mapping=inputs.slots[:num_tokens],
+            max_query_len=self._query_len,
             max_seq_len=self._tables.shape[1] * kv_pool.shape[3],
         )
         return ForwardContext(
             kv_pool=kv_pool,
             layout=layout,
-            positions=inputs.positions[:size],
-            prompt_lens=inputs.prompt_lens_of(size),
+            positions=inputs.positions[:num_tokens],
+            prompt_lens=inputs.prompt_lens_of(num_tokens),
         )
 
 

@@ -9,6 +9,10 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.models.language_model import TorchModel
 from penstock.kernels.cpu.cores import num_usable_cores
 
+# Tokens that a decoding step computes in about the time of one. On a CPU MAX_ROWS of
+# kernels/cpu/kernels.c; on a GPU a guess: weights are read once, and products cost little.
+NUM_CHEAP_ROWS = {"cpu": 8, "cuda": 32}
+
 
 def select_device(config: DeviceConfig) -> torch.device:
     """The device to run on; sets the number of CPU threads of this process.

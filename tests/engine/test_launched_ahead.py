@@ -25,7 +25,7 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import BeamSearch, Request, SamplingParams, StructuredOutputs
 from penstock.engine.runner import cuda_graphs, model_runner, sampled_tokens
-from penstock.engine.runner.cuda_graphs import GraphedModel
+from penstock.engine.runner.cuda_graphs import DecodeGraphs, GraphedModel
 from penstock.engine.runner.model_runner import StepInFlight
 from penstock.engine.startup import build_core
 
@@ -194,11 +194,21 @@ def test_drafts_change_no_token(
             msgspec.structs.replace(each, prediction_token_ids=_predicted(expected, each))
             for each in asked
         ]
+    replayed: list[int] = []  # the most tokens of a sequence that the graphs are for
+    replay = DecodeGraphs.replay
+
+    def counted(graphs: DecodeGraphs, *args: Any) -> Any:
+        hidden = replay(graphs, *args)
+        replayed.extend([graphs._query_len] * (hidden is not None))
+        return hidden
+
+    monkeypatch.setattr(DecodeGraphs, "replay", counted)
     config = {"method": method} | ({} if method == "ngram" else {"model": str(path)})
     core = build(path, replace(ROOMY, max_num_seqs=5, speculative_config=config))
     check_same(outputs(core, asked), expected)
     counters = core.scheduler.drafting.counters
     if kind == "plain":
+        assert 8 in replayed
         assert counters.num_accepted_tokens > 0
         assert method == "ngram" or counters.num_accepted_tokens == counters.num_draft_tokens
 

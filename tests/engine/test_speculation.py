@@ -19,12 +19,12 @@ from penstock.engine import (
     ConfigError,
     InvalidRequestError,
     SamplingParams,
-    startup,
     structured_outputs,
 )
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import Request
+from penstock.engine.runner.device import NUM_CHEAP_ROWS
 from penstock.engine.startup import build_core
 
 NUM_PROMPTS, MAX_TOKENS = 64, 14
@@ -152,7 +152,7 @@ def test_tokens_are_the_same(
         "in flight": {"max_steps_in_flight": 2},
     }.items():
         if kind not in ("alone", "together"):  # a draft has a row whatever the others do
-            monkeypatch.setitem(startup._NUM_CHEAP_ROWS, "cpu", 100)
+            monkeypatch.setitem(NUM_CHEAP_ROWS, "cpu", 100)
         core = core_with(dtype, speculative_config=NGRAM, **settings)
         asked = requests(predictions, features=features, logprobs=2)
         found = run(core, asked, at_once=kind != "alone")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from .recorded_graphs import RecordedGraphMaker
 
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 4, 12, 90
 SIZES = GraphSizes(decodes=(1, 2, 4, 8), pieces=(16, 32))
+DRAFTS = GraphSizes(decodes=(4,), verifications=(1, 2, 4), num_drafts=3, pieces=(16, 32))
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "windows": ("MistralForCausalLM", {"sliding_window": 7}),
@@ -89,6 +90,7 @@ def steps() -> list[Step]:
     rng = random.Random(3)
     decodes = [[(rng.randint(0, 30), 1) for _ in range(n)] for n in (5, 1, 8, 3, 9, 2, 4, 8)]
     lens = ([12], [1, 9], [3, 20, 1, 1], [31, 1], [16], [2, 30, 1], [2])
+    lens += ([4] * 4, [4] * 3, [4], [1, 3], [4, 4], [2, 1, 4], [4, 1, 1, 1, 2], [5, 4], [3])
     others = [[(rng.randint(0, 3), new) for new in each] for each in lens]
     found = [step(rng, shares) for shares in (*decodes, *others)]
     rng.shuffle(found)
@@ -112,8 +114,8 @@ def full_pool(decoder: Decoder) -> Tensor:
 @pytest.mark.parametrize("decoder", MODELS, indirect=True)
 @pytest.mark.parametrize(
     "sizes",
-    [SIZES, GraphSizes(pieces=(1, 8, 32)), GraphSizes(decodes=(3, 8))],
-    ids=["full", "piecewise", "decodes alone"],
+    [SIZES, DRAFTS, GraphSizes(pieces=(1, 8, 32)), GraphSizes(decodes=(3, 8))],
+    ids=["full", "full with drafts", "piecewise", "decodes alone"],
 )
 @torch.inference_mode()
 def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes) -> None:
@@ -131,8 +133,9 @@ def test_a_replayed_step_equals_an_eager_one(decoder: Decoder, sizes: GraphSizes
         assert hidden.shape == expected.shape
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(pool, eager_pool, rtol=1e-4, atol=1e-4)
-        num_tokens, is_decode = len(each.input_ids), max(new for _, new in each.shares) == 1
-        if is_decode and sizes.decodes and num_tokens <= sizes.decodes[-1]:
+        num_tokens, most_new = len(each.input_ids), max(new for _, new in each.shares)
+        of_kind = sizes.decodes if most_new == 1 else sizes.verifications
+        if most_new <= 1 + sizes.num_drafts and len(each.shares) <= max(of_kind, default=0):
             assert maker.num_replays == before + 1
         elif sizes.pieces and num_tokens <= sizes.pieces[-1]:
             assert maker.num_replays == before + decoder.config.num_layers + 1
@@ -172,6 +175,12 @@ def test_sizes_follow_from_the_number_of_sequences(max_num_seqs: int) -> None:
         scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
         assert GraphSizes.of("none", scheduler) == GraphSizes()
         assert GraphSizes.of("full", scheduler) == GraphSizes(decodes=sizes, pieces=pieces)
+        drafts = {"method": "ngram", "num_speculative_tokens": 7}
+        with_drafts = GraphSizes.of("full", replace(scheduler, speculative_config=drafts))
+        verified = tuple(size for size in sizes if size <= 4)  # of 8 tokens each
+        assert with_drafts == GraphSizes(
+            decodes=sizes, verifications=verified, num_drafts=7, pieces=pieces
+        )
         piecewise = GraphSizes.of("piecewise", scheduler)
         assert piecewise.decodes == ()
         assert piecewise.pieces[0] == 1
@@ -181,11 +190,12 @@ def test_sizes_follow_from_the_number_of_sequences(max_num_seqs: int) -> None:
 def test_memory_is_known_from_the_two_largest() -> None:
     """A graph takes what all share, 100 a token, and 7 for itself."""
     used = [0]
-    sizes = GraphSizes(decodes=(1, 2, 4, 8), pieces=(16,))
+    sizes = GraphSizes(decodes=(1, 2, 4, 8), verifications=(1, 2), num_drafts=5, pieces=(16,))
 
     class Captured:
         def __init__(self, some: GraphSizes) -> None:
-            every = some.decodes + some.pieces
+            verified = tuple(size * (1 + some.num_drafts) for size in some.verifications)
+            every = some.decodes + verified + some.pieces
             self.taken = 100 * max(every) + 7 * len(every)
             used[0] += self.taken
 
@@ -193,6 +203,6 @@ def test_memory_is_known_from_the_two_largest() -> None:
             used[0] -= self.taken
 
     found = graphs_num_bytes(sizes, Captured, lambda: used[0])
-    assert found == (800 + 4 * 7) + (1600 + 7)
+    assert found == (800 + 4 * 7) + (1200 + 2 * 7) + (1600 + 7)
     assert graphs_num_bytes(GraphSizes(), Captured, lambda: used[0]) == 0
     assert used == [0]
