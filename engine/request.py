@@ -421,6 +421,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         is_refused: the request is invalid, and nothing of it ran.
         param: the invalid parameter.
         is_superseded: with `FinishReason.ERROR`: another gateway now runs the request.
+        num_draft_tokens: drafts that the step checked.
+        num_accepted_tokens: how many of them were right.
     """
 
     request_id: str
@@ -441,6 +443,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     is_refused: bool = False
     param: str | None = None
     is_superseded: bool = False
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size: int) -> int:

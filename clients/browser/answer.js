@@ -9,6 +9,7 @@
  * @property {number} input_tokens
  * @property {{ cached_tokens: number }} [input_tokens_details]
  * @property {number} output_tokens
+ * @property {{ draft_tokens: number, accepted_draft_tokens: number }} [penstock]  if there were drafts
  */
 /**
  * How an answer ended. `refused`: an error before it started. `lost`: it broke off, and the server

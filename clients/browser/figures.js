@@ -1,6 +1,6 @@
 /**
  * The figures of an answer, as texts: how fast it came, how long the first word took, what was
- * cached.
+ * cached, which drafts were right.
  */
 
 import { make } from "./dom.js";
@@ -27,13 +27,16 @@ export function timesOf(/** @type {Answer} */ answer, /** @type {Usage | null} *
 }
 
 /** Of any answer. @returns {Figure[]} */
-export function countsOf(/** @type {Usage} */ { input_tokens, input_tokens_details, output_tokens }) {
+export function countsOf(/** @type {Usage} */ { input_tokens, input_tokens_details, output_tokens, penstock }) {
   const cached = input_tokens_details?.cached_tokens ?? 0;
-  return [
+  /** @type {Figure[]} */ const found = [
     ["", String(output_tokens), output_tokens === 1 ? " token" : " tokens"],
     ["prompt ", String(input_tokens), " tokens"],
     ["", String(cached), " of them cached"],
   ];
+  if (!penstock) return found;
+  const { draft_tokens, accepted_draft_tokens } = penstock;
+  return [...found, ["", String(accepted_draft_tokens), ` of ${draft_tokens} drafted tokens right`]];
 }
 
 /** The elements that show them. */

@@ -283,7 +283,11 @@ class OutputProcessor:
             token_ids = result.token_ids.get(item.seq_id, ())
             if token_ids:
                 logprobs = result.logprobs.get(item.seq_id, ()) if result.logprobs else ()
-                outputs += self._process_tokens(sequence, token_ids, logprobs, prompt_logprobs)
+                new = self._process_tokens(sequence, token_ids, logprobs, prompt_logprobs)
+                if item.num_drafts and new:
+                    new[0].num_draft_tokens = item.num_drafts
+                    new[0].num_accepted_tokens = len(token_ids) - 1
+                outputs += new
             elif item.seq_id in result.ended_seq_ids:
                 reason = result.ended_seq_ids[item.seq_id]
                 outputs += self._end(sequence, reason, prompt_logprobs)

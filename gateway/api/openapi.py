@@ -420,6 +420,8 @@ ANSWERS: dict[str, Schema] = {
         output=_list(ref("Item")),
         usage=nullable(
             _object(
+                # Absent unless an engine had drafts for it.
+                {"penstock": _object(draft_tokens=INTEGER, accepted_draft_tokens=INTEGER)},
                 input_tokens=INTEGER,
                 input_tokens_details=_object(cached_tokens=INTEGER, cache_write_tokens=INTEGER),
                 output_tokens=INTEGER,

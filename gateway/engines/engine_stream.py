@@ -211,7 +211,9 @@ class _Merged:
         "_first",
         "_last",
         "_logprobs",
+        "_num_accepted_tokens",
         "_num_cached_tokens",
+        "_num_draft_tokens",
         "_prompt_logprobs",
         "_token_ids",
     )
@@ -219,6 +221,8 @@ class _Merged:
     def __init__(self, output: RequestOutput) -> None:
         self._first = self._last = output
         self._num_cached_tokens = output.num_cached_tokens
+        self._num_draft_tokens = output.num_draft_tokens
+        self._num_accepted_tokens = output.num_accepted_tokens
         self._token_ids = [*output.token_ids]
         self._logprobs: list[TokenLogprobs] = [*output.logprobs]
         self._prompt_logprobs: list[TokenLogprobs] = [*output.prompt_logprobs]
@@ -226,6 +230,8 @@ class _Merged:
     def add(self, output: RequestOutput) -> None:
         self._last = output
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        self._num_draft_tokens += output.num_draft_tokens
+        self._num_accepted_tokens += output.num_accepted_tokens
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs
         self._prompt_logprobs += output.prompt_logprobs
@@ -237,6 +243,8 @@ class _Merged:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
             num_cached_tokens=self._num_cached_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             notice=self._first.notice,  # only the first can have one
         )
 

@@ -115,6 +115,7 @@ class Generation:
         self._stream: EngineStream | None = None
         self._meter = meter
         self._num_cached_tokens = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
 
     def __enter__(self) -> Generation:
         """
@@ -175,6 +176,8 @@ class Generation:
             output_tokens=sum(len(branch.token_ids) for branch in self.branches),
             reasoning_tokens=sum(branch.num_reasoning_tokens for branch in self.branches),
             cached_tokens=self._num_cached_tokens,
+            draft_tokens=self._num_draft_tokens,
+            accepted_draft_tokens=self._num_accepted_tokens,
         )
 
     def best(self) -> Sequence[int]:
@@ -265,6 +268,8 @@ class Generation:
             return None  # already in flight when the branch was stopped
         if output.num_cached_tokens:
             self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        self._num_draft_tokens += output.num_draft_tokens
+        self._num_accepted_tokens += output.num_accepted_tokens
         if output.prompt_logprobs:
             self.prompt_logprobs += output.prompt_logprobs
         self._meter.output(
@@ -374,6 +379,8 @@ class Usage:
     output_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class DeltaSource(Source[Delta], Protocol):

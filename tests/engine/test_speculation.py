@@ -101,6 +101,8 @@ def requests(
 def run(core: EngineCore, asked: Sequence[Request], *, at_once: bool = True) -> Outputs:
     """The tokens, log-probabilities and ends of each request's samples."""
     found: Outputs = {}
+    counters, num_drafts, num_right = core.scheduler.drafting.counters, 0, 0
+    before = (counters.num_draft_tokens, counters.num_accepted_tokens)
     groups = [asked] if at_once else [[request] for request in asked]
     for group in groups:
         for request in group:
@@ -109,12 +111,16 @@ def run(core: EngineCore, asked: Sequence[Request], *, at_once: bool = True) -> 
             for output in core.step():
                 if output.notice is not None:
                     continue
+                num_drafts += output.num_draft_tokens
+                num_right += output.num_accepted_tokens
                 key = output.request_id, output.index
                 tokens, logprobs, ends = found.setdefault(key, ([], [], []))
                 tokens += output.token_ids
                 logprobs += output.logprobs
                 ends += [output.finish_reason] if output.finish_reason else []
             core.scheduler.blocks.check_integrity()
+    assert before[0] + num_drafts == counters.num_draft_tokens
+    assert before[1] + num_right == counters.num_accepted_tokens
     return found
 
 

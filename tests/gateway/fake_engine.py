@@ -47,6 +47,7 @@ class FakeEngine:
 
     Attributes:
         scripts: of branches that say something else than `script`.
+        drafts: of each token: how many were checked, and how many of them were right.
         mean_logprobs: of branches whose tokens are not -0.5 each.
         notices: by how many tokens came before them; branch 0 has them.
         refusal, refused_param: what every request is refused with, as its own fault.
@@ -65,6 +66,7 @@ class FakeEngine:
         self.step_s = step_s
         self.info = info
         self.scripts: dict[int, list[int]] = {}
+        self.drafts = (0, 0)
         self.mean_logprobs: dict[int, float] = {}
         self.notices: dict[int, Notice] = {}
         self.refusal: str | None = None
@@ -266,6 +268,8 @@ class FakeEngine:
                 logprobs=self._logprobs(index, token_id, params.num_logprobs),
                 finish_reason=FinishReason.STOP if is_eos else reason,
                 stop_token_id=0 if is_eos else None,
+                num_draft_tokens=self.drafts[0],
+                num_accepted_tokens=self.drafts[1],
             )
             yield (
                 output

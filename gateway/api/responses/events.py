@@ -305,12 +305,19 @@ def _new_response(
 
 
 def _usage(
-    input_tokens: int, cached_tokens: int, output_tokens: int, reasoning_tokens: int = 0
+    input_tokens: int,
+    cached_tokens: int,
+    output_tokens: int,
+    reasoning_tokens: int = 0,
+    draft_tokens: int = 0,
+    accepted_draft_tokens: int = 0,
 ) -> _Object:
+    counts = {"draft_tokens": draft_tokens, "accepted_draft_tokens": accepted_draft_tokens}
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
         "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": input_tokens + output_tokens,
+        **({"penstock": counts} if draft_tokens else {}),
     }

@@ -51,13 +51,8 @@ class LoggedGeneration:
     def usage(self) -> Usage:
         """`cached_tokens` is 0 until the end."""
         if self._end is not None:
-            prompt, cached, output, *thought = self._end.usage
-            return Usage(
-                prompt_tokens=prompt,
-                output_tokens=output,
-                cached_tokens=cached,
-                reasoning_tokens=sum(thought),
-            )
+            prompt, cached, output, *details = self._end.usage
+            return Usage(prompt, output, cached, *details)
         num_prompt, num_output = len(self.request.prompt_token_ids), len(self._token_ids)
         return Usage(prompt_tokens=num_prompt, output_tokens=num_output, cached_tokens=0)
 

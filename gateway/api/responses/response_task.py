@@ -415,10 +415,11 @@ class ResponseTask:
             self._generation.cancel()
 
 
-def _logged(
-    usage: Usage, header: ResponseHeader
-) -> tuple[int, int, int] | tuple[int, int, int, int]:
+def _logged(usage: Usage, header: ResponseHeader) -> tuple[int, ...]:
     counted = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+    if usage.draft_tokens:
+        drafted = (usage.draft_tokens, usage.accepted_draft_tokens)
+        return (*counted, usage.reasoning_tokens, *drafted)
     return counted if header.is_text_only else (*counted, usage.reasoning_tokens)
 
 

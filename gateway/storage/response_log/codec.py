@@ -186,12 +186,11 @@ def _end_fields(entry: EndEntry) -> tuple[Any, ...]:
 
 def _read_end(number: int, num_events: int, reason: str | None, *rest: Any) -> EndEntry:
     usage, ended_at, error, prefix_id = rest
-    prompt, cached, output, *thought = usage
     return EndEntry(
         number=number,
         num_events=num_events,
         reason=None if reason is None else FinishReason(reason),
-        usage=(prompt, cached, output, thought[0]) if thought else (prompt, cached, output),
+        usage=tuple(usage),
         ended_at=ended_at,
         error=None if error is None else (error[0], error[1]),
         prefix_id=prefix_id,

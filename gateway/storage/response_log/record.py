@@ -118,8 +118,9 @@ class EndEntry:
     Attributes:
         number: the first event's sequence number.
         reason: None if it failed.
-        usage: prompt tokens, how many of them were cached, output tokens, and, where thoughts are
-            found, how many of those were thoughts.
+        usage: prompt tokens, how many of them were cached, output tokens; where thoughts are
+            found, how many of those were thoughts; and where there were drafts, how many, and how
+            many of them were right.
         error: code and message of a failure.
         prefix_id: identifies the KV of the whole turn in an engine.
     """
@@ -127,7 +128,7 @@ class EndEntry:
     number: int
     num_events: int
     reason: FinishReason | None
-    usage: tuple[int, int, int] | tuple[int, int, int, int]
+    usage: tuple[int, ...]
     ended_at: int
     error: tuple[str, str] | None = None
     prefix_id: bytes | None = None

@@ -111,6 +111,21 @@ async def test_responses_take_one_over_both_transports(served: Served) -> None:
     assert predicted(served) == tuple(served.engine.script)
 
 
+async def test_a_response_says_how_many_drafts_were_right(served: Served) -> None:
+    """An extension of its usage, stored with it; absent where there were none."""
+    plain = (await served.http.post("/v1/responses", json={"input": "x"})).json()
+    assert "penstock" not in plain["usage"]
+    served.engine.drafts = (5, 3)
+    response = (await served.http.post("/v1/responses", json={"input": "x"})).json()
+    num_tokens = response["usage"]["output_tokens"]
+    assert response["usage"]["penstock"] == {
+        "draft_tokens": 5 * num_tokens,
+        "accepted_draft_tokens": 3 * num_tokens,
+    }
+    stored = (await served.http.get(f"/v1/responses/{response['id']}")).json()
+    assert stored["usage"] == response["usage"]
+
+
 async def test_speculation_can_be_turned_off(served: Served) -> None:
     for path, body in (*BODIES.items(), ("/v1/responses", {"input": "x"})):
         for extra, is_on in (({}, True), ({"penstock": {"speculation": False}}, False)):

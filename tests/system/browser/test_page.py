@@ -218,6 +218,29 @@ async def test_settings_and_figures(
     await expect(page.get_by_label("Dark")).to_be_checked()
 
 
+async def test_figures_of_an_answer_with_drafts(
+    page: Page, demo_server: Served, api: httpx.AsyncClient
+) -> None:
+    """They say how many were right; those of the same answer without drafts say nothing of it."""
+    body: dict[str, Any] = {"input": "My name is Ada.", "temperature": 0, "max_output_tokens": 40}
+    for has_drafts in (False, True):
+        body["conversation"] = await make_conversation(api, [])
+        response = (await api.post("responses", json=body)).json()
+        expected = "cached"
+        if has_drafts:
+            counts = response["usage"]["penstock"]
+            num_right, num_drafts = counts["accepted_draft_tokens"], counts["draft_tokens"]
+            assert num_right > 0
+            expected = rf"cached\s*{num_right} of {num_drafts} drafted tokens right"
+        await page.goto(f"{demo_server.base_url}/#{body['conversation']}")
+        await connected(page)
+        turn = page.locator(".turn")
+        await turn.get_by_role("button", name="Figures").click()
+        await expect(turn.locator(".stats")).to_have_text(re.compile(f"{expected}$"))
+        text = response["output"][0]["content"][0]["text"]
+        body["prediction"] = {"type": "content", "content": text}
+
+
 async def test_keyboard(page: Page, demo_server: Served) -> None:
     await stories(page)
     await open_page(page, demo_server.base_url)
