@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ _DTYPES = {
 _MAX_VOCAB_DIFFERENCE = 128  # of a draft model, as in llama.cpp: padding, a few special tokens
 _DUMMY_STD = 0.02
 _NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the numbers differ
+
+DraftingModel: TypeAlias = Decoder | Eagle3Head
 
 
 def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder:
@@ -95,56 +97,50 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     return model.eval()
 
 
-def load_draft_model(config: EngineConfig, target: Decoder) -> Decoder | None:
-    """The model that drafts for `target`, in its dtype and on its device; None if the config names
-    none.
+def load_drafting_model(config: EngineConfig, target: Decoder) -> DraftingModel | None:
+    """The model or EAGLE-3 head that drafts for `target`, in its dtype and on its device; None if
+    the config names none. For a head, the target hands out the features that it needs.
 
     Raises:
         ModelLoadError: names the invalid file, field or tensor.
-        ConfigError: its vocabulary is another one.
+        ConfigError: a model of another vocabulary; a head for a target on a GPU.
     """
     speculation = config.scheduler.speculation
-    if speculation is None or speculation.method != "draft_model":
+    if speculation is None or speculation.model is None:
         return None
-    assert speculation.model is not None
+    try:
+        if speculation.method == "eagle3":
+            return _load_eagle3_head(speculation.model, target)
+        return _load_draft_model(config.model, speculation.model, target)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--speculative-config: {error}") from error
+
+
+def _load_draft_model(config: ModelConfig, name: str, target: Decoder) -> Decoder:
     settings = replace(
-        config.model,
-        model=speculation.model,
+        config,
+        model=name,
         revision=None,
         dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
         quantization_override=(),  # they name the target's modules
         quantization_exclude=(),
     )
-    try:
-        draft = load_model(settings, resolve_model(settings, weights=True), target.device)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"--speculative-config: {error}") from error
+    draft = load_model(settings, resolve_model(settings, weights=True), target.device)
     if abs(draft.vocab_size - target.vocab_size) > _MAX_VOCAB_DIFFERENCE:
         raise ConfigError(
-            f"--speculative-config: {speculation.model} has a vocabulary of {draft.vocab_size} "
+            f"--speculative-config: {name} has a vocabulary of {draft.vocab_size} "
             f"tokens, the model one of {target.vocab_size}: a draft model needs the same tokens"
         )
     return draft
 
 
-def load_eagle3_head(config: EngineConfig, target: Decoder) -> Eagle3Head | None:
-    """The head that drafts for `target`, in its dtype; None if the config names none.
-
-    Raises:
-        ModelLoadError: names the invalid file, field or tensor.
-        ConfigError: the target is on a GPU.
-    """
-    speculation = config.scheduler.speculation
-    if speculation is None or speculation.method != "eagle3":
-        return None
+def _load_eagle3_head(name: str, target: Decoder) -> Eagle3Head:
     if target.device.type != "cpu":  # graphs do not hand out hidden states
         raise ConfigError("--speculative-config: the method eagle3 needs a CPU")
-    assert speculation.model is not None
-    settings = ModelConfig(model=speculation.model)
-    try:
-        return _read_eagle3_head(open_checkpoint(resolve_model(settings, weights=True)), target)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"--speculative-config: {error}") from error
+    settings = ModelConfig(model=name)
+    head = _read_eagle3_head(open_checkpoint(resolve_model(settings, weights=True)), target)
+    target.feature_layers = head.config.feature_layers
+    return head
 
 
 def _read_eagle3_head(checkpoint: Checkpoint, target: Decoder) -> Eagle3Head:

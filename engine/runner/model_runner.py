@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from penstock.engine.layers.attention import Attention
 from penstock.engine.models.backends import check_deterministic, cpu_kernels, fastest, run_step
 from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.language_model import LanguageModel
-from penstock.engine.models.loader import load_draft_model, load_eagle3_head, load_model
+from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
@@ -29,9 +29,9 @@ from penstock.engine.runner.device import (
     select_device,
     use_kv_dtype,
 )
-from penstock.engine.runner.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
-from penstock.engine.runner.draft_progress import KVSpecs, num_draft_bytes
-from penstock.engine.runner.eagle3_drafter import Eagle3Drafter
+from penstock.engine.runner.draft_model import NO_DRAFT_MODEL
+from penstock.engine.runner.draft_progress import num_draft_bytes
+from penstock.engine.runner.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
@@ -42,8 +42,6 @@ from penstock.engine.sampling.sampler import ChosenTokens, Sampled, Sampler
 from penstock.engine.sampling.sampling_table import SamplingBatch
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.library import CpuLibrary
-
-Drafter: TypeAlias = DraftModel | Eagle3Drafter | NoDraftModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +98,9 @@ class ModelRunner:
         max_model_len = resolve_max_model_len(config.model, model.context_len)
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
         use_kv_dtype(model, kv_dtype)
-        draft, head = load_draft_model(config, model), load_eagle3_head(config, model)
-        draft_specs: KVSpecs = ()
-        if draft is not None:
-            use_kv_dtype(draft, kv_dtype)
-            draft_specs = (draft.kv_spec,)
-        if head is not None:
-            model.feature_layers = head.config.feature_layers
-            draft_specs = head.kv_specs
+        drafting_model = load_drafting_model(config, model)
         shape = KVShape.of(model.kv_spec, config.cache.block_size)
+        draft_specs = draft_kv_specs(drafting_model, kv_dtype)
         shape = replace(shape, num_draft_bytes=num_draft_bytes(draft_specs, shape.block_size))
         self._kv_pool = allocate_pool(config, model, shape, max_model_len)
         self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
@@ -139,26 +131,16 @@ class ModelRunner:
             device=self._device,
             grammars=self.grammars,
         )
-        self._draft_model: Drafter = NO_DRAFT_MODEL
-        if draft is not None:
-            self._draft_model = DraftModel(
-                fastest(draft, shape.block_size, library),
-                self._kv_pool,
-                self._host_tier.num_blocks,
-                self._batch,
-                self._sampler,
-                max_num_tokens=config.scheduler.max_num_batched_tokens,
-                vocab_size=min(model.vocab_size, draft.vocab_size),
-            )
-        if head is not None:
-            self._draft_model = Eagle3Drafter(
-                head,
-                self._kv_pool,
-                self._host_tier.num_blocks,
-                self._batch,
-                self._sampler,
-                max_num_tokens=config.scheduler.max_num_batched_tokens,
-            )
+        self._draft_model = make_drafter(
+            drafting_model,
+            self._kv_pool,
+            self._host_tier.num_blocks,
+            self._batch,
+            self._sampler,
+            library,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            vocab_size=model.vocab_size,
+        )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
