@@ -21,6 +21,9 @@ from penstock.engine import ConfigError, SamplingParams
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ModelLoadError
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.loader import load_drafting_model
+from penstock.engine.models.registry import read_model_config
 from penstock.engine.request import Request
 from penstock.engine.startup import build_core
 
@@ -560,6 +563,16 @@ def test_other_methods_are_refused(target: Path, tmp_path: Path) -> None:
         core_with(head, None)
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM is no EAGLE-3 head"):
         core_with(target, target)
+
+
+def test_a_gpu_is_refused(target: Path, tmp_path: Path) -> None:
+    """Known from the target's device, before anything of the head is read."""
+    with torch.device("meta"):
+        elsewhere = Decoder(read_model_config(target)[1])
+    settings = {"method": "eagle3", "model": str(tmp_path / "none")}
+    config = EngineConfig(scheduler=SchedulerConfig(speculative_config=settings))
+    with pytest.raises(ConfigError, match="--speculative-config: the method eagle3 needs a CPU"):
+        load_drafting_model(config, elsewhere)
 
 
 def test_small_models_need_their_layers_named(
