@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.engine.pooling import PoolingParams
 from penstock.engine.request import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -27,6 +28,7 @@ class SequenceEntry:
             (beam search needs more than a user may ask for).
         num_prompt_logprobs: the same for each prompt token that is computed.
         is_drafted: it may get drafts, so the tokens that its grammar forces are of use.
+        pooling: no token is drawn after it; its hidden states become a vector or a score.
     """
 
     token_ids: tuple[int, ...]
@@ -38,6 +40,7 @@ class SequenceEntry:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     is_drafted: bool = False
+    pooling: PoolingParams | None = None
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made for every token
@@ -126,6 +129,8 @@ class BatchResult:
             from `position` on that this step computed, for the sequences that asked for them.
         forced_token_ids: sequence id → tokens that its grammar leaves as the only way to go on, if
             any, for sequences that may get drafts. They are guesses: others may spell the same.
+        vectors: sequence id → float32 numbers, lowest byte first, of the sequences with `pooling`
+            whose last token this step computed.
         compute_s: seconds the step took without its swaps.
         masks_s: seconds that the masks of grammars took, `num_masks` of them.
         swap_out_s, swap_in_s: seconds that swaps took; where they overlap the compute, of the swaps
@@ -140,6 +145,7 @@ class BatchResult:
         default_factory=dict
     )
     forced_token_ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    vectors: Mapping[int, bytes] = field(default_factory=dict)
     compute_s: float = 0.0
     masks_s: float = 0.0
     num_masks: int = 0

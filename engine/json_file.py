@@ -83,14 +83,26 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelLoadError: missing, unreadable, not JSON, or not an object.
     """
-    check_file(path, max_bytes=MAX_TEXT_BYTES)
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise _unreadable(path, error) from error
+    value = _parsed(path)
     if not isinstance(value, dict):
         raise ModelLoadError(f"cannot read {path}: expected a JSON object")
     return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """A list of JSON objects from a model file. Raises as `read_json`."""
+    values = _parsed(path)
+    if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
+        raise ModelLoadError(f"cannot read {path}: expected a list of JSON objects")
+    return values
+
+
+def _parsed(path: Path) -> Any:
+    check_file(path, max_bytes=MAX_TEXT_BYTES)
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> ModelLoadError:

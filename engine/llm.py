@@ -14,10 +14,11 @@ import itertools
 import os
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from penstock.engine.chat_formats import ModelFormats, template_messages
 from penstock.engine.deferred_interrupt import interrupt_deferred
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import EngineDeadError, InvalidRequestError
-from penstock.engine.llm_outputs import OutputCollector, PromptOutput
+from penstock.engine.llm_outputs import OutputCollector, PromptOutput, VectorCollector
 from penstock.engine.llm_prompts import (
     Conversation,
     Prompt,
@@ -40,7 +41,9 @@ from penstock.engine.llm_prompts import (
     tokenise,
 )
 from penstock.engine.model_files import read_generation_defaults
+from penstock.engine.pooling import PoolingParams, cosine, read_pooling, shortened
 from penstock.engine.request import (
+    NO_OUTPUT,
     BeamSearch,
     DefaultLimit,
     Request,
@@ -52,8 +55,10 @@ from penstock.engine.request import (
 )
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer
+from penstock.engine.text.pairs import PairPrompts
 
 _CLOSED = "this LLM is closed"
+_Result = TypeVar("_Result", covariant=True)
 
 
 class LLM:
@@ -89,6 +94,7 @@ class LLM:
         self._formats = ModelFormats.found_in(
             self._chat_template.source, self.tokenizer.added_tokens
         )
+        self._pooling = read_pooling(path, self.info.model)
         self._defaults = read_generation_defaults(path, config.model.generation_config)
         self._end: str | None = None  # why further calls are refused
         self._is_closing = False
@@ -248,6 +254,85 @@ class LLM:
             ignore_eos=ignore_eos,
         )
         return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def embed(
+        self, prompts: Prompts, *, dimensions: int | None = None, use_tqdm: bool = True
+    ) -> list[list[float]]:
+        """The vector of each text, as the checkpoint says how to make it; of a causal language
+        model that says nothing, the normalised hidden state of the last token.
+
+        Args:
+            dimensions: keep the first numbers only, normalised again (Matryoshka).
+
+        Raises:
+            InvalidRequestError: as for `generate`; the model makes no embeddings; a wrong size.
+        """
+        self._pooling.check_dimensions(dimensions)
+        vectors = self._pool(self._tokenise(prompts), "embed", use_tqdm=use_tqdm)
+        if dimensions is not None:
+            vectors = [shortened(each, dimensions) for each in vectors]
+        return [each.tolist() for each in vectors]
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[float]:
+        """How well each document answers a query. A reranker reads both together; of any other
+        model, it is the cosine of their embeddings.
+
+        Args:
+            query: one for all documents, or one for each.
+            instruction: of a reranker that judges by one: what makes a document a good one.
+
+        Raises:
+            InvalidRequestError: as for `embed`.
+        """
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        queries = [query] * len(texts) if isinstance(query, str) else list(query)
+        if len(queries) != len(texts):
+            raise InvalidRequestError(
+                f"{len(queries)} queries for {len(texts)} documents", param="query"
+            )
+        if "score" not in self._pooling.tasks:
+            vectors = self._pool(self._tokenise([*queries, *texts]), "embed", use_tqdm=use_tqdm)
+            return [
+                cosine(one, other)
+                for one, other in zip(vectors[: len(texts)], vectors[len(texts) :], strict=True)
+            ]
+        pairs = PairPrompts(self.tokenizer, self._pooling.pair_format)
+        found = [
+            pairs.prompt(one, other, instruction=instruction, param="documents")
+            for one, other in zip(queries, texts, strict=True)
+        ]
+        prompts = [TokenPrompt(tuple(token_ids)) for token_ids, _ in found]
+        firsts = [num_first for _, num_first in found]
+        return [each[0] for each in self._pool(prompts, "score", firsts, use_tqdm=use_tqdm)]
+
+    def _pool(
+        self,
+        prompts: Sequence[TokenPrompt],
+        task: Literal["embed", "score"],
+        num_first_tokens: Sequence[int] = (),
+        *,
+        use_tqdm: bool,
+    ) -> list[array[float]]:
+        self._pooling.require(task)
+        requests = self._requests(prompts, [NO_OUTPUT] * len(prompts))
+        collectors = [
+            VectorCollector(
+                msgspec.structs.replace(
+                    request, pooling=PoolingParams(task=task, num_first_tokens=num_first)
+                )
+            )
+            for request, num_first in zip(
+                requests, num_first_tokens or [0] * len(requests), strict=True
+            )
+        ]
+        return self._collect(collectors, use_tqdm=use_tqdm)
 
     def warm(self, prompts: Prompts, *, retention: Retention | None = None) -> None:
         """Compute prompts and leave their KV in the prefix cache for later calls.
@@ -409,8 +494,8 @@ class LLM:
         return [tokens[text] for text in texts]
 
     def _collect(
-        self, collectors: Sequence[OutputCollector], *, use_tqdm: bool
-    ) -> list[PromptOutput]:
+        self, collectors: Sequence[_Collector[_Result]], *, use_tqdm: bool
+    ) -> list[_Result]:
         """Step the core until every collector is done."""
         live = {collector.request.request_id: collector for collector in collectors}
         with self._lock_of_call():  # before SIGINT is deferred: a waiting call can be interrupted
@@ -421,7 +506,7 @@ class LLM:
                 self._caller = None
         return [collector.result() for collector in collectors]
 
-    def _step_until_done(self, live: dict[str, OutputCollector], *, use_tqdm: bool) -> None:
+    def _step_until_done(self, live: dict[str, _Collector[_Result]], *, use_tqdm: bool) -> None:
         with (
             interrupt_deferred() as deliver_interrupt,
             self._submitted(live),
@@ -438,7 +523,7 @@ class LLM:
                 deliver_interrupt()
 
     @contextmanager
-    def _submitted(self, live: Mapping[str, OutputCollector]) -> Iterator[None]:
+    def _submitted(self, live: Mapping[str, _Collector[_Result]]) -> Iterator[None]:
         """Submit requests to the core; those still live at the end are aborted."""
         core = self._require_core()
         try:
@@ -462,6 +547,19 @@ class LLM:
             # Scheduler and device may now disagree about what the blocks hold.
             self._end = f"the engine failed ({type(error).__name__}: {error}); make a new LLM"
             raise
+
+
+class _Collector(Protocol[_Result]):
+    """The outputs of one request."""
+
+    request: Request
+    is_done: bool
+
+    def add(self, output: RequestOutput) -> bool:
+        """Add an output; whether its branch must be aborted."""
+        ...
+
+    def result(self) -> _Result: ...
 
 
 class _Progress:

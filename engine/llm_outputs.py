@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.chat_formats import OutputFormat, OutputItem, OutputReader, items_of
 from penstock.engine.errors import EngineError
+from penstock.engine.pooling import numbers_of
 from penstock.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from penstock.engine.text import OutputText, Tokenizer
 
@@ -101,6 +103,28 @@ class _Branch:
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:
         self.finish_reason = reason
         self.stop_reason = stop
+
+
+class VectorCollector:
+    """The vector or score of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.is_done = False
+        self._vector = b""
+
+    def add(self, output: RequestOutput) -> bool:
+        """Add what the core reported. Raises `EngineError` if it gave up on the request. False:
+        nothing remains to be aborted."""
+        if output.finish_reason is FinishReason.ERROR:
+            raise EngineError(output.error or "the engine gave no reason")
+        self.is_done = output.is_last
+        self._vector = output.vector or b""
+        return False
+
+    def result(self) -> array[float]:
+        """The vector, or the one number of a score, once `is_done`."""
+        return numbers_of(self._vector)
 
 
 class OutputCollector:

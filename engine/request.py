@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.pooling import PoolingParams
 from penstock.engine.type_checks import misfits
 
 MAX_LOGPROBS = 20
@@ -315,6 +316,9 @@ def _check(is_valid: bool, param: str, rule: str) -> None:
         raise InvalidRequestError(f"{param} {rule}", param=param)
 
 
+NO_OUTPUT = SamplingParams(max_tokens=0, speculation=False)  # of a request with `pooling`
+
+
 class Retention(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How long to prefer the KV blocks of a finished request at eviction. Nothing is pinned.
 
@@ -345,6 +349,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         deadline_s: wall-clock seconds by which its first token is wanted; not used yet.
         adapter: not used yet.
         prediction_token_ids: what the output may be; a right guess costs less time.
+        pooling: it asks for a vector or a score instead of output; `max_tokens` is 0 then.
     """
 
     request_id: str
@@ -361,6 +366,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     adapter: str | None = None
     retention: Retention | None = None
     prediction_token_ids: tuple[int, ...] = ()
+    pooling: PoolingParams | None = None
 
 
 class FinishReason(enum.Enum):
@@ -423,6 +429,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
         is_superseded: with `FinishReason.ERROR`: another gateway now runs the request.
         num_draft_tokens: drafts that the step checked.
         num_accepted_tokens: how many of them were right.
+        vector: what a request with `pooling` asked for, in float32, lowest byte first; of a score,
+            one number.
     """
 
     request_id: str
@@ -445,6 +453,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     is_superseded: bool = False
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    vector: bytes | None = None
 
 
 def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size: int) -> int:
@@ -506,6 +515,7 @@ class Sequence:
     __slots__ = (
         "index",
         "is_on_device",
+        "needs_every_token",
         "num_cached_tokens",
         "num_committed_blocks",
         "num_computed_tokens",
@@ -533,6 +543,7 @@ class Sequence:
         self.num_committed_blocks = 0  # full blocks registered in the prefix cache
         self.num_cached_tokens = 0  # of the prompt, found at admission; 0 again once reported
         self.num_prompt_logprobs = 0  # already reported
+        self.needs_every_token = False  # none may be skipped that the device has not pooled
         self.is_on_device = False  # the device knows the sequence: only changes are sent
         self.status = SequenceStatus.WAITING
 

@@ -14,6 +14,7 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.pooling import read_pooling
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
@@ -28,7 +29,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     """
     path = resolve_model(config.model, weights=True)
     eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
-    runner = ModelRunner(config, path, eos_token_ids=eos_token_ids)
+    pooling = read_pooling(path, config.model.model)
+    runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
     device = runner.info
     scheduler = Scheduler(
         config.scheduler,
@@ -44,6 +46,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         max_model_len=device.max_model_len,
         block_move_s=device.block_move_s,
         num_cheap_rows=NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
+        pooling=pooling,
     )
     core = EngineCore(
         scheduler,

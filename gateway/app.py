@@ -26,10 +26,12 @@ from penstock.gateway.admission.quotas import LocalQuotas, Quotas
 from penstock.gateway.api.chat.routes import ChatCompletions
 from penstock.gateway.api.completions.routes import Completions
 from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
+from penstock.gateway.api.embeddings.routes import Embeddings
 from penstock.gateway.api.idempotency import IdempotentAnswers
 from penstock.gateway.api.json_api import UpgradeRequired, refusing_others
 from penstock.gateway.api.models import Models
 from penstock.gateway.api.operations import operations_of, routes_of
+from penstock.gateway.api.rerank.routes import Rerank
 from penstock.gateway.api.responses.response_task import ResponseTaskSettings
 from penstock.gateway.api.responses.routes import Responses
 from penstock.gateway.api.responses.service import ResponseService, ResponseServiceSettings
@@ -46,6 +48,7 @@ from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.grammar_check import GrammarCheck
+from penstock.gateway.generation.pooled import Embedder
 from penstock.gateway.generation.served_model import ServedModel, load_model
 from penstock.gateway.generation.template_process import TemplateProcess
 from penstock.gateway.http.http_protocol import StallTimer
@@ -140,7 +143,17 @@ def create_app(
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
-    apis = _apis(config, generator, service=service, engine=engine, stores=stores)
+    embedder = Embedder(
+        engine,
+        model,
+        metrics=metrics,
+        admission=gate.admission,
+        long_work=generator.long_work,
+        max_prompt_bytes=config.max_prompt_bytes,
+    )
+    apis = _apis(
+        config, generator, embedder=embedder, service=service, engine=engine, stores=stores
+    )
     status = Status(engine, metrics, redis=None if health is None else health.trouble)
     apis += [TicketDesk(gate.tickets), status, Description(model.names)]
     below_v1, others = routes_of(apis, mount="/v1")
@@ -175,6 +188,7 @@ def _apis(
     config: GatewayConfig,
     generator: Generator,
     *,
+    embedder: Embedder,
     service: ResponseService,
     engine: EngineClient,
     stores: Stores,
@@ -186,6 +200,8 @@ def _apis(
         ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Responses(service, answers, max_body_bytes=max_bytes, ping_s=ping_s),
+        Embeddings(embedder, max_body_bytes=max_bytes),
+        Rerank(embedder, max_body_bytes=max_bytes),
         Models(engine, generator.model),
         Conversations(stores.conversations, service, max_body_bytes=max_bytes),
         ConversationItems(stores.conversations, max_body_bytes=max_bytes),

@@ -84,8 +84,8 @@ class Prefixes:
         """The cached full blocks that match the start of the sequence, and a block that matches
         some of the tokens that follow. At least one token is left to compute."""
         found: list[CachedBlock] = []
-        # Log-probabilities of the prompt need every prompt token computed.
-        if not self._is_on or sequence.wants_prompt_logprobs:
+        # Log-probabilities of the prompt, and the mean of its hidden states, need all of it.
+        if not self._is_on or sequence.wants_prompt_logprobs or sequence.needs_every_token:
             return found, None
         last = len(sequence.token_ids) - 1
         for number in range(last // self._block_size):

@@ -59,6 +59,8 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
     dtype = _resolve_dtype(config, decoder_config, path)
     like = torch.empty(0, dtype=dtype, device=device)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(path)
+    if checkpoint is not None and "embed_tokens.weight" in checkpoint:
+        architecture = architecture.without_prefix()
     kept = None
     if checkpoint is not None and kinds:
         kept = ConvertedMatrices(weights_fingerprint(path, with_times=True), dtype)
@@ -88,7 +90,10 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
         for index, layer in enumerate(model.layers):
             (prefix,) = architecture.module_names(f"layers.{index}.self_attn")
             _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
-        _check_all_read(checkpoint, {"lm_head.weight"} if decoder_config.is_tied else set())
+        unused = {"lm_head.weight"} if decoder_config.is_tied else set()
+        _check_all_read(
+            checkpoint, unused | ({"score.weight"} if architecture.is_headless else set())
+        )
         model.quantization = _describe(checkpoint, rounded_to)
     quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.engine.config_fields import ConfigFields, read_model_fields
@@ -25,10 +25,22 @@ class Architecture:
     Attributes:
         read_config: `config.json` → the decoder's configuration.
         module_names: a module of the decoder → the checkpoint's modules it is made of.
+        is_headless: it makes vectors or scores; the embedding takes the place of an output head,
+            which is never used.
     """
 
     read_config: Callable[[ConfigFields], DecoderConfig]
     module_names: Callable[[str], tuple[str, ...]] = llama_module_names
+    is_headless: bool = False
+
+    def without_prefix(self) -> Architecture:
+        """The same for a checkpoint that was saved from the model without its head."""
+        return replace(
+            self,
+            module_names=lambda module: tuple(
+                each.removeprefix("model.") for each in self.module_names(module)
+            ),
+        )
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -37,6 +49,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": Architecture(read_config=read_qwen2_config),
     "Qwen3ForCausalLM": Architecture(read_config=read_qwen3_config),
 }
+_HEADLESS = ("Model", "ForSequenceClassification")
 
 
 def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
@@ -58,6 +71,10 @@ def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
         if name in ARCHITECTURES:
             architecture = ARCHITECTURES[name]
             return architecture, architecture.read_config(fields)
+        family = next((name.removesuffix(each) for each in _HEADLESS if name.endswith(each)), "")
+        if f"{family}ForCausalLM" in ARCHITECTURES:
+            architecture = replace(ARCHITECTURES[f"{family}ForCausalLM"], is_headless=True)
+            return architecture, replace(architecture.read_config(fields), is_tied=True)
     raise fields.error(
         "architectures",
         f"{', '.join(names) or 'none'} is not supported; supported: {', '.join(ARCHITECTURES)}",

@@ -29,6 +29,7 @@ from torch import Tensor
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.runner.pooler import PooledSpan
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
 from penstock.engine.sampling.grammars import SequenceGrammar
 from penstock.engine.sampling.logprobs import PromptSpan
@@ -66,6 +67,7 @@ class StepInputs:
             tokens are sampled from.
         sampling: the sampling parameters of those sequences.
         prompt_spans: the prompt tokens whose log-probabilities are requested.
+        pooled_spans: the tokens of sequences that want a vector or a score.
         token_rows: only where tokens stay on the device.
         drafts: of each sampled row, the draft that comes next, −1 for none; empty if no sequence
             has drafts.
@@ -77,6 +79,7 @@ class StepInputs:
     sampled_tokens: Tensor | None
     sampling: SamplingBatch
     prompt_spans: tuple[PromptSpan, ...]
+    pooled_spans: tuple[PooledSpan, ...] = ()
     token_rows: TokenRows | None = None
     drafts: tuple[int, ...] = ()
 
@@ -97,7 +100,9 @@ ON_DEVICE = -1  # placeholder for a token that only the device knows yet
 class DeviceSequence:
     """The device's copy of one sequence, except for what every step needs: that is in columns."""
 
-    __slots__ = ("grammar", "num_blocks", "num_prompt", "num_prompt_logprobs", "row", "token_ids")
+    __slots__ = (
+        "grammar", "num_blocks", "num_prompt", "num_prompt_logprobs", "pooling", "row", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, entry: SequenceEntry, row: int) -> None:
         self.row = row
@@ -106,6 +111,7 @@ class DeviceSequence:
         self.num_prompt = entry.num_prompt_tokens
         self.num_blocks = 0
         self.num_prompt_logprobs = entry.num_prompt_logprobs
+        self.pooling = entry.pooling
 
     def prompt_span(self, seq_id: int, start: int, stop: int, first_row: int) -> PromptSpan | None:
         """The prompt tokens that follow those at positions `start` to `stop`, which are in the
@@ -148,6 +154,8 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_token = np.zeros(max_num_seqs, dtype=np.int64)
+        self._is_pooled = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._num_pooled = 0
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         # The tables of the step's sequences, in the step's order. On a CPU they never move, since a
         # descheduled thread may read them late.
@@ -174,6 +182,9 @@ class InputBatch:
             sequence = self._sequences.pop(seq_id, None)
             if sequence is not None:
                 self._free_rows.append(sequence.row)
+                if sequence.pooling is not None:
+                    self._is_pooled[sequence.row] = False
+                    self._num_pooled -= 1
                 if sequence.grammar is not None:
                     left[seq_id] = sequence.grammar  # beams that enter now may be its forks
         for number, item in enumerate(batch.scheduled):
@@ -201,7 +212,12 @@ class InputBatch:
         num_known = self._num_tokens[rows]
         assert (seq_lens <= num_known).all(), f"{seq_lens} of {num_known} tokens"
         self._num_computed[rows] = seq_lens
-        (sampled,) = (seq_lens == num_known).nonzero()
+        is_complete = seq_lens == num_known
+        pooled_spans: tuple[PooledSpan, ...] = ()
+        if self._num_pooled:
+            pooled_spans = tuple(_pooled_spans(scheduled, sequences, starts, is_complete))
+            is_complete &= ~self._is_pooled[rows]
+        (sampled,) = is_complete.nonzero()
         num_tokens = int(query_lens.sum())
         is_decode = len(sampled) == num_tokens
         arrays = self._token_arrays(sequences, rows, query_lens, seq_lens, is_decode=is_decode)
@@ -222,6 +238,7 @@ class InputBatch:
             sampled_tokens=tensors.get("sampled_tokens"),
             sampling=self._sampling.select(rows[sampled], seq_lens[sampled] - before),
             prompt_spans=tuple(self._prompt_spans(scheduled, sequences, starts, seq_lens)),
+            pooled_spans=pooled_spans,
             token_rows=None if self._staging is None else _token_rows(tensors),
             drafts=drafts_of_rows,
         )
@@ -397,6 +414,9 @@ class InputBatch:
         self._num_tokens[row] = len(entry.token_ids)
         self._num_computed[row] = entry.num_computed_tokens
         self._last_token[row] = entry.token_ids[-1]
+        if entry.pooling is not None:
+            self._num_pooled += not self._is_pooled[row]
+            self._is_pooled[row] = True
         if entry.params.structured_outputs is not None:
             sequence.grammar = self._grammar_of(sequence, entry, left)
         self._sampling.enter(
@@ -464,6 +484,26 @@ class InputBatch:
                 if span is not None:
                     yield span
             first_row += item.num_new_tokens
+
+
+def _pooled_spans(
+    scheduled: Sequence[ScheduledSequence],
+    sequences: Sequence[DeviceSequence],
+    starts: Integers,
+    is_complete: npt.NDArray[np.bool_],
+) -> Iterator[PooledSpan]:
+    first_row = 0
+    for number, (item, sequence) in enumerate(zip(scheduled, sequences, strict=True)):
+        if sequence.pooling is not None:
+            yield PooledSpan(
+                seq_id=item.seq_id,
+                first_row=first_row,
+                num_rows=item.num_new_tokens,
+                start=int(starts[number]),
+                is_last=bool(is_complete[number]),
+                params=sequence.pooling,
+            )
+        first_row += item.num_new_tokens
 
 
 def staging_num_bytes(max_num_tokens: int, max_num_seqs: int, max_blocks: int) -> int:

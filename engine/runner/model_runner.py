@@ -20,6 +20,8 @@ from penstock.engine.models.backends import check_deterministic, cpu_kernels, fa
 from penstock.engine.models.cpu_decoder import StepOutput
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_drafting_model, load_model
+from penstock.engine.models.score_head import load_score_head
+from penstock.engine.pooling import ModelPooling
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
 from penstock.engine.runner.device import (
@@ -34,6 +36,7 @@ from penstock.engine.runner.draft_progress import num_draft_bytes
 from penstock.engine.runner.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
+from penstock.engine.runner.pooler import Pooler, Vectors
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
 from penstock.engine.runner.timing import Stopwatch
 from penstock.engine.sampling.grammars import StepMasks
@@ -82,6 +85,7 @@ class ModelRunner:
     Args:
         model_path: the directory of the model's files.
         eos_token_ids: masked while a sequence has fewer than `min_tokens`.
+        pooling: how the model makes vectors and scores.
 
     Raises:
         ModelLoadError: the model's files are invalid.
@@ -89,7 +93,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, *, eos_token_ids: tuple[int, ...] = ()
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        pooling: ModelPooling | None = None,
     ) -> None:
         self._device = select_device(config.device)
         check_kv_dtype(config.cache, self._device)
@@ -111,6 +120,10 @@ class ModelRunner:
             else:
                 model.use_invariant_kernels()
         self._sampler = Sampler(eos_token_ids, library=library)
+        pooling = pooling or ModelPooling()
+        is_dummy = config.model.load_format == "dummy"
+        score_head = load_score_head(model, pooling, model_path, is_dummy=is_dummy)
+        self._pooler = Pooler(pooling, score_head)
         num_blocks = self._kv_pool.shape[2]
         max_blocks = min(num_blocks, shape.num_blocks_for(max_model_len))
         # Last, since it takes the weights out of `model`.
@@ -168,6 +181,7 @@ class ModelRunner:
         """The same without waiting for a GPU, so the next step may be launched at once."""
         self._batch.update(batch)
         self._host_tier.execute(batch.moves)
+        self._pooler.forget(batch.left_seq_ids)
         self._draft_model.update(batch)
         stopwatch = Stopwatch(self._device)
         if not batch.scheduled:
@@ -194,6 +208,9 @@ class ModelRunner:
         prompt_entries = None
         if inputs.prompt_spans:
             prompt_entries = prompt_logprobs(inputs.prompt_spans, output.hidden, self._model.logits)
+        vectors = None
+        if inputs.pooled_spans:
+            vectors = self._pooler.pool(inputs.pooled_spans, output.hidden)
         return StepInFlight(
             batch.step,
             stopwatch,
@@ -203,6 +220,7 @@ class ModelRunner:
             prompt_entries,
             masks,
             self._draft_model,
+            vectors,
         )
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
@@ -238,11 +256,12 @@ class StepInFlight:
         tokens: None if nothing was computed.
         masks: of the sequences that have a grammar, if there are any.
         draft_model: told when the tokens are known.
+        vectors: of the sequences that end with one, if there are any.
     """
 
     __slots__ = (
         "_draft_model", "_masks", "_prompt_logprobs", "_seq_ids", "_step", "_stopwatch", "_swaps",
-        "_tokens",
+        "_tokens", "_vectors",
     )  # fmt: skip
 
     def __init__(
@@ -255,8 +274,10 @@ class StepInFlight:
         prompt_logprobs: PromptLogprobs | None = None,
         masks: StepMasks | None = None,
         draft_model: Drafter = NO_DRAFT_MODEL,
+        vectors: Vectors | None = None,
     ) -> None:
         stopwatch.mark_end()
+        self._vectors = vectors
         self._draft_model = draft_model
         self._masks = masks
         self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
@@ -289,11 +310,17 @@ class StepInFlight:
             seq_ids = tuple(self._seq_ids[row] for row in rows)
             token_ids = _by_sequence(seq_ids, dict(enumerate(sampled.token_ids)), is_valid)
             logprobs = _by_sequence(seq_ids, sampled.logprobs, is_valid)
+        ended_seq_ids = {} if all(is_valid) else self._ended(rows, is_valid)
+        vectors: Mapping[int, bytes] = {}
+        if self._vectors is not None:
+            vectors, spoilt = self._vectors.read()
+            ended_seq_ids |= dict.fromkeys(spoilt, FinishReason.ERROR)
         return BatchResult(
             step=self._step,
             token_ids=token_ids,
             logprobs=logprobs,
-            ended_seq_ids={} if all(is_valid) else self._ended(rows, is_valid),
+            ended_seq_ids=ended_seq_ids,
+            vectors=vectors,
             prompt_logprobs=self._prompt_logprobs or {},
             forced_token_ids={} if self._masks is None else self._forced(self._masks),
             compute_s=self._stopwatch.seconds(),

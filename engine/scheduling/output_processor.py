@@ -232,13 +232,16 @@ def _found(live: LiveRequest) -> tuple[RequestOutput, ...]:
 
 
 def failure(live: LiveRequest, *, index: int, is_last: bool) -> RequestOutput:
-    """The last output of a sequence for which the model gave no valid logits."""
+    """The last output of a sequence for which the model gave no valid logits, or no vector."""
+    error = "the model's logits are not a distribution (NaN, or every token is masked)"
+    if live.request.pooling is not None:
+        error = "the model's hidden states are not finite numbers"
     return RequestOutput(
         request_id=live.request.request_id,
         index=index,
         finish_reason=FinishReason.ERROR,
         is_last=is_last,
-        error="the model's logits are not a distribution (NaN, or every token is masked)",
+        error=error,
     )
 
 
@@ -291,6 +294,8 @@ class OutputProcessor:
             elif item.seq_id in result.ended_seq_ids:
                 reason = result.ended_seq_ids[item.seq_id]
                 outputs += self._end(sequence, reason, prompt_logprobs)
+            elif item.seq_id in result.vectors:
+                outputs.append(self._pooled(sequence, result.vectors[item.seq_id]))
             elif prompt_logprobs:  # the prompt is not fully computed yet
                 request_id = sequence.request.request_id
                 outputs.append(
@@ -341,6 +346,18 @@ class OutputProcessor:
             if reason is FinishReason.STOP:
                 output.stop_token_id = sequence.token_ids[-1]
         return (output,)
+
+    def _pooled(self, sequence: Sequence, vector: bytes) -> RequestOutput:
+        """End a sequence with the vector or score that it asked for."""
+        live = self._requests[sequence.request.request_id]
+        self.finish(live, sequence)
+        return RequestOutput(
+            request_id=live.request.request_id,
+            finish_reason=FinishReason.STOP,
+            is_last=True,
+            num_cached_tokens=sequence.num_cached_tokens,
+            vector=vector,
+        )
 
     def _append(
         self, sequence: Sequence, token_ids: tuple[int, ...]

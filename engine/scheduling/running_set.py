@@ -197,7 +197,8 @@ class RunningSet:
             sequence.is_on_device = False
 
     def _park_blocks(self, sequence: Sequence) -> None:
-        prefers_swap = self._costs.prefers_swap(
+        # What the device has pooled of it does not move with its blocks.
+        prefers_swap = not sequence.needs_every_token and self._costs.prefers_swap(
             num_tokens=sequence.num_computed_tokens,
             num_blocks=-(-sequence.num_computed_tokens // self.blocks.block_size),
             num_to_save=self.blocks.num_blocks_to_save(sequence),

@@ -24,6 +24,7 @@ from penstock.engine.batch import Batch, BatchResult, ScheduledSequence, Sequenc
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from penstock.engine.pooling import ModelPooling
 from penstock.engine.request import (
     Notice,
     Request,
@@ -54,6 +55,7 @@ class Scheduler:
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         block_move_s: seconds to move a block between the tiers, as measured at start.
         num_cheap_rows: tokens that a step computes in about the time of one: the room for drafts.
+        pooling: what the model can do.
         clock: seconds, the clock of requests' `arrival_s`.
     """
 
@@ -66,8 +68,10 @@ class Scheduler:
         max_model_len: int,
         block_move_s: float = 0.0,
         num_cheap_rows: int = 8,
+        pooling: ModelPooling | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._pooling = pooling or ModelPooling()
         self.blocks = blocks
         self.counters = SchedulerCounters()
         self._config = config
@@ -76,6 +80,7 @@ class Scheduler:
             max_model_len=max_model_len,
             num_blocks=blocks.num_blocks,
             block_size=blocks.block_size,
+            pooling=self._pooling,
         )
         self._stop_rule = StopRule(eos_token_ids=eos_token_ids, max_model_len=max_model_len)
         self._costs = PreemptionCosts(config.preemption, block_move_s=block_move_s)
@@ -157,7 +162,11 @@ class Scheduler:
         except InvalidRequestError:
             self.counters.num_refused += 1
             raise
-        self._requests[request.request_id] = self._branches.start(request)
+        live = self._branches.start(request)
+        if request.pooling is not None and self._pooling.needs_every_token:
+            for sequence in live.sequences.values():
+                sequence.needs_every_token = True
+        self._requests[request.request_id] = live
         self._queue_stats.add(request)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
 
@@ -338,6 +347,7 @@ class Scheduler:
             num_logprobs=params.num_logprobs if search is None else search.num_candidates,
             num_prompt_logprobs=params.prompt_logprobs if sequence.wants_prompt_logprobs else None,
             is_drafted=self.drafting.enter(sequence),
+            pooling=sequence.request.pooling,
         )
         return ScheduledSequence(
             seq_id=sequence.seq_id,
@@ -377,6 +387,7 @@ class RequestLimits:
 
     Attributes:
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
+        pooling: what the model can do.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -386,6 +397,7 @@ class RequestLimits:
     max_model_len: int
     num_blocks: int
     block_size: int
+    pooling: ModelPooling
 
     def __post_init__(self) -> None:
         config = self.config
@@ -405,6 +417,9 @@ class RequestLimits:
     def check(self, request: Request) -> None:
         """Raise `InvalidRequestError`, with the numbers, if a request can never be served."""
         params = request.sampling_params
+        self.pooling.require("generate" if request.pooling is None else request.pooling.task)
+        if request.pooling is not None and params.max_tokens:
+            raise InvalidRequestError("must be 0 with pooling", param="max_tokens")
         if not request.prompt_token_ids:
             raise InvalidRequestError("the prompt has no tokens", param="prompt")
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)

@@ -14,7 +14,7 @@ import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 
-from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from penstock.engine.json_file import MAX_TEXT_BYTES, check_file
 from penstock.engine.native_panics import PANICS_HIDDEN, is_panic
 
@@ -106,29 +106,68 @@ class Tokenizer:
         return max(_MAX_CHAR_BYTES, *(len(piece.encode()) for piece in pieces))
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, param: str | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        param: str | None = None,
     ) -> list[int]:
         """
         Args:
+            max_tokens: the end of the text is cut off beyond them, not special tokens after it;
+                None: nothing is.
             param: the parameter that the text came from.
 
         Raises:
             InvalidRequestError: the text is not valid Unicode, or exceeds a limit of the
                 tokenizer's regular expressions.
         """
+        if max_tokens is None:
+            return self._encodings([text], param, add_special_tokens=add_special_tokens)[0].ids
+        [encoding] = self._encodings([text], param, add_special_tokens=False)
+        num_special = self._backend.num_special_tokens_to_add(False) * add_special_tokens
+        encoding.truncate(max(0, max_tokens - num_special))
+        return self._backend.post_process(encoding, None, add_special_tokens).ids
+
+    def encode_pair(
+        self, first: str, second: str, *, max_tokens: int | None = None, param: str | None = None
+    ) -> tuple[list[int], int]:
+        """Two texts as the tokenizer joins them, and how many tokens are of its first type.
+
+        Args:
+            max_tokens: the end of the second text is cut off beyond them; None: nothing is.
+
+        Raises:
+            InvalidRequestError: as `encode`.
+            PromptTooLongError: the first text fills `max_tokens`.
+        """
+        one, two = self._encodings([first, second], param, add_special_tokens=False)
+        if max_tokens is not None:
+            room = max_tokens - self._backend.num_special_tokens_to_add(True) - len(one)
+            if room < 1:
+                raise PromptTooLongError(
+                    f"the first text has {len(one)} tokens, which leave no room for the second",
+                    param=param,
+                )
+            two.truncate(room)
+        both = self._backend.post_process(one, two, True)
+        return both.ids, len(both.type_ids) - sum(each == 1 for each in both.type_ids)
+
+    def _encodings(
+        self, texts: list[str], param: str | None, *, add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
         # The batch call releases the GIL; `encode` holds it, and other threads would stop for
         # seconds with a text of 4 MB.
         try:
-            with PANICS_HIDDEN if len(text) >= self._panics_from_chars else _NOTHING:
-                [encoding] = self._backend.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )
+            is_long = max(map(len, texts)) >= self._panics_from_chars
+            with PANICS_HIDDEN if is_long else _NOTHING:
+                return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            message = _refusal(text, error)
+            message = next(filter(None, (_refusal(text, error) for text in texts)), None)
             if message is None:
                 raise
             raise InvalidRequestError(message, param=param) from None
-        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text; invalid UTF-8 becomes U+FFFD, unknown ids become nothing."""

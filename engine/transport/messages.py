@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.engine.request import Request, RequestOutput
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts

@@ -54,6 +54,12 @@ async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
     return await loop.run_in_executor(_LARGE_BODIES, lambda: parse_json(b"".join(chunks)))
 
 
+async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:
+    """The same without the fields that are null."""
+    body = await read_json(request, max_bytes=max_bytes)
+    return {name: value for name, value in body.items() if value is not None}
+
+
 def _too_large(max_bytes: int) -> RequestRefusedError:
     return RequestRefusedError(
         f"the body is larger than {max_bytes} bytes", code="request_too_large", status=413

@@ -123,10 +123,9 @@ def _described(operation: Operation, by_id: Mapping[str, Operation]) -> dict[str
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         content: dict[str, Any] = {"schema": schema}
         if operation.example is not None:
-            content["examples"] = {
-                "whole": {"value": operation.example},
-                "stream": {"value": {**operation.example, "stream": True}},
-            }
+            content["examples"] = {"whole": {"value": operation.example}}
+        if operation.example is not None and operation.streams:
+            content["examples"]["stream"] = {"value": {**operation.example, "stream": True}}
         described["requestBody"] = {
             "required": True,
             "content": {"application/json": content},
@@ -319,6 +318,35 @@ ANSWERS: dict[str, Schema] = {
         completion_tokens=INTEGER,
         total_tokens=INTEGER,
         prompt_tokens_details=_object(cached_tokens=INTEGER),
+    ),
+    "PoolingUsage": _object(prompt_tokens=INTEGER, total_tokens=INTEGER),
+    "Embeddings": _object(
+        object=_one_of("list"),
+        data=_list(
+            _object(
+                object=_one_of("embedding"),
+                index=INTEGER,
+                embedding={"anyOf": [_list(_NUMBER), STRING]},
+            )
+        ),
+        model=STRING,
+        usage=ref("PoolingUsage"),
+    ),
+    "Ranking": _object(
+        id=STRING,
+        model=STRING,
+        usage=ref("PoolingUsage"),
+        results=_list(
+            _object({"document": _object(text=STRING)}, index=INTEGER, relevance_score=_NUMBER)
+        ),
+    ),
+    "Scores": _object(
+        id=STRING,
+        object=_one_of("list"),
+        created=INTEGER,
+        model=STRING,
+        data=_list(_object(index=INTEGER, object=_one_of("score"), score=_NUMBER)),
+        usage=ref("PoolingUsage"),
     ),
     "ToolCall": {
         "oneOf": [

@@ -16,6 +16,7 @@ from penstock.engine.model_files import (
     read_generation_defaults,
     resolve_model,
 )
+from penstock.engine.pooling import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
 from penstock.gateway.config import GatewayConfig
@@ -31,17 +32,24 @@ class ServedModel:
     chat_template: ChatTemplate
     defaults: GenerationDefaults
     formats: ModelFormats
+    pooling: ModelPooling
 
     @property
     def name(self) -> str:
         return self.names[0]
 
-    def require(self, name: str | None) -> str:
+    def require(self, name: str | None, task: Task | None = None) -> str:
         """The name for the answer; a request without a model name gets this model.
+
+        Args:
+            task: what it must be able to do.
 
         Raises:
             RequestRefusedError: 404: this server does not have the model.
+            InvalidRequestError: the model does something else.
         """
+        if task is not None and (name is None or name in self.names):
+            self.pooling.require(task)
         if name is None:
             return self.name
         if name not in self.names:
@@ -92,6 +100,7 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
         tokenizer=tokenizer,
         chat_template=ChatTemplate(*files),
         defaults=read_generation_defaults(path, config.model.generation_config),
+        pooling=read_pooling(path, config.model.model),
         formats=replace(
             formats,
             tools=formats.tools if tools is None else tools,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import struct
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ INFO = EngineInfo(
     eos_token_ids=(0,), pid=1,
 )  # fmt: skip
 NUM_CACHED = 2
+VECTOR = struct.pack("<2f", 0.6, -0.8)  # of every text
 
 
 class FakeEngine:
@@ -222,6 +224,12 @@ class FakeEngine:
             yield RequestOutput(
                 request_id=request_id, index=index, finish_reason=FinishReason.ERROR,
                 error=self.refusal, is_refused=True, param=self.refused_param,
+            )  # fmt: skip
+            return
+        if request.pooling is not None:
+            yield RequestOutput(
+                request_id=request_id, finish_reason=FinishReason.STOP, num_cached_tokens=1,
+                vector=VECTOR,
             )  # fmt: skip
             return
         entries = _prompt_logprobs(request)

@@ -117,7 +117,7 @@ class ResponseService:
             RequestRefusedError: it was not admitted, or another turn holds the conversation.
             EngineDeadError: the engine is not available.
         """
-        model = self._generator.model.require(request.model)
+        model = self._generator.model.require(request.model, "generate")
         prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.position.conversation_id)
         generation = await self._generator.plan(

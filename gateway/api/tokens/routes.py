@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.gateway.api.chat.schema import chat_prompt
-from penstock.gateway.api.json_api import json_response, read_json
+from penstock.gateway.api.json_api import json_response, read_fields
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
@@ -83,8 +83,7 @@ class Tokens:
         )
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        body = await read_json(request, max_bytes=self._max_body_bytes)
-        return {name: value for name, value in body.items() if value is not None}
+        return await read_fields(request, max_bytes=self._max_body_bytes)
 
     async def _token_ids(self, asked: TokenizeChat | TokenizePrompt) -> Sequence[int]:
         if isinstance(asked, TokenizePrompt):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import fields, replace
 
+from penstock.engine.pooling import PoolingParams
 from penstock.engine.request import (
     BeamSearch,
     FinishReason,
@@ -61,10 +62,12 @@ def test_every_message_survives_the_wire() -> None:
         INFO,
         Submit(request=request),
         Submit(request=request, name="r", epoch=(2, 1)),
+        Submit(request=replace(request, pooling=PoolingParams(task="score", num_first_tokens=3))),
         Abort(request_ids=("a", "b")),
         Step(number=7, outputs=(output,), stats=stats),
         Step(number=9, outputs=(RequestOutput(request_id="a", is_superseded=True),)),
         Step(number=8, outputs=(RequestOutput(request_id="a", index=2, token_ids=(4, 5)),)),
+        Step(number=8, outputs=(RequestOutput(request_id="a", vector=bytes(range(8))),)),
         Heartbeat(stats=stats, since_step_s=0.5),
         Heartbeat(),
         Failure(message="x"),
@@ -84,7 +87,7 @@ def test_another_layout_is_another_version() -> None:
     and set both here anew."""
     kinds = (
         *(Hello, EngineInfo, Submit, Abort, DropPrefix, Step, Heartbeat, Failure),
-        *(Request, SamplingParams, BeamSearch, Retention),
+        *(Request, SamplingParams, BeamSearch, Retention, PoolingParams),
         *(RequestOutput, TokenLogprobs, EngineStats),
     )
     layout = [
@@ -92,7 +95,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (11, "18561b5fc1ed2c9c")
+    assert (PROTOCOL_VERSION, digest) == (12, "59c84dde56392ed8")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

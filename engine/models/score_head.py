@@ -1,0 +1,58 @@
+"""The row of weights that turns a causal model's last hidden state into a score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.pooling import ModelPooling
+from penstock.engine.weights.formats import open_checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreHead:
+    """A score is the product of a hidden state with `weight`, float64 [hidden_size]."""
+
+    weight: Tensor
+
+
+def load_score_head(
+    model: Decoder, pooling: ModelPooling, path: Path, *, is_dummy: bool
+) -> ScoreHead | None:
+    """The head of a model that scores; None if it does not.
+
+    Of a reranker that answers yes or no, the probability of yes among the two is the sigmoid of
+    the difference of their logits, and so of one product with the difference of their rows.
+
+    Raises:
+        ModelLoadError: the checkpoint has no such weights, or scores for several labels.
+    """
+    if "score" not in pooling.tasks:
+        return None
+    if pooling.pair_format == "judge" and not pooling.has_score_weight:
+        ids = pooling.answer_tokens or _ids_of(pooling.answers, path)
+        head = model.embed_tokens if model.config.is_tied else model.lm_head
+        yes, no = head(torch.tensor(ids, device=model.device)).double()
+        return ScoreHead(weight=yes - no)
+    if is_dummy:
+        return ScoreHead(
+            weight=model.embed_tokens(torch.tensor([0], device=model.device))[0].double()
+        )
+    weight = open_checkpoint(path).read("score.weight", (1, model.config.hidden_size))
+    return ScoreHead(weight=weight[0].to(device=model.device, dtype=torch.float64))
+
+
+def _ids_of(answers: tuple[str, str], path: Path) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    found = [each for each in map(tokenizer.token_to_id, answers) if each is not None]
+    if len(found) < len(answers):
+        raise ModelLoadError(
+            f"{path / 'tokenizer.json'}: a reranker needs the tokens {' and '.join(answers)}"
+        )
+    return found

@@ -1,0 +1,115 @@
+"""`POST /v1/embeddings`: texts to vectors."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engine.pooling import bytes_of, numbers_of, shortened
+from penstock.gateway.api.embeddings.schema import EmbeddingRequest
+from penstock.gateway.api.json_api import CLIENT_GONE, read_fields, unless_gone
+from penstock.gateway.api.operations import operation
+from penstock.gateway.api.schema.parsing import parse_fields
+from penstock.gateway.auth.callers import caller_of, deadline_of
+from penstock.gateway.generation.pooled import MANY_NUMBERS, Embedder, PooledPrompt
+
+
+class Embeddings:
+    """The endpoint."""
+
+    def __init__(self, embedder: Embedder, *, max_body_bytes: int) -> None:
+        self._embedder = embedder
+        self._max_body_bytes = max_body_bytes
+
+    @operation(
+        "POST /v1/embeddings",
+        "Make a vector of each text.",
+        "Embeddings",
+        body=(EmbeddingRequest,),
+        statuses=(404, 429),
+        example={"input": ["Once upon a time", "There was"], "encoding_format": "base64"},
+    )
+    async def create(self, request: Request) -> Response:
+        body = await read_fields(request, max_bytes=self._max_body_bytes)
+        asked = self._parse(body)
+        answer = await unless_gone(request, self._answer(request, asked))
+        return Response(status_code=CLIENT_GONE) if answer is None else answer
+
+    def _parse(self, body: dict[str, Any]) -> EmbeddingRequest:
+        asked = parse_fields(EmbeddingRequest, body)
+        self._embedder.model.require(asked.model, "embed")
+        self._embedder.model.pooling.check_dimensions(asked.dimensions)
+        return asked
+
+    async def _answer(self, request: Request, asked: EmbeddingRequest) -> Response:
+        embedder = self._embedder
+        pooled = await embedder.pool(
+            f"embd-{uuid.uuid4().hex}",
+            await self._prompts(asked),
+            "embed",
+            caller=caller_of(request.scope),
+            deadline_s=deadline_of(request.scope),
+            priority=asked.priority,
+        )
+        vectors = await pooled.run()
+        num_tokens = pooled.num_prompt_tokens
+        write = partial(
+            _written,
+            asked,
+            vectors,
+            model=embedder.model.require(asked.model),
+            num_tokens=num_tokens,
+        )
+        num_numbers = sum(map(len, vectors)) // 4
+        content = await embedder.long_work.run(write, is_long=num_numbers >= MANY_NUMBERS)
+        return Response(content, media_type="application/json")
+
+    async def _prompts(self, asked: EmbeddingRequest) -> list[PooledPrompt]:
+        inputs = asked.inputs
+        texts = [(name, text) for name, text in inputs if isinstance(text, str)]
+        if texts:
+            return await self._embedder.tokenise_each(
+                texts,
+                add_special_tokens=asked.add_special_tokens,
+                truncate=asked.max_tokens,
+            )
+        max_tokens = asked.max_tokens(self._embedder.max_model_len())
+        return [
+            PooledPrompt(token_ids[:max_tokens], param=name)
+            for name, token_ids in inputs
+            if not isinstance(token_ids, str)
+        ]
+
+
+def _written(
+    asked: EmbeddingRequest, vectors: list[bytes], *, model: str, num_tokens: int
+) -> bytes:
+    """The answer as JSON."""
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": _embedding(asked, vector)}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+    )
+
+
+def _embedding(asked: EmbeddingRequest, vector: bytes) -> str | list[float]:
+    if asked.dimensions is None:
+        if asked.encoding_format == "base64":
+            return base64.b64encode(vector).decode()
+        return numbers_of(vector).tolist()
+    numbers = shortened(numbers_of(vector), asked.dimensions)
+    if asked.encoding_format == "base64":
+        return base64.b64encode(bytes_of(numbers)).decode()
+    return numbers.tolist()
