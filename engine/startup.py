@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.engine_core import EngineCore, Executor
 from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
 from penstock.engine.model_files import (
     read_generation_defaults,
@@ -16,6 +17,7 @@ from penstock.engine.model_files import (
 )
 from penstock.engine.pooling import read_pooling
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
+from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
@@ -30,8 +32,16 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     path = resolve_model(config.model, weights=True)
     eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
     pooling = read_pooling(path, config.model.model)
-    runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
-    device = runner.info
+    executor: Executor
+    if pooling.is_encoder:
+        encoder = EncoderRunner(config, path, pooling=pooling)
+        device, executor = encoder.info, InProcessExecutor(encoder)
+        config = _for_encoder(config, device.max_model_len)
+    else:
+        runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
+        device = runner.info
+        overlaps = device.overlaps_steps
+        executor = OverlappedExecutor(runner) if overlaps else InProcessExecutor(runner)
     scheduler = Scheduler(
         config.scheduler,
         BlockManager(
@@ -50,7 +60,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     )
     core = EngineCore(
         scheduler,
-        OverlappedExecutor(runner) if device.overlaps_steps else InProcessExecutor(runner),
+        executor,
         max_steps_in_flight=config.scheduler.max_steps_in_flight or 1 + device.overlaps_steps,
     )
     info = EngineInfo(
@@ -73,6 +83,18 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         weight_bytes=device.weight_bytes,
     )
     return core, info
+
+
+def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:
+    """The settings with which each text is computed whole, and leaves nothing to share."""
+    most = max(config.scheduler.max_num_batched_tokens, max_model_len)
+    return replace(
+        config,
+        scheduler=replace(
+            config.scheduler, enable_chunked_prefill=False, max_num_batched_tokens=most
+        ),
+        cache=replace(config.cache, enable_prefix_caching=False),
+    )
 
 
 def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:

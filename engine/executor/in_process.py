@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
@@ -22,7 +23,7 @@ class DoneHandle:
 class InProcessExecutor:
     """Runs each batch synchronously: the step has finished when `submit` returns."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner | EncoderRunner) -> None:
         self._runner = runner
 
     @property

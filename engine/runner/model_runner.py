@@ -368,17 +368,23 @@ class Progress:
     Args:
         model: as it runs.
         library: the CPU kernels; None if there are none.
+        layers: the modules that count as parts.
     """
 
     def __init__(
-        self, model: LanguageModel, device: torch.device, library: CpuLibrary | None
+        self,
+        model: LanguageModel | torch.nn.Module,
+        device: torch.device,
+        library: CpuLibrary | None,
+        *,
+        layers: type[torch.nn.Module] = Attention,
     ) -> None:
         self._library = library
         self._num_layers = 0
         # On a GPU layers are only launched, and a step never takes minutes.
         if isinstance(model, torch.nn.Module) and device.type == "cpu":
             for module in model.modules():
-                if isinstance(module, Attention):
+                if isinstance(module, layers):
                     module.register_forward_hook(self._count_layer)
 
     def num_parts_done(self) -> int:

@@ -1,0 +1,117 @@
+"""Encoders run by `transformers`: its vectors and scores, whatever shares a forward pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from penstock.engine import LLM
+from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+
+from .test_pooling import write_modules
+
+WORDS = [f"w{number}" for number in range(90)]
+SHAPE = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 130, "initializer_range": 0.3,
+}  # fmt: skip
+SCORED = [("w1 w2 w3", "w4"), ("w1 w2", "w5 w6 w7 w8 w9"), ("w9", "w9 w1")]
+Build = Callable[..., Path]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """Makes a tiny random encoder whose tokens are words."""
+
+    def make(kind: str, *, is_scorer: bool = False) -> Path:
+        path = tmp_path / kind
+        begin, end, pad = (
+            ("[CLS]", "[SEP]", "[PAD]") if kind == "bert" else ("<s>", "</s>", "<pad>")
+        )
+        special = [begin, pad, end, "<unk>"]
+        words = {token: number for number, token in enumerate([*special, *WORDS])}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A {end}",
+            pair=f"{begin} $A {end} $B:1 {end}:1"
+            if kind == "bert"
+            else f"{begin} $A {end} {end} $B {end}",
+            special_tokens=[(begin, 0), (end, 2)],
+        )
+        tokenizer.add_special_tokens(special)
+        types = {"type_vocab_size": 2 if kind == "bert" else 1}
+        config = AutoConfig.for_model(kind, pad_token_id=1, num_labels=1, **SHAPE, **types)
+        torch.manual_seed(1)
+        model: Any = AutoModelForSequenceClassification if is_scorer else AutoModel
+        model.from_config(config).save_pretrained(path)
+        tokenizer.save(str(path / "tokenizer.json"))
+        return path
+
+    return make
+
+
+def texts() -> list[str]:
+    rng = random.Random(4)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 120))) for _ in range(24)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [("bert", "pooling_mode_cls_token"), ("xlm-roberta", "pooling_mode_mean_tokens")],
+)
+@torch.inference_mode()
+def test_vectors_are_those_of_transformers(build: Build, kind: str, pooling: str) -> None:
+    path = build(kind)
+    write_modules(path, [("Pooling", {pooling: True}), ("Normalize", {})])
+    with LLM(str(path), max_num_batched_tokens=512) as llm:
+        together = torch.tensor(llm.embed(texts(), use_tqdm=False))
+        alone = torch.tensor([llm.embed(each, use_tqdm=False)[0] for each in texts()])
+        ids = [llm.tokenizer.encode(each) for each in texts()]
+        assert llm.info.max_model_len == 130 - 2 * (kind == "xlm-roberta")
+        with pytest.raises(InvalidRequestError, match="makes embeddings"):
+            llm.generate("w1", use_tqdm=False)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+    model = AutoModel.from_pretrained(path).eval()
+    for each, vector in zip(ids, together, strict=True):
+        hidden = model(torch.tensor([each])).last_hidden_state[0]
+        wanted = hidden[0] if "cls" in pooling else hidden.mean(0)
+        wanted = torch.nn.functional.normalize(wanted, dim=0)
+        assert wanted @ vector > 1 - 1e-6
+        torch.testing.assert_close(vector, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+@torch.inference_mode()
+def test_scores_are_those_of_transformers(build: Build, kind: str) -> None:
+    path = build(kind, is_scorer=True)
+    queries, documents = map(list, zip(*SCORED, strict=True))
+    with LLM(str(path)) as llm:
+        scores = llm.score(queries, documents, use_tqdm=False)
+        pairs = [llm.tokenizer._backend.encode(one, other) for one, other in SCORED]
+        with pytest.raises(InvalidRequestError, match="scores pairs"):
+            llm.embed("w1", use_tqdm=False)
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    for pair, score in zip(pairs, scores, strict=True):
+        types = torch.tensor([pair.type_ids])
+        wanted = model(torch.tensor([pair.ids]), token_type_ids=types).logits.sigmoid().item()
+        assert score == pytest.approx(wanted, abs=1e-5)
+    assert len({round(score, 3) for score in scores}) == 3
+
+
+def test_what_an_encoder_cannot_do_is_said_at_start(build: Build) -> None:
+    path = build("bert")
+    with pytest.raises(ConfigError, match="--deterministic"):
+        LLM(str(path), deterministic=True)
+    with pytest.raises(ConfigError, match="--quantization"):
+        LLM(str(path), quantization="int8")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="transformers cannot load"):
+        LLM(str(path))
