@@ -215,6 +215,26 @@ export class PenstockClient extends EventTarget {
     return this.#http.request("POST", "tokenize", { body: { model, messages } });
   }
 
+  /**
+   * The vector of each text. Throws PenstockError.
+   * @param {{ model: string, input: string | string[], dimensions?: number }} parameters
+   * @returns {Promise<number[][]>}
+   */
+  async embeddings(parameters) {
+    const { data } = await this.#http.request("POST", "v1/embeddings", { body: parameters });
+    return data.map((/** @type {{ embedding: number[] }} */ each) => each.embedding);
+  }
+
+  /**
+   * Documents by how well they answer a query, the best first. Throws PenstockError.
+   * @param {{ model: string, query: string, documents: string[], top_n?: number }} parameters
+   * @returns {Promise<{ index: number, relevance_score: number, document: { text: string } }[]>}
+   */
+  async rerank(parameters) {
+    const { results } = await this.#http.request("POST", "v1/rerank", { body: parameters });
+    return results;
+  }
+
   #take(/** @type {Answer} */ answer) {
     this.#answers.add(answer);
     answer.addEventListener("end", () => this.#answers.delete(answer), { once: true });

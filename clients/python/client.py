@@ -9,6 +9,7 @@ from .async_io import AsyncIO
 from .operation import AsyncRunner, R, SyncRunner
 from .resources.chat import Chat
 from .resources.conversations import Conversations
+from .resources.embeddings import Embeddings
 from .resources.models import Models
 from .resources.responses import Responses
 from .responses_socket import ResponsesSocket
@@ -25,6 +26,7 @@ class _Client(Generic[R]):
     Attributes:
         chat: `/v1/chat/completions`.
         conversations: `/v1/conversations`.
+        embeddings: `/v1/embeddings`, `/v1/rerank` and `/v1/score`.
         models: `/v1/models`.
         responses: `/v1/responses` over HTTP; use `connect` for a WebSocket.
     """
@@ -32,6 +34,7 @@ class _Client(Generic[R]):
     def __init__(self, runner: R, server: Server) -> None:
         self.chat = Chat(runner, server)
         self.conversations = Conversations(runner, server)
+        self.embeddings = Embeddings(runner, server)
         self.models = Models(runner, server)
         self.responses = Responses(runner, server)
         self._runner = runner

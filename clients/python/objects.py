@@ -23,6 +23,52 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
+class PoolingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(TypedDict):
+    object: str
+    index: int
+    embedding: list[float] | str  # base64 of float32, if it was asked for
+
+
+class EmbeddingList(TypedDict):
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
+
+
+class RankedDocument(TypedDict):
+    index: int
+    relevance_score: float
+    document: NotRequired[dict[str, str]]
+
+
+class Ranking(TypedDict):
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RankedDocument]
+
+
+class Score(TypedDict):
+    index: int
+    object: str
+    score: float
+
+
+class ScoreList(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
 class TextPart(TypedDict):
     type: str
     text: str

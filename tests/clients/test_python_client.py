@@ -58,6 +58,22 @@ def test_models(client: Client) -> None:
     assert caught.value.status == 404
 
 
+def test_embeddings_and_scores(client: Client) -> None:
+    texts = ["Hello there", "A banana"]
+    answer = client.embeddings.create(model="demo", input=texts)
+    short = client.embeddings.create(model="demo", input=texts[0], dimensions=4)
+    assert [len(each["embedding"]) for each in (*answer["data"], *short["data"])] == [256, 256, 4]
+    ranking = client.embeddings.rerank(model="demo", query="Hello", documents=texts)
+    scores = client.embeddings.score(model="demo", queries="Hello", documents=texts)
+    ranked = {each["index"]: each["relevance_score"] for each in ranking["results"]}
+    assert [ranked[each["index"]] for each in scores["data"]] == [
+        s["score"] for s in scores["data"]
+    ]
+    assert ranking["results"][0]["index"] == 0
+    with pytest.raises(InvalidRequestError, match="dimensions"):
+        client.embeddings.create(model="demo", input="x", dimensions=1000)
+
+
 def test_chat_and_its_stream(client: Client) -> None:
     asked: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 0}
     whole = client.chat.create(**asked)["choices"][0]["message"]["content"]

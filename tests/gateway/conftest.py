@@ -140,12 +140,8 @@ def serve(model_path: Path, tokenizer: Tokenizer, tmp_path: Path) -> Serve:
         *, step_s: float = 0.0, info: Mapping[str, Any] | None = None, **settings: Any
     ) -> AsyncIterator[Served]:
         address = f"{tmp_path}/engine.sock"
-        config = GatewayConfig(
-            engine_address=address,
-            served_model_names=("tiny",),
-            model=ModelConfig(model=str(model_path)),
-            **settings,
-        )
+        settings = {"model": ModelConfig(model=str(model_path)), **settings}
+        config = GatewayConfig(engine_address=address, served_model_names=("tiny",), **settings)
         script = tokenizer.encode(ANSWER)
         engine_info = msgspec.structs.replace(INFO, **(info or {}))
         fake = FakeEngine(address, script, step_s=step_s, info=engine_info)

@@ -66,4 +66,4 @@ async def test_the_library_in_node(demo_server: Served) -> None:
         )
         told, _ = await asyncio.wait_for(process.communicate(), timeout=280)
     assert process.returncode == 0, told.decode()
-    assert b"# pass 22" in told
+    assert b"# pass 23" in told

@@ -8,12 +8,17 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from openai import OpenAI
-from openai.types import Completion, Model
+from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
+from transformers import AutoModel
+
+from penstock.engine.model_files import DEMO_MODEL_PATH
+from penstock.engine.text import Tokenizer
 
 from .processes import END_S, ENDLESS_TOKENS, Served
 
@@ -52,6 +57,45 @@ def finished(client: OpenAI, response_id: str) -> Response:
             return response
         assert time.monotonic() < deadline_s, "it never ended"
         time.sleep(0.05)
+
+
+# -- embeddings --------------------------------------------------------------------------------
+
+
+def test_embeddings_are_those_of_transformers(client: OpenAI) -> None:
+    """The demo model's, by its last token, normalised: as the stock client gets them."""
+    texts = ["Hello", "What is paged attention? " * 30, "x"]
+    raw = client.embeddings.with_raw_response.create(model=MODEL, input=texts)
+    answer = raw.parse()  # it asked for base64
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    CreateEmbeddingResponse.model_validate_json(plain.model_dump_json(), strict=True)
+    model = AutoModel.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_directory(DEMO_MODEL_PATH)
+    ids = [tokenizer.encode(text) for text in texts]
+    by_ids = client.embeddings.create(model=MODEL, input=ids, encoding_format="float")
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+    for number, token_ids in enumerate(ids):
+        with torch.inference_mode():
+            hidden = model(torch.tensor([token_ids])).last_hidden_state[0, -1]
+        vector = torch.tensor(answer.data[number].embedding)
+        assert torch.nn.functional.cosine_similarity(vector, hidden, dim=0) > 0.9999
+        assert vector.norm() == pytest.approx(1.0, abs=1e-5)
+        assert plain.data[number].embedding == pytest.approx(vector.tolist(), abs=1e-9)
+        assert by_ids.data[number].embedding == plain.data[number].embedding
+    short = client.embeddings.create(model=MODEL, input=texts[0], dimensions=8)
+    assert len(short.data[0].embedding) == 8
+    assert torch.tensor(short.data[0].embedding).norm() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_what_cannot_be_embedded_is_named(client: OpenAI) -> None:
+    for asked, code, param in (
+        ({"input": ["a", "x " * 40_000]}, "context_length_exceeded", "input[1]"),
+        ({"input": ""}, "invalid_value", "input"),
+        ({"input": "a", "dimensions": 100_000}, "invalid_value", "dimensions"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.embeddings.create(model=MODEL, **asked)  # type: ignore[arg-type]
+        assert (caught.value.code, caught.value.param) == (code, param)
 
 
 # -- chat completions and completions ----------------------------------------------------------

@@ -42,6 +42,15 @@ async function read(answer) {
 
 const undisturbed = await read(connect().respond(STORY));
 
+test("embeddings and a ranking", async () => {
+  const client = connect();
+  const [one, other] = await client.embeddings({ model: "demo", input: ["Hello there", "A banana"] });
+  assert.equal(one.length, other.length);
+  const documents = ["A banana", "Hello there"];
+  const [best] = await client.rerank({ model: "demo", query: "Hello", documents, top_n: 1 });
+  assert.deepEqual([best.index, best.document.text], [1, "Hello there"]);
+});
+
 for (const transport of ["websocket", "sse"]) {
   test(`${transport}: an answer, its events and its outcome`, async () => {
     const client = connect({ transport });

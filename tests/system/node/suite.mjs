@@ -276,6 +276,22 @@ const cases = {
     await client.responses.cancel(running.id);
   },
 
+  async "embeddings, as floats and as base64"() {
+    const input = ["What is paged attention?", "Hello"];
+    const packed = await client.embeddings.create({ model, input }); // the client asks for base64
+    const plain = await client.embeddings.create({ model, input, encoding_format: "float" });
+    assert.equal(packed.data.length, 2);
+    for (const [index, { embedding }] of packed.data.entries()) {
+      assert.deepEqual(Array.from(embedding), plain.data[index].embedding.map(Math.fround));
+      assert.ok(Math.abs(Math.hypot(...embedding) - 1) < 1e-5);
+    }
+    const short = await client.embeddings.create({ model, input: input[0], dimensions: 8 });
+    assert.equal(short.data[0].embedding.length, 8);
+    assert.ok(plain.usage.prompt_tokens > 2);
+    const long = await refusal(client.embeddings.create({ model, input: "x", dimensions: 9999 }));
+    assert.deepEqual([long.code, long.param], ["invalid_value", "dimensions"]);
+  },
+
   async "errors are typed"() {
     const missing = await refusal(client.chat.completions.create({ model: "gpt-9", messages }));
     assert.ok(missing instanceof OpenAI.NotFoundError);
