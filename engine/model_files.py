@@ -34,6 +34,7 @@ _TEXT_FILES = ("*.json", "*.jinja", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _WEIGHTS = (*_WEIGHT_FILES, "*.gguf")
 _NOT_NEEDED = ("*/*", "consolidated*")  # subfolders, and a copy of the weights in another format
+_MODULES = ("[0-9]*_*/config.json",)  # of models that embed or score: small files in subfolders
 
 
 def resolve_model(config: ModelConfig, *, weights: bool) -> Path:
@@ -79,14 +80,15 @@ def _download(config: ModelConfig, *, weights: bool) -> Path:
     patterns = [*_TEXT_FILES, *(_WEIGHT_FILES if wants_weights else ())]
     where = f"model {config.model!r}" + (f" at {config.revision!r}" if config.revision else "")
     try:
-        return Path(
-            snapshot_download(
-                config.model,
-                revision=config.revision,
-                allow_patterns=patterns,
-                ignore_patterns=list(_NOT_NEEDED),
-            )
+        path = snapshot_download(
+            config.model,
+            revision=config.revision,
+            allow_patterns=patterns,
+            ignore_patterns=list(_NOT_NEEDED),
         )
+        if is_present(Path(path) / "modules.json"):
+            snapshot_download(config.model, revision=config.revision, allow_patterns=list(_MODULES))
+        return Path(path)
     except GatedRepoError as error:
         raise ModelLoadError(f"{where} is gated: ask for access and set HF_TOKEN") from error
     except RevisionNotFoundError as error:

@@ -22,6 +22,7 @@ BENCHES: dict[str, str] = {
     "quantization": "quantized weights beside the model's own dtype: logits, tokens per second",
     "speculation": "drafts: tokens per second with them beside those without, and which were right",
     "structured": "structured outputs: schemas accepted, masks, validity, and what they cost",
+    "embeddings": "texts to vectors: texts per second and cosines, beside Hugging Face",
     "startup": "a server's start: seconds to ready and to a first token, memory of each process",
     "turns": "conversations: time to the first token of a later turn, and of its new tokens alone",
     "soak": "minutes of mixed and hostile traffic: checks every stream, and for leaks",

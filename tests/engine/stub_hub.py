@@ -79,7 +79,11 @@ def stub_hub(model: Path) -> Iterator[tuple[str, list[str]]]:
     Revision `v1` has another `generation_config.json`. Yields the endpoint and the paths asked
     for so far.
     """
-    files = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
+    files = {
+        str(file.relative_to(model)): file.read_bytes()
+        for file in model.rglob("*")
+        if file.is_file()
+    }
     files["README.md"] = b"not needed for serving"
     old = {**files, "generation_config.json": b'{"eos_token_id": 7}'}
     handler = type(

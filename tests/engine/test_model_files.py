@@ -20,8 +20,10 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.pooling import read_pooling
 
 from .stub_hub import TOKEN, stub_hub
+from .test_pooling import write_modules
 
 _RESOLVE = """
 import sys, json
@@ -82,6 +84,20 @@ def test_the_hub_brings_what_serving_needs(hub: tuple[str, list[str]], tmp_path:
     assert whole["files"] == ["config.json", "generation_config.json", "model.safetensors"]
     assert str(whole["path"]).startswith(str(tmp_path)), "HF_HOME is honoured"
     assert not any("README" in path for path in asked)
+
+
+def test_the_hub_brings_how_a_model_embeds(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("LlamaForCausalLM"), model)
+    write_modules(model, [("Pooling", {"pooling_mode_mean_tokens": True})])
+    (model / "onnx").mkdir()
+    (model / "onnx" / "config.json").write_text("{}")
+    with stub_hub(model) as (endpoint, _):
+        path = Path(str(resolve(endpoint, tmp_path / "home")["path"]))
+    assert read_pooling(path).kind == "mean"
+    assert not (path / "onnx").exists()
 
 
 def test_offline_takes_the_cache_or_says_so(hub: tuple[str, list[str]], tmp_path: Path) -> None:
