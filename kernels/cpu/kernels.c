@@ -28,6 +28,7 @@ enum { KEYS_AHEAD = 128 };
 enum { LINE_BYTES = 64, SHORT_GROUP_BYTES = 64 << 10, HEAD_LINES = 96 };
 enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
 enum { SPAN = 512 };          /* tokens of the vocabulary whose weights are summed together */
+enum { LORA_CHUNK = 1024, LORA_COLUMNS = 256, MAX_LORA_RANK = 512 };
 #define MIN_TEMPERATURE 1e-30 /* smaller ones would vanish in a float */
 
 #ifdef DTYPE_PAIRS /* b16: values of neighbouring k are multiplied in pairs */
@@ -138,6 +139,7 @@ INLINE long num_attention_items(
 #include "elementwise.inc.c"
 #include "linear.inc.c"
 #include "linear_quantized.inc.c"
+#include "lora.inc.c"
 #include "sampling.inc.c"
 
 /* Logits that penalties changed are floats, whatever the dtype. */

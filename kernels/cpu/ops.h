@@ -171,4 +171,50 @@ struct draw_uniforms_args {
     const int64_t *num_rows;
 };
 
+/* What an adapter adds to one matrix: scale · B (A x). In panels of 16 lanes and pairs as in
+ * products.inc.c: a [rank / 16][in][16], b [out / 16][rank][16]; a null: nothing. */
+struct lora_pair {
+    const void *a, *b; /* of an embedding, a: [vocab, rank] */
+    int64_t rank;      /* a multiple of 16: the rest is zero */
+    double scale;
+};
+
+/* The rows that have adapters, in groups of one slot and at most 16 rows. */
+struct lora_rows {
+    int64_t num_groups;
+    const int64_t *order;  /* numbers of rows */
+    const int64_t *groups; /* [num_groups, 3]: slot, first and end in `order` */
+};
+
+/* h = A x for each part of a layer, in chunks of x whose sums lora_expand adds up. Rows of h are in
+ * `order`: [parts, chunks, max_rank]. */
+struct lora_shrink_args {
+    float *h;
+    const void *x;                 /* [rows, in] */
+    const struct lora_pair *pairs; /* [slots, parts] */
+    const struct lora_rows *rows;
+    int64_t in_features, num_parts, max_rank;
+};
+
+/* The same for an embedding, where x has a single one. */
+struct lora_lookup_args {
+    float *h;
+    const struct lora_pair *pairs; /* [slots, 1] */
+    const struct lora_rows *rows;
+    const struct step *step;
+    int64_t max_rank;
+};
+
+/* y += scale · B h, part beside part; y null: the result of `product`. */
+struct lora_expand_args {
+    void *y;
+    const float *h;
+    const struct lora_pair *pairs; /* [slots, parts] */
+    const struct lora_rows *rows;
+    const struct linear_args *product;
+    const int64_t *part_sizes; /* [parts] */
+    int64_t num_parts, num_chunks, max_rank;
+    int64_t stride; /* from row to row of y */
+};
+
 #endif

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.lora import CHUNK, pack_pair, set_pair, table_of_pairs
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.int8_cache import SCALE_BYTES
+from penstock.kernels.lora_reference import LoraRows
 from penstock.kernels.paged_layout import PagedLayout
 
 
@@ -331,3 +335,36 @@ def permute_columns(library: CpuLibrary, x: Tensor, indices: Tensor) -> Tensor:
     rows = ctypes.c_int64(len(x))
     library.run("permute_columns", y=y, x=x, num_rows=rows, indices=indices, size=x.shape[1])
     return y
+
+
+def add_lora(
+    library: CpuLibrary,
+    y: Tensor,
+    x: Tensor,
+    slots: list[int],
+    adapters: Sequence[Sequence[tuple[Tensor, Tensor, float] | None]],
+    part_sizes: Sequence[int],
+) -> Tensor:
+    """y with the updates of the rows' adapters. adapters: by slot and part, (A, B, scale)."""
+    rows = LoraRows.of(np.array(slots, dtype=np.int64))
+    groups = library.structure(
+        "lora_rows", num_groups=len(rows.groups), order=rows.order, groups=rows.groups
+    )
+    table = table_of_pairs(len(adapters), len(part_sizes))
+    pairs = [
+        [None if each is None else pack_pair(*each) for each in adapter] for adapter in adapters
+    ]
+    for slot, adapter in enumerate(pairs):
+        for part, pair in enumerate(adapter):
+            set_pair(table, slot, part, pair)
+    max_rank = max(pair.rank for adapter in pairs for pair in adapter if pair)
+    num_chunks = -(-x.shape[1] // CHUNK)
+    hidden = torch.full((len(x), len(part_sizes), num_chunks, max_rank), torch.nan)
+    shared = {"h": hidden, "pairs": table, "rows": groups, "max_rank": max_rank}
+    shared["num_parts"] = len(part_sizes)
+    library.run("lora_shrink", x=x, in_features=x.shape[1], **shared)
+    result, sizes = y.clone(), torch.tensor(part_sizes)
+    library.run(
+        "lora_expand", y=result, part_sizes=sizes, num_chunks=num_chunks, stride=y.shape[1], **shared
+    )
+    return result

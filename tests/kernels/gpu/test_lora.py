@@ -1,0 +1,64 @@
+"""Updates by adapters in Triton against their reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.gpu.lora import lora_expand_triton, lora_shrink_triton
+from penstock.kernels.lora_reference import (
+    LoraRows,
+    lora_expand_reference,
+    lora_shrink_reference,
+)
+
+from .tensors import DTYPES, normal, poisoned_memory
+
+
+def updated(x, y, slots, a, b, scales, *, is_reference=False):
+    rows = LoraRows.of(np.array(slots)).to(x.device)
+    result = y.clone()
+    shrink = lora_shrink_reference if is_reference else lora_shrink_triton
+    expand = lora_expand_reference if is_reference else lora_expand_triton
+    with poisoned_memory():
+        hidden = shrink(x, rows, a)
+        expand(result[:, 4:], hidden, rows, b, scales)
+    return result
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    slots=st.lists(st.integers(-1, 2), max_size=40),
+    size=st.sampled_from([1, 64, 130]),
+    rank=st.sampled_from([1, 16, 24]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_equals_its_reference(device, slots, size, rank, dtype):
+    x = normal(len(slots), size, seed=0, dtype=dtype, device=device)
+    y = normal(len(slots), 74, seed=1, dtype=dtype, device=device)
+    a = normal(3, rank, size, seed=2, dtype=dtype, device=device)
+    b = normal(3, 70, rank, seed=3, dtype=dtype, device=device)
+    scales = torch.tensor([0.5, 1.0, 2.0], device=device)
+    result = updated(x, y, slots, a, b, scales)
+    expected = updated(x, y, slots, a, b, scales, is_reference=True)
+    bound = 4 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()) if slots else 1.0)
+    assert torch.allclose(result.float(), expected.float(), atol=bound * rank**0.5, rtol=0)
+    bare = torch.tensor(slots, device=device) == -1
+    assert torch.equal(result[bare], y[bare])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_its_batch(device, dtype):
+    slots = [row % 2 for row in range(40)]
+    x = normal(40, 100, seed=0, dtype=dtype, device=device)
+    y = normal(40, 74, seed=1, dtype=dtype, device=device)
+    a = normal(2, 16, 100, seed=2, dtype=dtype, device=device)
+    b = normal(2, 70, 16, seed=3, dtype=dtype, device=device)
+    scales = torch.tensor([0.5, 2.0], device=device)
+    together = updated(x, y, slots, a, b, scales)
+    for count in (1, 3, 17):
+        alone = updated(x[-count:], y[-count:], slots[-count:], a, b, scales)
+        assert torch.equal(alone, together[-count:])
