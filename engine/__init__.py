@@ -18,6 +18,7 @@ from penstock.engine.errors import (
     ModelLoadError,
     PromptTooLongError,
 )
+from penstock.engine.lora.request import LoRARequest
 from penstock.engine.request import (
     BeamSearch,
     FinishReason,
@@ -46,6 +47,7 @@ __all__ = [
     "FinishReason",
     "InvalidRequestError",
     "LLM",
+    "LoRARequest",
     "ModelLoadError",
     "OutputText",
     "PromptOutput",

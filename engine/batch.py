@@ -29,6 +29,7 @@ class SequenceEntry:
         num_prompt_logprobs: the same for each prompt token that is computed.
         is_drafted: it may get drafts, so the tokens that its grammar forces are of use.
         pooling: no token is drawn after it; its hidden states become a vector or a score.
+        adapter: the digest of its adapter.
     """
 
     token_ids: tuple[int, ...]
@@ -41,6 +42,7 @@ class SequenceEntry:
     num_prompt_logprobs: int | None = None
     is_drafted: bool = False
     pooling: PoolingParams | None = None
+    adapter: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made for every token

@@ -267,11 +267,48 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Adapters (LoRA) of the model; names follow vLLM.
+
+    Attributes:
+        max_loras: adapters whose requests run at once.
+        max_lora_rank: the largest rank of an adapter.
+        max_cpu_loras: adapters in host memory; None: `max_loras`.
+        lora_modules: `NAME=PATH` of adapters that are there from the start.
+    """
+
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.max_loras <= 1024, "--max-loras must be between 1 and 1024")
+        _check(1 <= self.max_lora_rank <= 512, "--max-lora-rank must be between 1 and 512")
+        _check(
+            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
+            "--max-cpu-loras must be at least --max-loras",
+        )
+        _check(not self.lora_modules or self.enable_lora, "--lora-modules needs --enable-lora")
+        for text in self.lora_modules:
+            name, _, path = text.partition("=")
+            _check(bool(name and path), f"--lora-modules must be NAME=PATH, not {text!r}")
+        _check(len(self.modules) == len(self.lora_modules), "--lora-modules has a name twice")
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Paths by name."""
+        return {name: path for name, _, path in (each.partition("=") for each in self.lora_modules)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 def _check(is_valid: bool, message: str) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.config import LoraConfig
+from penstock.engine.lora.queue import AdapterQueue, Adapters
 from penstock.engine.request import Request, RequestOutput, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
 
@@ -63,6 +65,11 @@ class Executor(Protocol):
         """The grammars that its sequences may have."""
         ...
 
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that its sequences may have."""
+        ...
+
     def close(self) -> None:
         """Release the device. Nothing may be submitted afterwards."""
         ...
@@ -72,44 +79,71 @@ class EngineCore:
     """Requests in, outputs out, one iteration at a time."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, max_steps_in_flight: int = 1
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        max_steps_in_flight: int = 1,
+        lora: LoraConfig | None = None,
     ) -> None:
+        lora = lora or LoraConfig()
         self.scheduler = scheduler
         self.grammars = executor.grammars
+        self.adapters = AdapterQueue(
+            executor.adapters,
+            scheduler,
+            max_loras=lora.max_loras,
+            max_cpu_loras=lora.max_cpu_loras or lora.max_loras,
+        )
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
 
     def add(self, request: Request) -> None:
         """Add a request; raises `InvalidRequestError` if it can never be served. The steps wait
-        for its grammar if it is not among `grammars` yet."""
-        self.scheduler.add(request)
+        for its grammar if it is not among `grammars` yet. Its adapter is read meanwhile."""
+        if request.adapter is None:
+            self.scheduler.add(request)
+        else:
+            self.scheduler.check(request)
+            self.adapters.add(request)
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:
         """Drop a request, or one of its samples. Its blocks are free at once; unknown ids are
         ignored."""
-        self.scheduler.abort(request_id, index=index)
+        if not self.adapters.abort(request_id, index=index):
+            self.scheduler.abort(request_id, index=index)
 
-    def drop_prefix(self, token_ids: Sequence[int], *, cache_salt: str = "") -> int:
+    def has_request(self, request_id: str) -> bool:
+        return self.adapters.has_request(request_id) or self.scheduler.has_request(request_id)
+
+    def drop_prefix(
+        self, token_ids: Sequence[int], *, cache_salt: str = "", adapter: str | None = None
+    ) -> int:
         """Forget the cached KV of these tokens, except blocks that are in use, and the outputs kept
-        for drafts; the number of blocks forgotten."""
+        for drafts; the number of blocks forgotten.
+
+        Args:
+            adapter: the digest of the adapter that computed them.
+        """
         self.scheduler.drafting.drop_prefix(token_ids, cache_salt=cache_salt)
-        return self.scheduler.blocks.drop_prefix(token_ids, cache_salt=cache_salt)
+        return self.scheduler.blocks.drop_prefix(token_ids, cache_salt=cache_salt, adapter=adapter)
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work()
+        return bool(self._in_flight) or self.scheduler.has_work() or self.adapters.has_work
 
     def step(self) -> list[RequestOutput]:
         """Keep the device busy and return the outputs of the oldest step in flight."""
+        refused = self.adapters.admit() if self.adapters.has_work else []
         while len(self._in_flight) < self._max_steps_in_flight:
             batch = self.scheduler.schedule()
             if not (batch.scheduled or batch.left_seq_ids or batch.moves):
                 break  # every sequence waits for a step in flight
             self._in_flight.append((batch, self._executor.submit(batch)))
         if not self._in_flight:
-            return []
+            return refused
         batch, handle = self._in_flight.popleft()
-        return self.scheduler.update(batch, handle.result())
+        return refused + self.scheduler.update(batch, handle.result())
 
     def num_parts_done(self) -> int:
         """Parts of all steps that are done, as far as the device counts them; thread-safe."""
@@ -121,4 +155,5 @@ class EngineCore:
 
     def close(self) -> None:
         self._in_flight.clear()
+        self.adapters.close()
         self._executor.close()

@@ -40,10 +40,12 @@ from penstock.engine.llm_prompts import (
     params_for,
     tokenise,
 )
+from penstock.engine.lora.request import AdapterFinder, LoRARequest, LoRARequests
 from penstock.engine.model_files import read_generation_defaults
 from penstock.engine.pooling import PoolingParams, cosine, read_pooling, shortened
 from penstock.engine.request import (
     NO_OUTPUT,
+    Adapter,
     BeamSearch,
     DefaultLimit,
     Request,
@@ -96,6 +98,7 @@ class LLM:
         )
         self._pooling = read_pooling(path, self.info.model)
         self._defaults = read_generation_defaults(path, config.model.generation_config)
+        self._adapters = AdapterFinder(config.lora, self._core.adapters)
         self._end: str | None = None  # why further calls are refused
         self._is_closing = False
         self._ids = itertools.count()
@@ -118,6 +121,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         prediction: str | Sequence[str] = "",
+        lora_request: LoRARequests = None,
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
         """Continue texts.
@@ -130,6 +134,8 @@ class LLM:
                 `scheduling_policy="priority"`.
             prediction: what the outputs may be: one text for all prompts, or a list with one for
                 each. It changes no token; as far as it is right, they take less time on a CPU.
+            lora_request: an adapter for all prompts, or a list with one (or None) for each. Needs
+                `enable_lora=True`.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
@@ -138,7 +144,10 @@ class LLM:
         tokens = self._tokenise(prompts)
         params = params_for(self._or_default(sampling_params), len(tokens))
         predictions = self._predictions(prediction, len(tokens))
-        requests = self._requests(tokens, params, priority, predictions=predictions)
+        adapters = self._find_adapters(lora_request, len(tokens))
+        requests = self._requests(
+            tokens, params, priority, predictions=predictions, adapters=adapters
+        )
         collectors = [
             OutputCollector(request, self.tokenizer, prompt=prompt.text, context=prompt.token_ids)
             for request, prompt in zip(requests, tokens, strict=True)
@@ -156,6 +165,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str = "auto",
         prediction: str | Sequence[str] = "",
+        lora_request: LoRARequests = None,
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
         """Answer conversations, each rendered with the model's chat template. Parameters without
@@ -172,6 +182,7 @@ class LLM:
             tools: functions that the model may call, as in OpenAI's chat API. They are not run.
             tool_choice: `auto`, `none`, `required`, or the name of the function to call.
             prediction: what the answers may be, as for `generate`.
+            lora_request: the adapters, as for `generate`.
 
         Raises:
             InvalidRequestError: a template refuses its conversation, or as for `generate`.
@@ -210,7 +221,13 @@ class LLM:
             )
         ]
         predictions = self._predictions(prediction, len(tokens))
-        requests = self._requests(tokens, params, predictions=predictions, fills_context=True)
+        requests = self._requests(
+            tokens,
+            params,
+            predictions=predictions,
+            adapters=self._find_adapters(lora_request, len(tokens)),
+            fills_context=True,
+        )
         collectors = [
             OutputCollector(
                 request,
@@ -350,13 +367,20 @@ class LLM:
             [OutputCollector(request, self.tokenizer) for request in requests], use_tqdm=False
         )
 
-    def drop_prefix(self, prompt: Prompt) -> int:
+    def drop_prefix(self, prompt: Prompt, *, lora_request: LoRARequest | None = None) -> int:
         """Forget the cached KV of these tokens, from their end back to where another cached prefix
         branches off (so pass an answered prompt with its answer); the number of blocks
-        forgotten."""
+        forgotten.
+
+        Args:
+            lora_request: the adapter that computed it.
+        """
         (tokens,) = self._tokenise([prompt])
+        (adapter,) = self._find_adapters(lora_request, 1)
         with self._lock_of_call():
-            return self._require_core().drop_prefix(tokens.token_ids)
+            return self._require_core().drop_prefix(
+                tokens.token_ids, adapter=None if adapter is None else adapter.digest
+            )
 
     def close(self) -> None:
         """Release the device once the running call has ended; waiting and later calls raise
@@ -401,6 +425,12 @@ class LLM:
     def _tokenise(self, prompts: Prompts) -> list[TokenPrompt]:
         return tokenise(prompts, self.tokenizer, vocab_size=self.info.vocab_size)
 
+    def _find_adapters(self, requests: LoRARequests, num_prompts: int) -> list[Adapter | None]:
+        if requests is None:
+            return [None] * num_prompts
+        with self._lock_of_call():
+            return self._adapters.find(requests, num_prompts)
+
     def _or_default(
         self, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> SamplingParams | Sequence[SamplingParams]:
@@ -413,6 +443,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         *,
         predictions: Sequence[tuple[int, ...]] | None = None,
+        adapters: Sequence[Adapter | None] | None = None,
         retention: Retention | None = None,
         fills_context: bool = False,
     ) -> list[Request]:
@@ -428,12 +459,14 @@ class LLM:
                 priority=band,
                 retention=retention,
                 prediction_token_ids=predicted,
+                adapter=adapter,
             )
-            for prompt, own, band, predicted in zip(
+            for prompt, own, band, predicted, adapter in zip(
                 prompts,
                 params,
                 self._priorities(priority, len(prompts)),
                 predictions or [()] * len(prompts),
+                adapters or [None] * len(prompts),
                 strict=True,
             )
         ]
@@ -540,7 +573,8 @@ class LLM:
                     core.abort(request_id)
 
     def _step(self) -> list[RequestOutput]:
-        assert self._core.has_work(), "the core forgot a request"
+        if not self._core.has_work():
+            self._core.adapters.wait()
         try:
             return self._core.step()
         except BaseException as error:

@@ -17,6 +17,7 @@ from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -35,6 +36,7 @@ _SECTIONS = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
+    "lora": LoraConfig,
 }
 
 

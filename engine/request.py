@@ -331,6 +331,20 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     priority: int = 0
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An adapter (LoRA) of the model.
+
+    Attributes:
+        name: the model's name for callers.
+        path: the directory of its files.
+        digest: of their content; KV blocks are shared between requests of equal digests.
+    """
+
+    name: str
+    path: str
+    digest: str
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One request as it reaches the engine core.
 
@@ -347,7 +361,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         weight: the tenant's share of service relative to others'; more than 0.
         wants_queue_position: report its position while it waits.
         deadline_s: wall-clock seconds by which its first token is wanted; not used yet.
-        adapter: not used yet.
+        adapter: whose updates its tokens get; None: the base model's only.
         prediction_token_ids: what the output may be; a right guess costs less time.
         pooling: it asks for a vector or a score instead of output; `max_tokens` is 0 then.
     """
@@ -363,7 +377,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cache_salt: str = ""
     wants_queue_position: bool = False
     deadline_s: float | None = None
-    adapter: str | None = None
+    adapter: Adapter | None = None
     retention: Retention | None = None
     prediction_token_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None

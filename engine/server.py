@@ -21,6 +21,7 @@ from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -38,6 +39,7 @@ from penstock.engine.transport.messages import (
     EngineStats,
     Epoch,
     Submit,
+    UnloadAdapter,
 )
 from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
 from penstock.engine.watchdog import Watchdog, life_line
@@ -59,6 +61,7 @@ class EngineServer:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
         self._transport = Transport(address, info)
+        core.adapters.wake = self._transport.interrupt
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
         self._owners: dict[str, _Owner] = {}  # by request id
@@ -129,7 +132,11 @@ class EngineServer:
                 if self._is_owner(gateway_id, request_id):
                     self._abort(request_id, index=index)
         elif isinstance(message, DropPrefix):
-            self._core.drop_prefix(message.token_ids, cache_salt=message.cache_salt)
+            self._core.drop_prefix(
+                message.token_ids, cache_salt=message.cache_salt, adapter=message.adapter
+            )
+        elif isinstance(message, UnloadAdapter):
+            self._core.adapters.unload(message.name)
         elif isinstance(message, GatewayGone):
             for request_id in list(self._owners):
                 if self._is_owner(gateway_id, request_id):
@@ -218,7 +225,7 @@ class EngineServer:
             self._left_branches[request_id].append(index)
             return
         self._core.abort(request_id, index=index)
-        if not self._core.scheduler.has_request(request_id):
+        if not self._core.has_request(request_id):
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -242,6 +249,7 @@ class EngineServer:
         self._transport.stats = stats_snapshot(
             self._core.scheduler,
             bytes_per_block=self._bytes_per_block,
+            num_awaiting_adapters=len(self._core.adapters),
             num_grammars=len(self._core.grammars),
         )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
@@ -254,6 +262,7 @@ def parse_config(values: Mapping[str, Any]) -> EngineConfig:
         cache=CacheConfig(**values["cache"]),
         scheduler=SchedulerConfig(**values["scheduler"]),
         device=DeviceConfig(**values["device"]),
+        lora=LoraConfig(**values["lora"]),
     )
 
 
@@ -294,7 +303,13 @@ def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:
         Watchdog(server, timeout_s=step_timeout_s, end=end, show_life=show_life).start()
 
 
-def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int, num_grammars: int) -> EngineStats:
+def stats_snapshot(
+    scheduler: Scheduler,
+    *,
+    bytes_per_block: int,
+    num_grammars: int,
+    num_awaiting_adapters: int = 0,
+) -> EngineStats:
     """The engine's current numbers. Not called for every step, since a quick step takes only a few
     times as long as this."""
     blocks = scheduler.blocks
@@ -303,7 +318,7 @@ def stats_snapshot(scheduler: Scheduler, *, bytes_per_block: int, num_grammars: 
     num_slots, num_empty = scheduler.slots()
     return EngineStats(
         num_requests_running=scheduler.num_running,
-        num_requests_waiting=scheduler.num_waiting,
+        num_requests_waiting=scheduler.num_waiting + num_awaiting_adapters,
         num_tokens_waiting=scheduler.num_tokens_waiting,
         queue_tokens_per_s=scheduler.queue_tokens_per_s,
         prefill_tokens_per_s=scheduler.prefill_tokens_per_s,

@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.engine.engine_core import EngineCore, Executor
+from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
+from penstock.engine.lora.files import find_adapter
 from penstock.engine.model_files import (
     read_generation_defaults,
     resolve_model,
     weights_fingerprint,
 )
 from penstock.engine.pooling import read_pooling
+from penstock.engine.request import Adapter
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
 from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
@@ -62,7 +65,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         scheduler,
         executor,
         max_steps_in_flight=config.scheduler.max_steps_in_flight or 1 + device.overlaps_steps,
+        lora=config.lora,
     )
+    adapters = _load_adapters(core, config.lora)
     info = EngineInfo(
         model=config.model.model,
         model_path=str(path),
@@ -81,6 +86,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         num_threads=device.num_threads,
         quantization=device.quantization,
         weight_bytes=device.weight_bytes,
+        adapters=adapters,
     )
     return core, info
 
@@ -95,6 +101,22 @@ def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:
         ),
         cache=replace(config.cache, enable_prefix_caching=False),
     )
+
+
+def _load_adapters(core: EngineCore, lora: LoraConfig) -> tuple[Adapter, ...]:
+    """Check the adapters of the command line by reading each; the latest stay in memory.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+    found = []
+    for name, path in lora.modules.items():
+        try:
+            found.append(find_adapter(name, path, max_rank=lora.max_lora_rank))
+            core.adapters.load(found[-1])
+        except (ModelLoadError, InvalidRequestError) as error:
+            raise ConfigError(f"--lora-modules {name}: {error}") from error
+    return tuple(found)
 
 
 def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:

@@ -27,7 +27,9 @@ def lora_shrink(x: Tensor, rows: LoraRows, a: Tensor) -> Tensor:
 
 def lora_expand(y: Tensor, hidden: Tensor, rows: LoraRows, b: Tensor, scales: Tensor) -> None:
     """Add scale · B h to the rows that have adapters; see `lora_expand_reference`."""
-    assert b.shape[1:] == (y.shape[1], hidden.shape[1]), f"{tuple(hidden.shape)} by {tuple(b.shape)}"
+    assert b.shape[1:] == (y.shape[1], hidden.shape[1]), (
+        f"{tuple(hidden.shape)} by {tuple(b.shape)}"
+    )
     assert y.dtype == hidden.dtype == b.dtype, f"{hidden.dtype} by {b.dtype} to {y.dtype}"
     run = gpu_operation("lora_expand", "lora") if y.is_cuda else lora_expand_reference
     run(y, hidden, rows, b, scales)

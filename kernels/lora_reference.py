@@ -1,8 +1,8 @@
 """Low-rank updates of rows by their adapters, in plain torch: the specification.
 
-y += scale · B (A x), where A, B and the scale are those of the row's adapter (Hu et al., "LoRA: Low-Rank
-Adaptation of Large Language Models", 2021). A step's rows may have different adapters: each lies in a
-slot, and rows of one slot are computed together (Chen et al., "Punica", 2023).
+y += scale · B (A x), where A, B and the scale are those of the row's adapter (Hu et al., "LoRA:
+Low-Rank Adaptation of Large Language Models", 2021). A step's rows may have different adapters:
+each lies in a slot, and rows of one slot are computed together (Chen et al., "Punica", 2023).
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ class LoraRows:
 
     Attributes:
         order: int64 [num_adapted], numbers of rows; those of one slot lie side by side.
-        groups: int64 [num_groups, 3]: slot, first and end in `order` of at most `MAX_GROUP_ROWS` rows.
+        slots: int64 [num_adapted], of these rows.
+        groups: int64 [num_groups, 3]: slot, first and end in `order` of at most `MAX_GROUP_ROWS`
+            rows.
     """
 
     order: Tensor
+    slots: Tensor
     groups: Tensor
 
     @classmethod
@@ -42,10 +45,10 @@ class LoraRows:
             for first in range(start, end, MAX_GROUP_ROWS)
         ]
         table = np.array(groups, dtype=np.int64).reshape(-1, 3)
-        return cls(torch.from_numpy(order.astype(np.int64)), torch.from_numpy(table))
+        return cls(*map(torch.from_numpy, (order, slots[order], table)))
 
-    def to(self, device: torch.device) -> LoraRows:
-        return LoraRows(self.order.to(device), self.groups.to(device))
+    def to(self, device: torch.device | str) -> LoraRows:
+        return LoraRows(*(each.to(device) for each in (self.order, self.slots, self.groups)))
 
 
 def lora_shrink_reference(x: Tensor, rows: LoraRows, a: Tensor) -> Tensor:

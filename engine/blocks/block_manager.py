@@ -290,10 +290,16 @@ class BlockManager:
         else:
             self._release_device(table)
 
-    def drop_prefix(self, token_ids: Ordered[int], *, cache_salt: str = "") -> int:
+    def drop_prefix(
+        self, token_ids: Ordered[int], *, cache_salt: str = "", adapter: str | None = None
+    ) -> int:
         """Forget the cached blocks of these tokens, from their end back to where another cached
-        prefix branches off or a sequence holds the block; the number of blocks forgotten."""
-        return self._prefixes.drop(token_ids, cache_salt=cache_salt)
+        prefix branches off or a sequence holds the block; the number of blocks forgotten.
+
+        Args:
+            adapter: the digest of the adapter that computed them.
+        """
+        return self._prefixes.drop(token_ids, cache_salt=cache_salt, adapter=adapter)
 
     def _swap_in(self, table: BlockTable, sequence: Sequence, num_spared: int) -> int | None:
         """Bring a swapped sequence back: its own bytes, or the same content if it is on the

@@ -76,9 +76,9 @@ class Prefixes:
     def root_of(self, sequence: Sequence) -> bytes:
         """The root of the sequence's chain."""
         request = sequence.request
-        return self._root(
-            request.cache_salt, request.adapter, num_prompt_tokens=sequence.num_prompt_tokens
-        )
+        # Its content, not its name: another one may get the same name.
+        adapter = None if request.adapter is None else request.adapter.digest
+        return self._root(request.cache_salt, adapter, num_prompt_tokens=sequence.num_prompt_tokens)
 
     def find(self, table: BlockTable, sequence: Sequence) -> tuple[list[CachedBlock], Tail | None]:
         """The cached full blocks that match the start of the sequence, and a block that matches
@@ -176,11 +176,11 @@ class Prefixes:
         contents = (pool.contents[block_id] for block_id in table.block_ids)
         return [block for block in contents if block is not None]
 
-    def drop(self, token_ids: Ordered[int], *, cache_salt: str) -> int:
+    def drop(self, token_ids: Ordered[int], *, cache_salt: str, adapter: str | None) -> int:
         """See `BlockManager.drop_prefix`."""
         if not self._is_on:
             return 0
-        root = self._root(cache_salt, None, num_prompt_tokens=len(token_ids))
+        root = self._root(cache_salt, adapter, num_prompt_tokens=len(token_ids))
         table = BlockTable(self._block_size, root=root)
         chain: list[CachedBlock] = []
         for number in range(len(token_ids) // self._block_size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
@@ -43,6 +44,10 @@ class InProcessExecutor:
     def grammars(self) -> GrammarCompiler:
         return self._runner.grammars
 
+    @property
+    def adapters(self) -> AdapterSlots | NoAdapters:
+        return self._runner.adapters
+
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""
 
@@ -69,6 +74,10 @@ class OverlappedExecutor:
     @property
     def grammars(self) -> GrammarCompiler:
         return self._runner.grammars
+
+    @property
+    def adapters(self) -> AdapterSlots | NoAdapters:
+        return self._runner.adapters
 
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.engine.layers.adapters import LayerAdapters, TorchAdapters
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 from penstock.kernels.linear import linear
 from penstock.kernels.linear_quantized import (
@@ -42,9 +43,11 @@ class MatrixLayer(nn.Module):
         rounds_inputs: the inputs of a quantized matrix are rounded to bytes, where
             `linear_quantized` does.
         is_invariant: a row's result does not depend on the other rows, to the bit.
+        adapters: what adapters add to its results.
     """
 
     is_invariant = False
+    adapters: LayerAdapters | None = None
     quantized: tuple[PackedMatrix, ...] = ()
     rounds_inputs = False
 
@@ -105,7 +108,10 @@ class Linear(MatrixLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] → [num_tokens, sum(part_sizes)]"""
-        return self.multiply(x, self.bias)
+        y = self.multiply(x, self.bias)
+        if isinstance(self.adapters, TorchAdapters):
+            self.adapters.add(y, x)
+        return y
 
 
 class Embedding(MatrixLayer):
@@ -116,9 +122,13 @@ class Embedding(MatrixLayer):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] → [num_tokens, hidden_size]"""
-        if not self.quantized:
-            return F.embedding(token_ids, self.weight)
-        return embed_quantized(token_ids, self.quantized[0], self.weight.dtype)
+        if self.quantized:
+            y = embed_quantized(token_ids, self.quantized[0], self.weight.dtype)
+        else:
+            y = F.embedding(token_ids, self.weight)
+        if isinstance(self.adapters, TorchAdapters):
+            self.adapters.add_looked_up(y, token_ids)
+        return y
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""

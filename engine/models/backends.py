@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.errors import ConfigError
+from penstock.engine.layers.adapters import TorchAdapters
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.cpu_decoder import CpuDecoder, StepOutput, can_run
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.language_model import LanguageModel
+from penstock.engine.models.language_model import LanguageModel, TorchModel
 from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.token_masks import TokenMasks
@@ -58,6 +59,13 @@ def fastest(decoder: Decoder, block_size: int, library: CpuLibrary | None) -> La
     return decoder
 
 
+def running_library(model: TorchModel, block_size: int) -> CpuLibrary | None:
+    """The kernels if they will run a model that is a decoder."""
+    if not isinstance(model, Decoder) or not can_run(model.config, block_size):
+        return None
+    return load_library(model.dtype) if model.device.type == "cpu" else None
+
+
 def run_step(
     model: LanguageModel,
     input_ids: Tensor,
@@ -73,5 +81,9 @@ def run_step(
         return model.step(input_ids, context, sampled_tokens, parameters, draws, masks)
     hidden = model(input_ids, context)
     rows = hidden if sampled_tokens is None else hidden[sampled_tokens]
-    features = model.features if isinstance(model, Decoder) else ()
-    return StepOutput(hidden=hidden, logits=model.logits(rows), features=features)
+    logits = model.logits(rows)
+    if not isinstance(model, Decoder):
+        return StepOutput(hidden=hidden, logits=logits)
+    if isinstance(model.head_adapters, TorchAdapters):
+        model.head_adapters.add(logits, rows)
+    return StepOutput(hidden=hidden, logits=logits, features=model.features)

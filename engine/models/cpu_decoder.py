@@ -22,6 +22,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
+from penstock.engine.models.cpu_adapters import CpuAdapters, as_cpu
 from penstock.engine.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.packed_linear import CpuLinear, CpuTable, pack_linear, pack_table
@@ -67,7 +68,10 @@ class CpuDecoder:
         ]
         self._norm = decoder.norm
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
-        self._head = CpuHead(library, pack_table(library, head), self.dtype)
+        self._head = CpuHead(
+            library, pack_table(library, head), self.dtype, as_cpu(decoder.head_adapters)
+        )
+        self._table_adapters = as_cpu(decoder.embed_tokens.adapters)
         # A tied embedding is looked up in the packed head, so it is stored once.
         self._embedding = (
             self._head.matrix if self.config.is_tied else _pack_table(library, decoder.embed_tokens)
@@ -195,6 +199,8 @@ class CpuDecoder:
         kept = {layer: program.buffer(f"input {layer}", size) for layer in self._feature_layers}
         self._features = tuple(kept.values())
         self._embedding.write_lookup(program, stream)
+        if self._table_adapters is not None:
+            self._table_adapters.write_lookup(program, stream)
         x = stream
         for number, (layer, cache) in enumerate(zip(self._layers, kv_pool, strict=True)):
             y = kept.get(number + 1, stream)
@@ -382,6 +388,7 @@ class CpuHead:
     Args:
         matrix: [vocab_size, hidden_size]
         dtype: of hidden states and logits.
+        adapters: of the sampled rows.
 
     Attributes:
         hidden: all rows of a step, once the head is written into a program.
@@ -389,8 +396,15 @@ class CpuHead:
 
     hidden: Buffer
 
-    def __init__(self, library: CpuLibrary, matrix: CpuTable, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        library: CpuLibrary,
+        matrix: CpuTable,
+        dtype: torch.dtype,
+        adapters: CpuAdapters | None = None,
+    ) -> None:
         self.matrix = matrix
+        self._adapters = adapters
         self._library = library
         self._logits = torch.empty(0, matrix.out_features, dtype=dtype)
         self._uniforms = torch.empty(0)
@@ -404,6 +418,8 @@ class CpuHead:
         self._step, self._num_rows = step, addressof(step) + type(step).num_sampled.offset
         program.add("gather_rows", y=gathered, x=hidden, size=hidden.size)
         self._product = self.matrix.write(program, None, gathered, num_rows=self._num_rows)
+        if self._adapters is not None:
+            self._adapters.write(program, None, gathered, self._product)
         self._draw = program.add("draw_uniforms", num_rows=_NO_ROWS)
         self._sample = program.add(
             "sample_tokens", num_rows=_NO_ROWS, vocab_size=self.matrix.out_features

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.layers.adapters import LayerAdapters
 from penstock.engine.layers.attention import Attention, ForwardContext
 from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, weight_bytes
 from penstock.engine.layers.norm import RMSNorm
@@ -125,9 +126,11 @@ class Decoder(nn.Module):
     Attributes:
         feature_layers: layers, ascending from 1 on, whose inputs are wanted besides the result.
         features: these inputs in the last forward pass, [num_tokens, hidden_size] each.
+        head_adapters: what adapters add to the logits of sampled rows.
     """
 
     can_be_captured = True
+    head_adapters: LayerAdapters | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

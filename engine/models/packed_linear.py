@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
+from penstock.engine.models.cpu_adapters import CpuAdapters, as_cpu
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
@@ -144,10 +145,29 @@ class StackedLinear:
         return product
 
 
+class AdaptedLinear:
+    """A matrix whose rows' adapters add to its products."""
+
+    def __init__(self, linear: CpuLinear, adapters: CpuAdapters) -> None:
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self._linear, self._adapters = linear, adapters
+
+    @property
+    def num_bytes(self) -> int:
+        return self._linear.num_bytes
+
+    def write(self, program: Program, y: Place | None, x: Buffer, **others: Any) -> Structure:
+        product = self._linear.write(program, y, x, **others)
+        self._adapters.write(program, y, x)
+        return product
+
+
 def pack_linear(library: CpuLibrary, layer: MatrixLayer, bias: Tensor | None = None) -> CpuLinear:
     """Pack the layer's matrix as its kernel reads it; the layer loses it."""
     parts = _pack_parts(library, layer, bias)
-    return parts[0] if len(parts) == 1 else StackedLinear(parts)
+    linear = parts[0] if len(parts) == 1 else StackedLinear(parts)
+    adapters = as_cpu(layer.adapters)
+    return linear if adapters is None else AdaptedLinear(linear, adapters)
 
 
 def pack_table(library: CpuLibrary, layer: Embedding) -> CpuTable:

@@ -10,6 +10,7 @@ import torch
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError
+from penstock.engine.lora.slots import NO_ADAPTERS
 from penstock.engine.models.encoder import Encoder
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.request import FinishReason
@@ -33,6 +34,9 @@ class EncoderRunner:
             raise ConfigError("--deterministic is not supported for an encoder")
         if config.scheduler.speculation is not None:
             raise ConfigError("--speculative-config needs a model that generates")
+        if config.lora.enable_lora:
+            raise ConfigError("--enable-lora is not supported for an encoder")
+        self.adapters = NO_ADAPTERS
         device = select_device(config.device)
         self._encoder = encoder = Encoder(config.model, model_path, pooling, device)
         self._pooling = pooling

@@ -16,10 +16,19 @@ import torch
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
 from penstock.engine.layers.attention import Attention
-from penstock.engine.models.backends import check_deterministic, cpu_kernels, fastest, run_step
+from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
+from penstock.engine.models.adapters import make_room
+from penstock.engine.models.backends import (
+    check_deterministic,
+    cpu_kernels,
+    fastest,
+    run_step,
+    running_library,
+)
 from penstock.engine.models.cpu_decoder import StepOutput
-from penstock.engine.models.language_model import LanguageModel
+from penstock.engine.models.language_model import LanguageModel, TorchModel
 from penstock.engine.models.loader import load_drafting_model, load_model
+from penstock.engine.models.registry import read_model_config
 from penstock.engine.models.score_head import load_score_head
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.request import FinishReason, TokenLogprobs
@@ -103,6 +112,7 @@ class ModelRunner:
         self._device = select_device(config.device)
         check_kv_dtype(config.cache, self._device)
         model = load_model(config.model, model_path, self._device)
+        self.adapters = adapter_slots(config, model, model_path)
         dtype, quantization = model.dtype, model.quantization
         max_model_len = resolve_max_model_len(config.model, model.context_len)
         kv_dtype = resolve_kv_dtype(config.cache, dtype)
@@ -185,6 +195,7 @@ class ModelRunner:
         self._draft_model.update(batch)
         stopwatch = Stopwatch(self._device)
         if not batch.scheduled:
+            self.adapters.prepare(batch, ())
             return StepInFlight(batch.step, stopwatch, self._host_tier)
         self._draft_model.propose(batch)
         inputs = self._batch.prepare(
@@ -194,6 +205,7 @@ class ModelRunner:
         masks = sampling.masks
         if masks is not None and not self._tokens.overlaps_steps:
             masks.fill()
+        self.adapters.prepare(batch, inputs.sampled_seq_ids)
         output = run_step(
             self._model,
             self._tokens.input_ids(inputs),
@@ -236,6 +248,23 @@ class ModelRunner:
             sampling.masks.fill()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
+
+
+def adapter_slots(
+    config: EngineConfig, model: TorchModel, model_path: Path
+) -> AdapterSlots | NoAdapters:
+    """Room for adapters in a model whose weights are not packed yet, if the config wants it."""
+    lora = config.lora
+    if not lora.enable_lora:
+        return NO_ADAPTERS
+    room = make_room(
+        model,
+        read_model_config(model_path)[0].module_names,
+        num_slots=lora.max_loras,
+        max_rank=lora.max_lora_rank,
+        library=running_library(model, config.cache.block_size),
+    )
+    return AdapterSlots(room, max_loras=lora.max_loras, max_rank=lora.max_lora_rank)
 
 
 PromptLogprobs = Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]]

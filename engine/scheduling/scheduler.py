@@ -155,13 +155,7 @@ class Scheduler:
         Raises:
             InvalidRequestError: it can never be served; it was not added.
         """
-        try:
-            if request.request_id in self._requests:
-                raise InvalidRequestError(f"request id {request.request_id!r} is in use")
-            self._limits.check(request)
-        except InvalidRequestError:
-            self.counters.num_refused += 1
-            raise
+        self.check(request)
         live = self._branches.start(request)
         if request.pooling is not None and self._pooling.needs_every_token:
             for sequence in live.sequences.values():
@@ -169,6 +163,16 @@ class Scheduler:
         self._requests[request.request_id] = live
         self._queue_stats.add(request)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequestError` if a request can never be served."""
+        try:
+            if request.request_id in self._requests:
+                raise InvalidRequestError(f"request id {request.request_id!r} is in use")
+            self._limits.check(request)
+        except InvalidRequestError:
+            self.counters.num_refused += 1
+            raise
 
     def abort(self, request_id: str, *, index: int | None = None) -> None:
         """Drop a request, or one of its samples; its blocks are free when this returns. Unknown
@@ -348,6 +352,7 @@ class Scheduler:
             num_prompt_logprobs=params.prompt_logprobs if sequence.wants_prompt_logprobs else None,
             is_drafted=self.drafting.enter(sequence),
             pooling=sequence.request.pooling,
+            adapter=None if (adapter := sequence.request.adapter) is None else adapter.digest,
         )
         return ScheduledSequence(
             seq_id=sequence.seq_id,

@@ -3,7 +3,8 @@
     gateway                                            engine
       Hello        ─────────────────────────────►
                    ◄─────────────────────────────      EngineInfo
-      Submit, Abort, DropPrefix, Heartbeat  ────►
+      Submit, Abort, DropPrefix,     ───────────►
+      UnloadAdapter, Heartbeat
                    ◄─────────────────────────────      Step (numbered), Heartbeat, Failure
 
 Frames are versioned by `PROTOCOL_VERSION` in `Hello` and in every `Submit`; `frames` encodes and
@@ -18,9 +19,9 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.engine.request import Request, RequestOutput
+from penstock.engine.request import Adapter, Request, RequestOutput
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
@@ -47,6 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
             `none` if they are dense.
         weight_bytes: size of the weights in memory.
         scheduling_policy: `fcfs` or `priority`; only the latter accepts requests with a priority.
+        adapters: those of `--lora-modules`.
     """
 
     model: str
@@ -66,6 +68,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     num_threads: int = 1
     quantization: str = "none"
     weight_bytes: int = 0
+    adapters: tuple[Adapter, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -105,10 +108,23 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="abo
 
 
 class DropPrefix(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="drop_prefix"):
-    """Forget the cached KV of these tokens, except blocks that are in use."""
+    """Forget the cached KV of these tokens, except blocks that are in use.
+
+    Attributes:
+        adapter: the digest of the adapter that computed it.
+    """
 
     token_ids: tuple[int, ...]
     cache_salt: str = ""
+    adapter: str | None = None
+
+
+class UnloadAdapter(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="unload_adapter"
+):
+    """End all requests for the adapters of this name, whichever gateway they are from."""
+
+    name: str
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -209,4 +225,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="f
     message: str
 
 
-Message = Hello | EngineInfo | Submit | Abort | DropPrefix | Step | Heartbeat | Failure
+Message = (
+    Hello | EngineInfo | Submit | Abort | DropPrefix | UnloadAdapter | Step | Heartbeat | Failure
+)

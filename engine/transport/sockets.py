@@ -42,6 +42,7 @@ from penstock.engine.transport.messages import (
     Message,
     Step,
     Submit,
+    UnloadAdapter,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class TransportBrokenError(Exception):
 
 
 GatewayId = int  # of a connection; never used again
-Inbound = tuple[GatewayId, Submit | Abort | DropPrefix | GatewayGone]
+Inbound = tuple[GatewayId, Submit | Abort | DropPrefix | UnloadAdapter | GatewayGone]
 
 
 class Transport(threading.Thread):
@@ -228,7 +229,7 @@ class Transport(threading.Thread):
             self._post_now(gateway, self._info if is_ours else Failure(message=text))
         elif not gateway.has_said_hello:
             self._post_now(gateway, Failure(message="unknown gateway: say hello first"))
-        elif isinstance(message, Submit | Abort | DropPrefix):
+        elif isinstance(message, Submit | Abort | DropPrefix | UnloadAdapter):
             self._inbox.put((gateway.number, message))
 
     def _beat(self) -> None:

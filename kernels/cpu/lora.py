@@ -67,7 +67,7 @@ def set_pair(table: Tensor, slot: int, part: int, pair: PackedPair | None) -> No
 def _panels(matrix: Tensor) -> Tensor:
     """[num_lanes, size] → [num_lanes / 16][size / pair][16][pair]"""
     pair = 2 if matrix.dtype == torch.bfloat16 else 1
-    num_lanes, size = matrix.shape
+    size = matrix.shape[1]
     return matrix.reshape(-1, LANES, size // pair, pair).transpose(1, 2).contiguous()
 
 

@@ -1,6 +1,7 @@
-"""Low-rank updates of rows by their adapters, in Triton: a program takes a group of rows of one slot.
+"""Low-rank updates of rows by their adapters, in Triton.
 
-The tiles are of one size for every batch, so a row's bits do not depend on the other rows.
+A program takes a group of rows of one slot. The tiles are of one size for every
+batch, so a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def lora_expand_kernel(
 
 
 def _tile_of_ranks(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))
+    return max(16, int(triton.next_power_of_2(rank)))
 
 
 def lora_shrink_triton(x: Tensor, rows: LoraRows, a: Tensor) -> Tensor:
@@ -104,7 +105,9 @@ def lora_shrink_triton(x: Tensor, rows: LoraRows, a: Tensor) -> Tensor:
     return hidden
 
 
-def lora_expand_triton(y: Tensor, hidden: Tensor, rows: LoraRows, b: Tensor, scales: Tensor) -> None:
+def lora_expand_triton(
+    y: Tensor, hidden: Tensor, rows: LoraRows, b: Tensor, scales: Tensor
+) -> None:
     assert y.stride(1) == 1
     assert b.is_contiguous()
     num_outputs, rank = b.shape[1:]

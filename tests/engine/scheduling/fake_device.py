@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, BatchResult, BlockMoves, SequenceEntry
 from penstock.engine.errors import InvalidRequestError
+from penstock.engine.lora.slots import NO_ADAPTERS
 from penstock.engine.request import FinishReason, StructuredOutputs, TokenLogprobs
 
 VOCAB_SIZE = 50
@@ -92,6 +93,7 @@ class FakeDevice:
         self.left_stamps: dict[int, list[int]] = {}  # of those who left, by seq_id
         self.returns: list[tuple[list[int], list[int]]] = []  # stamps at leaving, and back again
         self.grammars = FakeGrammars()
+        self.adapters = NO_ADAPTERS
         self.guesses = False  # report forced tokens, of which some are none
         self.num_drafts = self.num_right_drafts = 0
         self._stamp = 0

@@ -10,6 +10,7 @@ from msgspec.structs import fields, replace
 
 from penstock.engine.pooling import PoolingParams
 from penstock.engine.request import (
+    Adapter,
     BeamSearch,
     FinishReason,
     Request,
@@ -30,6 +31,7 @@ from penstock.engine.transport.messages import (
     Hello,
     Step,
     Submit,
+    UnloadAdapter,
 )
 from tests.engine.server.stack import INFO
 
@@ -47,6 +49,7 @@ def test_every_message_survives_the_wire() -> None:
         deadline_s=None,
         tenant="t",
         prediction_token_ids=(5, 6),
+        adapter=Adapter(name="a", path="/a", digest="d"),
     )
     logprobs = TokenLogprobs(token_id=3, logprob=-0.5, rank=2, top=((4, -0.25), (3, -0.5)))
     output = RequestOutput(
@@ -64,6 +67,8 @@ def test_every_message_survives_the_wire() -> None:
         Submit(request=request, name="r", epoch=(2, 1)),
         Submit(request=replace(request, pooling=PoolingParams(task="score", num_first_tokens=3))),
         Abort(request_ids=("a", "b")),
+        DropPrefix(token_ids=(1, 2), adapter="d"),
+        UnloadAdapter(name="a"),
         Step(number=7, outputs=(output,), stats=stats),
         Step(number=9, outputs=(RequestOutput(request_id="a", is_superseded=True),)),
         Step(number=8, outputs=(RequestOutput(request_id="a", index=2, token_ids=(4, 5)),)),
@@ -86,8 +91,8 @@ def test_another_layout_is_another_version() -> None:
     """Fails with every field that a frame gains, loses or has elsewhere: raise the version then,
     and set both here anew."""
     kinds = (
-        *(Hello, EngineInfo, Submit, Abort, DropPrefix, Step, Heartbeat, Failure),
-        *(Request, SamplingParams, BeamSearch, Retention, PoolingParams),
+        *(Hello, EngineInfo, Submit, Abort, DropPrefix, UnloadAdapter, Step, Heartbeat, Failure),
+        *(Request, Adapter, SamplingParams, BeamSearch, Retention, PoolingParams),
         *(RequestOutput, TokenLogprobs, EngineStats),
     )
     layout = [
@@ -95,7 +100,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (12, "59c84dde56392ed8")
+    assert (PROTOCOL_VERSION, digest) == (13, "0f5827e01113ab43")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -365,6 +365,11 @@ def add_lora(
     library.run("lora_shrink", x=x, in_features=x.shape[1], **shared)
     result, sizes = y.clone(), torch.tensor(part_sizes)
     library.run(
-        "lora_expand", y=result, part_sizes=sizes, num_chunks=num_chunks, stride=y.shape[1], **shared
+        "lora_expand",
+        y=result,
+        part_sizes=sizes,
+        num_chunks=num_chunks,
+        stride=y.shape[1],
+        **shared,
     )
     return result

@@ -49,14 +49,14 @@ def expected(
     ranks=st.tuples(*[st.sampled_from([1, 8, 16, 17, 64])] * 3),
     missing=st.integers(0, 8),
 )
-def test_updates_are_those_of_each_rows_adapter(
-    library, slots, in_features, sizes, ranks, missing
-):
+def test_updates_are_those_of_each_rows_adapter(library, slots, in_features, sizes, ranks, missing):
     dtype = library.dtype
     x, y = (random(len(slots), size, seed=7, dtype=dtype) for size in (in_features, sum(sizes)))
     adapters: list[list[Pair | None]] = [
         [
-            None if 3 * slot + part == missing else pair(in_features, size, rank, slot + part, dtype)
+            None
+            if 3 * slot + part == missing
+            else pair(in_features, size, rank, slot + part, dtype)
             for part, size in enumerate(sizes)
         ]
         for slot, rank in enumerate(ranks)
@@ -102,7 +102,13 @@ def test_an_embedding_looks_up_what_its_adapters_add(library):
     result = y.clone()
     product = library.structure("linear_args", y=result)
     library.run(
-        "lora_expand", product=product, part_sizes=sizes, num_parts=1, num_chunks=1, stride=20, **shared
+        "lora_expand",
+        product=product,
+        part_sizes=sizes,
+        num_parts=1,
+        num_chunks=1,
+        stride=20,
+        **shared,
     )
     one_hot = torch.nn.functional.one_hot(ids, 41).to(dtype)
     assert_near(result, expected(y, one_hot, slots, [[each] for each in adapters], [20]))

@@ -1,0 +1,159 @@
+"""The adapters in memory, and the slots from which a step's rows take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.batch import Batch
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.lora.adapter import ModuleShape, read_matrices
+from penstock.engine.lora.files import content_digest, read_config
+from penstock.engine.models.adapters import HEAD, AdaptedModel
+from penstock.engine.request import Adapter
+from penstock.kernels.lora_reference import LoraRows
+
+Packed = Mapping[str, Any]  # by layer
+
+
+class NoAdapters:
+    """Stands for the slots of an engine without adapters."""
+
+    def load(self, adapter: Adapter) -> None:
+        raise InvalidRequestError(
+            f"the adapter {adapter.name!r} needs an engine started with --enable-lora",
+            param="model",
+        )
+
+    def drop(self, digest: str) -> None: ...
+
+    def has_head(self, digest: str) -> bool:
+        raise AssertionError(f"{digest} cannot have been loaded")
+
+    def prepare(self, batch: Batch, sampled_seq_ids: Sequence[int]) -> None: ...
+
+
+NO_ADAPTERS = NoAdapters()
+
+
+class AdapterSlots:
+    """
+    Args:
+        max_loras: how many adapters the sequences on the device may have at once.
+        max_rank: of an adapter.
+    """
+
+    def __init__(self, model: AdaptedModel, *, max_loras: int, max_rank: int) -> None:
+        self._model = model
+        self._max_rank = max_rank
+        self._modules = {
+            module: ModuleShape(
+                in_features=layer.in_features, out_features=size, is_table=layer.is_table
+            )
+            for layer in model.layers.values()
+            for module, size in zip(layer.modules, layer.part_sizes, strict=True)
+        }
+        self._loaded: dict[str, Packed] = {}  # by digest
+        self._slots: dict[str, int] = {}  # by digest, the least recently used first
+        self._free = list(reversed(range(max_loras)))
+        self._adapters: dict[int, str] = {}  # digest by seq_id
+        self._last: object = None  # what the rows were made for
+
+    def load(self, adapter: Adapter) -> None:
+        """Read an adapter into memory; any thread may call this.
+
+        Raises:
+            InvalidRequestError: names what is wrong with its files, or that they have changed.
+        """
+        try:
+            packed = self._read(adapter)
+        except ModelLoadError as error:
+            message = f"the adapter {adapter.name!r} cannot be loaded: {error}"
+            raise InvalidRequestError(message, param="model") from error
+        self._loaded[adapter.digest] = packed
+
+    def _read(self, adapter: Adapter) -> Packed:
+        path = Path(adapter.path)
+        config = read_config(path, max_rank=self._max_rank)
+        if content_digest(path) != adapter.digest:
+            raise ModelLoadError(f"{path} has changed since the adapter got its name")
+        matrices = read_matrices(path, config, self._modules, self._model.dtype)
+        packed = {
+            name: layer.adapters.pack([matrices.get(module) for module in layer.modules])
+            for name, layer in self._model.layers.items()
+        }
+        return {name: each for name, each in packed.items() if each is not None}
+
+    def drop(self, digest: str) -> None:
+        """Forget an adapter that no sequence has."""
+        slot = self._slots.pop(digest, None)
+        if slot is not None:
+            self._install(slot, {})
+            self._free.append(slot)
+        self._loaded.pop(digest, None)
+
+    def has_head(self, digest: str) -> bool:
+        """Whether an adapter in memory changes the output head."""
+        return HEAD in self._loaded[digest]
+
+    def prepare(self, batch: Batch, sampled_seq_ids: Sequence[int]) -> None:
+        """Give the rows of a step the slots of their adapters.
+
+        Args:
+            sampled_seq_ids: the sequence of each row whose logits are computed.
+        """
+        self._follow(batch)
+        if not self._adapters:
+            if self._last is not None:
+                self._last = None
+                self._model.rows.set(None)
+                self._model.sampled_rows.set(None)
+            return
+        rows = [(item.seq_id, item.num_new_tokens) for item in batch.scheduled]
+        if self._last == (rows, sampled_seq_ids):
+            return
+        self._last = (rows, sampled_seq_ids)
+        self._fill({self._adapters[seq_id] for seq_id, _ in rows if seq_id in self._adapters})
+        slots = {seq_id: self._slots.get(self._adapters.get(seq_id, ""), -1) for seq_id, _ in rows}
+        counts = np.array([count for _, count in rows])
+        self._model.rows.set(self._rows(np.array(list(slots.values())).repeat(counts)))
+        self._model.sampled_rows.set(
+            self._rows(np.array([slots[each] for each in sampled_seq_ids]))
+        )
+
+    def _follow(self, batch: Batch) -> None:
+        """Which sequences have which adapters."""
+        for seq_id in batch.left_seq_ids:
+            self._adapters.pop(seq_id, None)
+        for item in batch.scheduled:
+            if item.entry is not None:
+                self._last = ()
+                self._adapters.pop(item.seq_id, None)
+                if item.entry.adapter is not None:
+                    self._adapters[item.seq_id] = item.entry.adapter
+
+    def _fill(self, digests: set[str]) -> None:
+        """Have these adapters in slots, in place of those that were not used for longest."""
+        for digest in digests & self._slots.keys():
+            self._slots[digest] = self._slots.pop(digest)
+        for digest in sorted(digests - self._slots.keys()):
+            if self._free:
+                slot = self._free.pop()
+            else:
+                oldest = next(iter(self._slots))
+                assert oldest not in digests, "more adapters in a step than slots"
+                slot = self._slots.pop(oldest)
+            self._install(slot, self._loaded[digest])
+            self._slots[digest] = slot
+
+    def _install(self, slot: int, packed: Packed) -> None:
+        for name, layer in self._model.layers.items():
+            layer.adapters.install(slot, packed.get(name))
+
+    def _rows(self, slots: np.typing.NDArray[np.int64]) -> LoraRows | None:
+        if not len(slots) or slots.max() < 0:
+            return None
+        return LoraRows.of(slots).to(self._model.device)

@@ -1,0 +1,116 @@
+"""Makes room for adapters in a model: in each layer that may have one, a place for every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.engine.errors import ConfigError
+from penstock.engine.layers.adapters import LayerAdapters, StepRows, TorchAdapters
+from penstock.engine.layers.linear import Linear
+from penstock.engine.models.cpu_adapters import CpuAdapters, CpuRows
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.language_model import TorchModel
+from penstock.kernels.cpu.library import CpuLibrary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLayer:
+    """A layer with room for adapters.
+
+    Attributes:
+        modules: the checkpoint's names of its parts.
+    """
+
+    modules: tuple[str, ...]
+    part_sizes: tuple[int, ...]
+    in_features: int
+    is_table: bool
+    adapters: LayerAdapters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedModel:
+    """A model's layers with room for adapters.
+
+    Attributes:
+        rows: of each step, for all layers but the head.
+        sampled_rows: for the head.
+    """
+
+    layers: Mapping[str, AdaptedLayer]  # by name; the output head's is HEAD
+    rows: StepRows
+    sampled_rows: StepRows
+    dtype: torch.dtype
+    device: torch.device
+
+
+HEAD = "lm_head"
+
+
+def make_room(
+    model: TorchModel,
+    module_names: Callable[[str], tuple[str, ...]],
+    *,
+    num_slots: int,
+    max_rank: int,
+    library: CpuLibrary | None,
+) -> AdaptedModel:
+    """Give each matrix of a decoder room for adapters; before its weights are packed.
+
+    Args:
+        module_names: as in `Architecture`.
+        max_rank: the largest rank of an adapter.
+        library: the CPU kernels, if they run the model.
+
+    Raises:
+        ConfigError: the model is of another kind.
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError("--enable-lora: this model's architecture takes no adapters")
+    rows, sampled_rows = (StepRows() if library is None else CpuRows(library) for _ in range(2))
+    layers: dict[str, AdaptedLayer] = {}
+
+    def add(
+        name: str,
+        part_sizes: tuple[int, ...],
+        in_features: int,
+        rows: StepRows,
+        *,
+        is_table: bool = False,
+    ) -> LayerAdapters:
+        room: dict[str, Any] = {"num_slots": num_slots, "max_rank": max_rank}
+        adapters: LayerAdapters
+        if isinstance(rows, CpuRows):
+            adapters = CpuAdapters(part_sizes, in_features, rows=rows, is_table=is_table, **room)
+        else:
+            like = torch.empty(0, dtype=model.dtype, device=model.device)
+            adapters = TorchAdapters(part_sizes, in_features, rows=rows, like=like, **room)
+        layers[name] = AdaptedLayer(
+            modules=(HEAD,) if name == HEAD else module_names(name),
+            part_sizes=part_sizes,
+            in_features=in_features,
+            is_table=is_table,
+            adapters=adapters,
+        )
+        return adapters
+
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.adapters = add(name, module.part_sizes, module.in_features, rows)
+    vocab_size, hidden_size = model.config.vocab_size, model.config.hidden_size
+    model.embed_tokens.adapters = add(
+        "embed_tokens", (hidden_size,), vocab_size, rows, is_table=True
+    )
+    model.head_adapters = add(HEAD, (vocab_size,), hidden_size, sampled_rows)
+    model.can_be_captured = False  # the rows of a graph would stay the same
+    return AdaptedModel(
+        layers=layers,
+        rows=rows,
+        sampled_rows=sampled_rows,
+        dtype=model.dtype,
+        device=model.device,
+    )
