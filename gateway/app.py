@@ -23,6 +23,7 @@ from penstock.engine.logs import LogWriter
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas
+from penstock.gateway.api.adapters.routes import Adapters
 from penstock.gateway.api.chat.routes import ChatCompletions
 from penstock.gateway.api.completions.routes import Completions
 from penstock.gateway.api.conversations.routes import ConversationItems, Conversations
@@ -40,12 +41,14 @@ from penstock.gateway.api.status.routes import Description, Status
 from penstock.gateway.api.status.stats_socket import StatsSocket
 from penstock.gateway.api.tickets import TicketDesk
 from penstock.gateway.api.tokens.routes import Tokens
+from penstock.gateway.auth.callers import Caller
 from penstock.gateway.auth.guard import Guard
 from penstock.gateway.auth.keys import KeyRing
 from penstock.gateway.auth.tickets import MemoryTickets, Tickets
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import EXCEPTION_HANDLERS
+from penstock.gateway.generation.adapters import AdapterChanges, AdapterRegistry, MemoryChanges
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.grammar_check import GrammarCheck
 from penstock.gateway.generation.pooled import Embedder
@@ -101,11 +104,15 @@ def create_app(
     metrics = Metrics(engine, model.name, _workers(config))
     health = _redis_health(config)
     gate = make_gate(config, engine, health)
+    adapters = AdapterRegistry(
+        engine, model, _adapter_changes(config, health), is_on=config.enable_lora
+    )
     generator = Generator(
         engine,
         model,
         metrics=metrics,
         admission=gate.admission,
+        adapters=adapters,
         templates=TemplateProcess() if config.trust_request_chat_template else None,
         max_prompt_bytes=config.max_prompt_bytes,
     )
@@ -127,6 +134,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
+        adapters.start()
         await metrics.start()
         await service.start()
         starting = asyncio.create_task(stores.start())
@@ -135,6 +143,7 @@ def create_app(
         finally:
             starting.cancel()
             await engine.close()
+            await adapters.close()
             await gate.aclose()
             await service.close()
             await generator.close()
@@ -154,8 +163,12 @@ def create_app(
     apis = _apis(
         config, generator, embedder=embedder, service=service, engine=engine, stores=stores
     )
+
+    def names(caller: Caller) -> tuple[str, ...]:
+        return (*model.names, *adapters.of(caller))
+
     status = Status(engine, metrics, redis=None if health is None else health.trouble)
-    apis += [TicketDesk(gate.tickets), status, Description(model.names)]
+    apis += [TicketDesk(gate.tickets), status, Description(names)]
     below_v1, others = routes_of(apis, mount="/v1")
     sockets = [
         WebSocketRoute("/responses", ResponsesSocket(service).serve),
@@ -196,16 +209,28 @@ def _apis(
     """The objects whose methods serve the operations that take a body, and the models."""
     max_bytes, ping_s = config.max_body_bytes, config.ping_interval_s
     answers = IdempotentAnswers(service)
+    of_adapters: list[object] = []
+    if config.enable_lora:
+        of_adapters = [
+            Adapters(
+                generator.adapters,
+                engine,
+                generator.model,
+                max_rank=config.max_lora_rank,
+                max_body_bytes=max_bytes,
+            )
+        ]
     return [
         ChatCompletions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Completions(generator, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Responses(service, answers, max_body_bytes=max_bytes, ping_s=ping_s),
         Embeddings(embedder, max_body_bytes=max_bytes),
         Rerank(embedder, max_body_bytes=max_bytes),
-        Models(engine, generator.model),
+        Models(engine, generator.model, generator.adapters),
         Conversations(stores.conversations, service, max_body_bytes=max_bytes),
         ConversationItems(stores.conversations, max_body_bytes=max_bytes),
         Tokens(generator, engine, max_body_bytes=max_bytes),
+        *of_adapters,
     ]
 
 
@@ -369,6 +394,17 @@ def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth) -> Store
         close=close,
         is_up=link.is_up,
     )
+
+
+def _adapter_changes(config: GatewayConfig, health: RedisHealth | None) -> AdapterChanges:
+    if config.redis_url is None or not config.enable_lora:
+        return MemoryChanges()
+    from penstock.gateway.storage.redis_adapters import RedisAdapterChanges
+    from penstock.gateway.storage.redis_link import RedisLink
+    from penstock.gateway.storage.redis_url import RedisAddress
+
+    link = RedisLink(RedisAddress.parse(config.redis_url), health=health)
+    return RedisAdapterChanges(link, server=config.engine_address)
 
 
 async def _nothing() -> None:

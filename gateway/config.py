@@ -33,6 +33,8 @@ class GatewayConfig:
         ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files; with them only TLS is served.
         served_model_names: names of the model in the API; empty: as the user named the model.
 
+        enable_lora: the engine takes adapters.
+        max_lora_rank: the largest rank of one.
         trust_request_chat_template: requests may bring their own template.
         tool_call_parser, reasoning_parser: formats of tool calls and thoughts; None: as the chat
             template shows; `none`: they stay text.
@@ -87,6 +89,8 @@ class GatewayConfig:
     ssl_keyfile: str | None = None
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     served_model_names: tuple[str, ...] = ()
+    enable_lora: bool = False
+    max_lora_rank: int = 16
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None

@@ -127,7 +127,8 @@ class AdapterQueue:
 
     def unload(self, name: str) -> None:
         """End all requests for the adapters of this name."""
-        error = InvalidRequestError(f"the adapter {name!r} was unloaded", param="model")
+        message = f"the adapter {name!r} was unloaded"
+        error = InvalidRequestError(message, param="model")
         for request in list(self._waiting):
             if request.adapter is not None and request.adapter.name == name:
                 self._refuse(request, error)
@@ -135,7 +136,7 @@ class AdapterQueue:
         for request_id, adapter in list(self._live.items()):
             if adapter.name == name:
                 self._requests.abort(request_id)
-                self._outputs.append(_failed(request_id, error))
+                self._outputs.append(_ended(request_id, message))
         self._has_news.set()
 
     def admit(self) -> list[RequestOutput]:
@@ -235,11 +236,12 @@ class AdapterQueue:
 
 
 def _failed(request_id: str, error: InvalidRequestError) -> RequestOutput:
+    output = _ended(request_id, str(error))
+    output.is_refused, output.param = True, error.param
+    return output
+
+
+def _ended(request_id: str, error: str) -> RequestOutput:
     return RequestOutput(
-        request_id=request_id,
-        finish_reason=FinishReason.ERROR,
-        is_last=True,
-        error=str(error),
-        is_refused=True,
-        param=error.param,
+        request_id=request_id, finish_reason=FinishReason.ERROR, is_last=True, error=error
     )

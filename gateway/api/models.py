@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`."""
+"""`GET /v1/models` and `GET /v1/models/{id}`: the model's names, and its adapters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from starlette.responses import Response
 
 from penstock.gateway.api.json_api import json_response
 from penstock.gateway.api.operations import operation
+from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.served_model import ServedModel
 
 
 class Models:
     """The endpoints."""
 
-    def __init__(self, engine: EngineClient, model: ServedModel) -> None:
+    def __init__(self, engine: EngineClient, model: ServedModel, adapters: AdapterRegistry) -> None:
         self._engine = engine
         self._model = model
+        self._adapters = adapters
         self._created = int(time.time())
 
     @operation(
@@ -28,17 +31,20 @@ class Models:
         "Models",
         links={"model": "$response.body#/data/0/id"},
     )
-    async def list(self, _: Request) -> Response:
-        return json_response(
-            {"object": "list", "data": [self._card(name) for name in self._model.names]}
-        )
+    async def list(self, request: Request) -> Response:
+        names = (*self._model.names, *self._adapters.of(caller_of(request.scope)))
+        return json_response({"object": "list", "data": [self._card(name) for name in names]})
 
     @operation("GET /v1/models/{model:path}", "Retrieve the model.", "Model")
     async def retrieve(self, request: Request) -> Response:
-        return json_response(self._card(self._model.require(request.path_params["model"])))
+        name = request.path_params["model"]
+        return json_response(
+            self._card(await self._adapters.require(name, caller_of(request.scope)))
+        )
 
     def _card(self, name: str) -> dict[str, Any]:
         info = self._engine.info_for_running()
+        parent = {} if name in self._model.names else {"parent": self._model.name}
         return {
             "id": name,
             "object": "model",
@@ -48,4 +54,5 @@ class Models:
             "max_model_len": info.max_model_len,
             "quantization": info.quantization,
             "weight_bytes": info.weight_bytes,
+            **parent,
         }

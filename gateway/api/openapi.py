@@ -512,6 +512,7 @@ ANSWERS: dict[str, Schema] = {
     "Deleted": _object(id=STRING, object=STRING, deleted=_BOOLEAN),
     # the rest
     "Model": _object(
+        {"parent": STRING},
         id=STRING,
         object=_one_of("model"),
         created=INTEGER,

@@ -46,7 +46,8 @@ class Caller:
             request's priority is ignored.
         allows_cache_salt: whether a request's own cache salt is used.
         cache_salt: separates its prefix cache from other tenants'; empty shares it.
-        is_admin: may see numbers of all tenants by name.
+        adapters: names of the adapters that it may use; None: all.
+        is_admin: may see numbers of all tenants by name, and load adapters.
     """
 
     tenant: str = "default"
@@ -57,6 +58,7 @@ class Caller:
     allows_cache_salt: bool = True
     cache_salt: str = ""
     limits: TenantLimits = NO_LIMITS
+    adapters: frozenset[str] | None = None
     is_admin: bool = False
 
     def priority_of(self, asked: int | None) -> int:

@@ -39,6 +39,7 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"
 _TENANT_FIELDS = frozenset(
     {
         "weight", "priority", "min_priority", "max_priority", "allow_cache_salt", "cache_salt",
+        "adapters",
         *_LIMITS,
     }
 )  # fmt: skip
@@ -218,7 +219,17 @@ def _tenant(name: Any, table: Any) -> Caller:
         allows_cache_salt=allows_salt,
         cache_salt=salt,
         limits=_limits(table, where),
+        adapters=_adapters(table, where),
     )
+
+
+def _adapters(table: Mapping[str, Any], where: str) -> frozenset[str] | None:
+    names = table.get("adapters")
+    if names is None:
+        return None
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    _check(is_list, f"{where}: adapters must be a list of names")
+    return frozenset(names)
 
 
 def _bounds(table: Mapping[str, Any], where: str) -> tuple[int, int] | None:

@@ -32,6 +32,7 @@ from penstock.engine.transport.messages import (
     Hello,
     Message,
     Step,
+    UnloadAdapter,
 )
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.open_streams import OpenStreams
@@ -184,13 +185,24 @@ class EngineClient:
         """Stop one branch; the request continues. Outputs in flight are still delivered."""
         self._streams.abort_branch(stream, index)
 
-    def drop_prefix(self, token_ids: Sequence[int], cache_salt: str) -> None:
+    def drop_prefix(
+        self, token_ids: Sequence[int], cache_salt: str, *, adapter: str | None = None
+    ) -> None:
         """Have the engine drop the cached KV of these tokens, except what other requests use.
 
         Without an engine there is nothing to drop.
+
+        Args:
+            adapter: the digest of the adapter that computed it.
         """
         if self.info is not None:
-            self._outbox.put_nowait(DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt))
+            dropped = DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt, adapter=adapter)
+            self._outbox.put_nowait(dropped)
+
+    def unload_adapter(self, name: str) -> None:
+        """Have the engine end all requests for the adapters of this name."""
+        if self.info is not None:
+            self._outbox.put_nowait(UnloadAdapter(name=name))
 
     def mark_dead(self, reason: str) -> None:
         """End the current life, because the engine is known to be gone."""

@@ -40,6 +40,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
             that it came from.
         output_format: how thoughts and tool calls are found in it; None: it is one message.
         prediction: what it may be.
+        model: the name of the model, or of an adapter.
     """
 
     sampling_params: SamplingParams
@@ -52,6 +53,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     grammars: Sequence[tuple[str, StructuredOutputs]] = ()
     output_format: OutputFormat | None = None
     prediction: str = ""
+    model: str | None = None
 
 
 def default_prompt_bytes(max_model_len: int) -> int:

@@ -36,6 +36,7 @@ from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import RequestRefusedError
+from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.context_limits import (
     GenerationOptions,
     check_prompt_bytes,
@@ -90,10 +91,12 @@ class Generator:
         *,
         metrics: Metrics,
         admission: Admission,
+        adapters: AdapterRegistry,
         templates: TemplateProcess | None = None,
         max_prompt_bytes: int | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.long_work = LongWork()
         self.grammars = GrammarCheck(model.directory, metrics)
         self._engine = engine
@@ -270,6 +273,7 @@ class Generator:
                 deadline_s=None if deadline_s is None else now_s + deadline_s,
                 retention=retention,
                 prediction_token_ids=prediction_token_ids,
+                adapter=self.adapters.adapter(options.model),
             ),
             continues_prompt=options.continues_prompt,
             reservation=reservation,

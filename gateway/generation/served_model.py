@@ -5,7 +5,7 @@ Only the engine loads weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,11 +38,14 @@ class ServedModel:
     def name(self) -> str:
         return self.names[0]
 
-    def require(self, name: str | None, task: Task | None = None) -> str:
+    def require(
+        self, name: str | None, task: Task | None = None, *, others: Sequence[str] = ()
+    ) -> str:
         """The name for the answer; a request without a model name gets this model.
 
         Args:
             task: what it must be able to do.
+            others: models that there are besides, for the message.
 
         Raises:
             RequestRefusedError: 404: this server does not have the model.
@@ -54,7 +57,8 @@ class ServedModel:
             return self.name
         if name not in self.names:
             raise RequestRefusedError(
-                f"the model {name!r} does not exist; this server has {', '.join(self.names)}",
+                f"the model {name!r} does not exist; this server has "
+                f"{', '.join((*self.names, *others))}",
                 code="model_not_found",
                 param="model",
                 status=404,

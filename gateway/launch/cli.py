@@ -22,6 +22,7 @@ from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -225,6 +226,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
         cache=_section(CacheConfig, settings),
         scheduler=_section(SchedulerConfig, settings),
         device=_section(DeviceConfig, settings),
+        lora=_section(LoraConfig, settings),
     )
 
 

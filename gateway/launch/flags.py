@@ -17,6 +17,7 @@ from penstock.engine.config import (
     MAX_BLOCK_SIZE,
     QUANTIZATIONS,
     CacheConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -147,6 +148,7 @@ TEXT = Kind("TEXT", "a text")
 HOST = Kind("HOST", "an address")
 NAME = Kind("NAME", "a name")
 JSON = Kind("JSON", "a JSON object")
+ADAPTER = Kind("NAME=PATH", "a name and a directory")
 OVERRIDE = Kind("MODULE=KIND", "a module and a kind")
 KEY = Kind("KEY", "a key")
 ORIGIN = Kind("ORIGIN", "an origin")
@@ -228,6 +230,7 @@ class Flag:
 
 
 _MODEL, _CACHE, _SCHEDULER = ModelConfig(), CacheConfig(), SchedulerConfig()
+_LORA = LoraConfig()
 _GATEWAY = GatewayConfig(engine_address="")
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -314,6 +317,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("swap-space", None, "GiB of host memory for KV that does not fit on the device; 0: "
              "none; default: a moderate share of free memory", GIB),
         Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", INTEGER),
+    ),
+    "adapters": (
+        Flag("enable-lora", _LORA.enable_lora, "serve adapters (LoRA) of the model beside it; they "
+             "are loaded by --lora-modules and POST /v1/load_lora_adapter"),
+        Flag("lora-modules", (), "an adapter in PEFT's format, and its name in the API; may be "
+             "repeated", ADAPTER, is_list=True),
+        Flag("max-loras", _LORA.max_loras, "adapters whose requests run at once", COUNT),
+        Flag("max-lora-rank", _LORA.max_lora_rank, "largest rank of an adapter", COUNT),
+        Flag("max-cpu-loras", None, "adapters kept in host memory; default: --max-loras", COUNT),
     ),
     "scheduling": (
         Flag("max-num-seqs", _SCHEDULER.max_num_seqs, "sequences running at once", BOUNDED),

@@ -60,8 +60,8 @@ class ChatCompletions:
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         chat = parse_request(ChatRequest, body)
-        model = self._generator.model.require(chat.model, "generate")
         caller = caller_of(request.scope)
+        model = await self._generator.adapters.require(chat.model, caller, task="generate")
         key = idempotency_key(request, body, caller)
         plan = partial(self._planned, request, chat)
         source: DeltaSource

@@ -59,8 +59,8 @@ class Completions:
     async def create(self, request: Request) -> Response | EventStream:
         body = await read_json(request, max_bytes=self._max_body_bytes)
         completion = parse_request(CompletionRequest, body)
-        model = self._generator.model.require(completion.model, "generate")
         caller = caller_of(request.scope)
+        model = await self._generator.adapters.require(completion.model, caller, task="generate")
         key = idempotency_key(request, body, caller)
         sources: Sequence[DeltaSource]
         is_resumed = False

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import orjson
+
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import FinishReason, Retention, SamplingParams
 from penstock.gateway.api.responses.prompt import LaneMemory, Prompt, PromptBuilder
@@ -117,7 +119,7 @@ class ResponseService:
             RequestRefusedError: it was not admitted, or another turn holds the conversation.
             EngineDeadError: the engine is not available.
         """
-        model = self._generator.model.require(request.model, "generate")
+        model = await self._generator.adapters.require(request.model, caller, task="generate")
         prompt = await self._prompts.build(request, caller, memory)
         response_id = new_response_id(prompt.position.conversation_id)
         generation = await self._generator.plan(
@@ -369,7 +371,13 @@ class ResponseService:
         self._drop_prefix_of(await self.turn(caller, response_id))
 
     def _drop_prefix_of(self, turn: StoredTurn) -> None:
-        self._engine.drop_prefix([*turn.prompt_token_ids, *turn.output_token_ids], turn.cache_salt)
+        name = orjson.loads(turn.response).get("model") if turn.response else None
+        adapter = self._generator.adapters.known(name)
+        self._engine.drop_prefix(
+            [*turn.prompt_token_ids, *turn.output_token_ids],
+            turn.cache_salt,
+            adapter=None if adapter is None else adapter.digest,
+        )
 
     @property
     def _retention(self) -> Retention | None:

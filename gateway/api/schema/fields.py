@@ -248,6 +248,7 @@ class SamplingRequest(_Common):
             continues_prompt=self.continues_prompt,
             grammars=self.constraint.grammars,
             prediction="" if self.prediction is None else self.prediction.text,
+            model=self.model,
         )
 
     def _sampling_params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from penstock.gateway import installed_version
 from penstock.gateway.api.json_api import json_response
 from penstock.gateway.api.operations import operation, operations_of
-from penstock.gateway.auth.callers import caller_of
+from penstock.gateway.auth.callers import Caller, caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import refusal
 from penstock.gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -73,7 +73,7 @@ class Status:
 class Description:
     """`GET /openapi.json`."""
 
-    def __init__(self, model_names: Sequence[str]) -> None:
+    def __init__(self, model_names: Callable[[Caller], Sequence[str]]) -> None:
         self._model_names = model_names
 
     @operation("GET /openapi.json", "This document.", "Document", needs_key=False)
@@ -81,4 +81,5 @@ class Description:
         # Loaded on demand: few clients request it, and it takes memory.
         from penstock.gateway.api.openapi import document
 
-        return json_response(document(self._model_names, operations_of(request.app.routes)))
+        names = self._model_names(caller_of(request.scope))
+        return json_response(document(names, operations_of(request.app.routes)))

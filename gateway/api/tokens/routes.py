@@ -14,6 +14,7 @@ from penstock.gateway.api.json_api import json_response, read_fields
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.tokens.schema import Detokenize, TokenizeChat, TokenizePrompt
+from penstock.gateway.auth.callers import caller_of
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.generation.generator import Generator
 
@@ -43,8 +44,7 @@ class Tokens:
             asked = parse_fields(TokenizeChat, body)
         else:
             asked = parse_fields(TokenizePrompt, body)
-        model = self._generator.model
-        model.require(asked.model)
+        await self._generator.adapters.require(asked.model, caller_of(request.scope))
         max_model_len = self._engine.info_for_running().max_model_len
         token_ids = await self._token_ids(asked)
         return json_response(
@@ -65,9 +65,8 @@ class Tokens:
     )
     async def detokenize(self, request: Request) -> Response:
         asked = parse_fields(Detokenize, await self._body(request))
-        model = self._generator.model
-        model.require(asked.model)
-        piece = model.tokenizer.token_piece
+        await self._generator.adapters.require(asked.model, caller_of(request.scope))
+        piece = self._generator.model.tokenizer.token_piece
         unknown = next((i for i in set(asked.tokens) if piece(i) is None), None)
         if unknown is not None:
             raise InvalidRequestError(

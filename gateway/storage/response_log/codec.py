@@ -22,6 +22,7 @@ from msgspec import Struct, structs
 from penstock.engine.chat_formats import OutputFormat
 from penstock.engine.errors import EngineError
 from penstock.engine.request import (
+    Adapter,
     BeamSearch,
     FinishReason,
     Request,
@@ -213,6 +214,7 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     request = _request_fields(header.request)
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
+    request["adapter"] = _optional_fields(request["adapter"])
     return {**named, "echo": dict(header.echo), "request": request}
 
 
@@ -251,6 +253,7 @@ def _read_request(named: dict[str, Any]) -> Request:
             "prompt_token_ids": tuple(named["prompt_token_ids"]),
             "output_token_ids": tuple(named["output_token_ids"]),
             "prediction_token_ids": tuple(named.get("prediction_token_ids", ())),
+            "adapter": None if named["adapter"] is None else Adapter(**named["adapter"]),
             "retention": None if retention is None else Retention(**retention),
             "sampling_params": SamplingParams(
                 **{

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.chat_formats import OutputFormat, OutputSyntax, Tool
 from penstock.engine.request import (
+    Adapter,
     BeamSearch,
     FinishReason,
     Request,
@@ -88,7 +89,7 @@ requests = st.builds(
     priority=st.integers(-100, 100),
     cache_salt=st.text(),
     deadline_s=st.none() | st.floats(0, 4e9),
-    adapter=st.none() | st.text(),
+    adapter=st.none() | st.builds(Adapter, name=st.text(), path=st.text(), digest=st.text()),
     prediction_token_ids=token_ids,
     retention=st.none()
     | st.builds(Retention, duration_s=st.floats(0, 1e6), priority=st.integers(-9, 9)),

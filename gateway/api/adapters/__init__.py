@@ -1,0 +1,1 @@
+"""Loading and unloading adapters while the server runs."""

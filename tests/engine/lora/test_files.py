@@ -1,0 +1,97 @@
+"""What is not supported, or damaged, is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.lora.files import CONFIG_FILE, WEIGHTS_FILE, find_adapter, read_config
+
+from .test_parity import engine
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def adapter_path(tiny_checkpoint, make_adapter) -> Path:
+    return make_adapter(tiny_checkpoint(), 1, target_modules=["q_proj"])
+
+
+@pytest.fixture(scope="module")
+def core(tiny_checkpoint):
+    return engine(tiny_checkpoint())
+
+
+@pytest.fixture
+def copied(adapter_path, tmp_path) -> Path:
+    return Path(shutil.copytree(adapter_path, tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("use_dora", True, "use_dora: True is not supported"),
+        ("modules_to_save", ["lm_head"], r"modules_to_save: \['lm_head'\] is not supported"),
+        ("bias", "lora_only", "bias: 'lora_only' is not supported, only 'none'"),
+        ("lora_bias", True, "lora_bias: True is not supported"),
+        ("layer_replication", [[0, 2]], "layer_replication"),
+        ("trainable_token_indices", [3], "trainable_token_indices"),
+        ("target_parameters", ["experts"], "target_parameters"),
+        ("some_new_field", {"a": 1}, "some_new_field"),
+        ("peft_type", "IA3", "peft_type: expected 'LORA', not 'IA3'"),
+        ("init_lora_weights", "pissa_niter_4", "init_lora_weights: 'pissa_niter_4' changes"),
+        ("r", 0, "r: expected an integer from 1"),
+        ("r", 17, "r: the rank 17 is more than --max-lora-rank 16"),
+        ("rank_pattern", {"q_proj": 64}, "the rank 64 is more than"),
+        ("rank_pattern", {"q_proj": "8"}, "rank_pattern: expected positive numbers"),
+        ("alpha_pattern", {"(": 8}, "alpha_pattern: '\\(' is no regular expression"),
+        ("target_modules", 3, "target_modules: expected a text or a list"),
+        ("lora_alpha", "x", "lora_alpha: expected a number"),
+    ],
+)
+def test_a_setting_is_refused_by_its_name(copied, field, value, message):
+    file = copied / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(ModelLoadError, match=message):
+        read_config(copied, max_rank=16)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_missing_file_is_named(copied, name):
+    (copied / name).unlink()
+    with pytest.raises(ModelLoadError, match=f"{name} is missing"):
+        find_adapter("a", str(copied))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {**t, f"{Q_PROJ}.lora_A.weight": torch.zeros(8, 65)}, "q_proj.lora_A.weight has shape"),
+        (lambda t: {**t, f"{Q_PROJ}.lora_B.weight": torch.full((64, 8), math.nan)}, "lora_B.weight has numbers that are not finite"),
+        (lambda t: {**t, f"{Q_PROJ}.lora_A.weight": torch.zeros(8, 64, dtype=torch.int8)}, "is I8; supported"),
+        (lambda t: {**t, f"{Q_PROJ}.lora_magnitude_vector": torch.zeros(64)}, "lora_magnitude_vector is not supported"),
+        (lambda t: {**t, f"{Q_PROJ[:-6]}x_proj.lora_A.weight": torch.zeros(8, 64)}, "where this model takes no adapter"),
+        (lambda t: {k: v for k, v in t.items() if "layers.1" not in k}, "layers.1.self_attn.q_proj.lora_A.weight is missing"),
+        (lambda t: {k: v for k, v in t.items() if "lora_B" not in k}, "lora_B.weight is missing"),
+    ],
+)  # fmt: skip
+def test_a_damaged_tensor_is_named(core, copied, change, message):
+    save_file(change(load_file(copied / WEIGHTS_FILE)), copied / WEIGHTS_FILE)
+    with pytest.raises(InvalidRequestError, match=message) as refusal:
+        core.adapters.load(find_adapter("mine", str(copied)))
+    assert refusal.value.param == "model"
+    assert "the adapter 'mine' cannot be loaded" in str(refusal.value)
+
+
+def test_a_cut_file_is_named(core, copied):
+    data = (copied / WEIGHTS_FILE).read_bytes()
+    (copied / WEIGHTS_FILE).write_bytes(data[: len(data) // 2])
+    with pytest.raises(InvalidRequestError, match="safetensors is corrupt or incomplete"):
+        core.adapters.load(find_adapter("mine", str(copied)))
