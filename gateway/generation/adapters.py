@@ -35,6 +35,8 @@ class AdapterChanges(Protocol):
 
     async def write(self, name: str, adapter: Adapter | None) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 class MemoryChanges:
     """Those of a single gateway."""
@@ -47,6 +49,9 @@ class MemoryChanges:
 
     async def write(self, name: str, adapter: Adapter | None) -> None:
         self._changes[name] = adapter
+
+    async def close(self) -> None:
+        """There is nothing to close."""
 
 
 class AdapterRegistry:
@@ -73,6 +78,7 @@ class AdapterRegistry:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self._shared.close()
 
     def of(self, caller: Caller) -> dict[str, Adapter]:
         """The adapters that a caller may use, by name."""

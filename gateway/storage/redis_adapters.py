@@ -45,3 +45,6 @@ class RedisAdapterChanges:
         with self._link.answering(self._key):
             await self._link.client.hset(self._key, name, msgspec.msgpack.encode(adapter))
             await self._link.client.expire(self._key, _TTL_S)
+
+    async def close(self) -> None:
+        await self._link.aclose()

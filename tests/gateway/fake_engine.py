@@ -32,6 +32,7 @@ from penstock.engine.transport.messages import (
     Message,
     Step,
     Submit,
+    UnloadAdapter,
 )
 
 INFO = EngineInfo(
@@ -85,6 +86,7 @@ class FakeEngine:
         self._stopped: set[tuple[int, str]] = set()  # by gateway: another may run it now
         self.aborted_branches: set[tuple[str, int]] = set()
         self.dropped: list[DropPrefix] = []
+        self.unloaded: list[str] = []
         self.stats = EngineStats(num_requests_running=1, num_blocks_used=16, num_blocks=64)
         self.since_step_s: float | None = None
         self.address = address
@@ -184,6 +186,8 @@ class FakeEngine:
             self.aborted_branches.update(message.branches)
         elif isinstance(message, DropPrefix):
             self.dropped.append(message)
+        elif isinstance(message, UnloadAdapter):
+            self.unloaded.append(message.name)
         elif isinstance(message, Submit):
             self.submitted[message.request.request_id] = message.request
             if self.poison(message.request):
