@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.lora import lora_expand, lora_shrink
 from penstock.kernels.lora_reference import LoraRows
 
@@ -42,9 +43,13 @@ class LayerAdapters(ABC):
     """The updates of one layer, slot by slot; a fused layer has one for each of its parts."""
 
     @abstractmethod
-    def pack(self, parts: Sequence[LowRank | None]) -> Any:
+    def pack(self, parts: Sequence[LowRank | None], memory: WeightMemory) -> Any:
         """An adapter's matrices as `install` takes them; any thread may call it. None: no part has
-        one."""
+        one.
+
+        Args:
+            memory: the adapter's own.
+        """
 
     @abstractmethod
     def install(self, slot: int, packed: Any) -> None:
@@ -76,7 +81,11 @@ class TorchAdapters(LayerAdapters):
         self._scales = torch.zeros(num_parts, num_slots, device=like.device)
         self._is_held = [False] * num_slots
 
-    def pack(self, parts: Sequence[LowRank | None]) -> Sequence[LowRank | None] | None:
+    def pack(
+        self,
+        parts: Sequence[LowRank | None],
+        memory: WeightMemory,  # noqa: ARG002 (the slots' tensors hold them)
+    ) -> Sequence[LowRank | None] | None:
         return parts if any(parts) else None
 
     def install(self, slot: int, packed: Sequence[LowRank | None] | None) -> None:

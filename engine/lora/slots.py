@@ -14,6 +14,7 @@ from penstock.engine.lora.adapter import ModuleShape, read_matrices
 from penstock.engine.lora.files import content_digest, read_config
 from penstock.engine.models.adapters import HEAD, AdaptedModel
 from penstock.engine.request import Adapter
+from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.lora_reference import LoraRows
 
 Packed = Mapping[str, Any]  # by layer
@@ -81,8 +82,9 @@ class AdapterSlots:
         if content_digest(path) != adapter.digest:
             raise ModelLoadError(f"{path} has changed since the adapter got its name")
         matrices = read_matrices(path, config, self._modules, self._model.dtype)
+        memory = WeightMemory()
         packed = {
-            name: layer.adapters.pack([matrices.get(module) for module in layer.modules])
+            name: layer.adapters.pack([matrices.get(module) for module in layer.modules], memory)
             for name, layer in self._model.layers.items()
         }
         return {name: each for name, each in packed.items() if each is not None}

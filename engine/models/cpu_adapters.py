@@ -18,6 +18,7 @@ from penstock.kernels.cpu.lora import (
     table_of_pairs,
 )
 from penstock.kernels.cpu.program import Buffer, Place, Program
+from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.lora_reference import LoraRows
 
 
@@ -54,13 +55,15 @@ class CpuAdapters(LayerAdapters):
         self._is_table = is_table
         self._pairs = table_of_pairs(num_slots, len(part_sizes))
 
-    def pack(self, parts: Sequence[LowRank | None]) -> Sequence[PackedPair | None] | None:
+    def pack(
+        self, parts: Sequence[LowRank | None], memory: WeightMemory
+    ) -> Sequence[PackedPair | None] | None:
         if not any(parts):
             return None
         return [
             None
             if part is None
-            else pack_pair(part.a, part.b, part.scale, is_lookup=self._is_table)
+            else pack_pair(part.a, part.b, part.scale, memory=memory, is_lookup=self._is_table)
             for part in parts
         ]
 

@@ -21,6 +21,8 @@ INLINE void NAME(lora_sums)(
     for (; k + 2 * PAIR <= end; k += 2 * PAIR) {
         const NAME(weights) first = NAME(load_weights)(w + k * LANES);
         const NAME(weights) second = NAME(load_weights)(w + (k + PAIR) * LANES);
+        /* Short streams of memory end before the processor reads ahead by itself. */
+        prefetch((const char *)(w + k * LANES) + LORA_AHEAD_BYTES, 2 * LANES * PAIR * (long)sizeof *w);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             NAME(add_products)(even + r, x[r] + k, 0, &first, 1, 1);

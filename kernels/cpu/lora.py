@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import LANES
+from penstock.kernels.cpu.weight_memory import WeightMemory
 
 CHUNK, MAX_RANK = 1024, 512  # LORA_CHUNK and MAX_LORA_RANK of kernels.c
 _NUM_MEMBERS = 4  # of `struct lora_pair`, eight bytes each
@@ -35,18 +36,22 @@ class PackedPair:
         return self.a.nbytes + self.b.nbytes
 
 
-def pack_pair(a: Tensor, b: Tensor, scale: float, *, is_lookup: bool = False) -> PackedPair:
+def pack_pair(
+    a: Tensor, b: Tensor, scale: float, *, memory: WeightMemory, is_lookup: bool = False
+) -> PackedPair:
     """
     Args:
         a: [rank, in_features]
         b: [out_features, rank]
+        memory: where they go, one after the other, as they are read.
         is_lookup: of an embedding, of which a row of Aᵀ is read for each token.
     """
     rank = padded_rank(len(a))
     a = _padded(a, rank)
     b = torch.nn.functional.pad(b, (0, rank - b.shape[1]))
-    packed = a.T.contiguous() if is_lookup else _panels(a)
-    return PackedPair(packed, _panels(_padded(b, -(-len(b) // LANES) * LANES)), rank, scale)
+    packed = a.T if is_lookup else _panels(a)
+    panels = _panels(_padded(b, -(-len(b) // LANES) * LANES))
+    return PackedPair(_placed(packed, memory), _placed(panels, memory), rank, scale)
 
 
 def table_of_pairs(num_slots: int, num_parts: int) -> Tensor:
@@ -68,7 +73,12 @@ def _panels(matrix: Tensor) -> Tensor:
     """[num_lanes, size] → [num_lanes / 16][size / pair][16][pair]"""
     pair = 2 if matrix.dtype == torch.bfloat16 else 1
     size = matrix.shape[1]
-    return matrix.reshape(-1, LANES, size // pair, pair).transpose(1, 2).contiguous()
+    return matrix.reshape(-1, LANES, size // pair, pair).transpose(1, 2)
+
+
+def _placed(values: Tensor, memory: WeightMemory) -> Tensor:
+    held = memory.allocate(values.nbytes).view(values.dtype).view(values.shape)
+    return held.copy_(values)
 
 
 def _padded(matrix: Tensor, num_rows: int) -> Tensor:

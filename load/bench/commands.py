@@ -21,6 +21,7 @@ BENCHES: dict[str, str] = {
     "kernels": "the kernels alone: their time compared with the machine's limits and with torch",
     "quantization": "quantized weights beside the model's own dtype: logits, tokens per second",
     "speculation": "drafts: tokens per second with them beside those without, and which were right",
+    "adapters": "adapters (LoRA): tokens per second with them beside those without",
     "structured": "structured outputs: schemas accepted, masks, validity, and what they cost",
     "embeddings": "texts to vectors: texts per second and cosines, beside Hugging Face",
     "startup": "a server's start: seconds to ready and to a first token, memory of each process",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from penstock.engine import LLM, LoRARequest
 from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
@@ -21,13 +22,15 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.errors import InvalidRequestError
+from penstock.engine.errors import ConfigError, InvalidRequestError
 from penstock.engine.lora.files import find_adapter
+from penstock.engine.model_files import DEMO_MODEL_PATH
 from penstock.engine.models import backends
 from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import Adapter, Request, SamplingParams
 from penstock.engine.startup import build_core
+from tests.support.peft_models import PeftAnswers, write_adapter
 
 NUM_NEW = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -283,3 +286,46 @@ def test_adapters_of_the_output_head_have_no_prompt_logprobs(tiny_checkpoint, ma
         outputs = core.step()
     assert outputs[0].is_refused
     assert outputs[0].param == "prompt_logprobs"
+
+
+def test_offline_calls_take_one_adapter_or_one_for_each_prompt(tmp_path):
+    write_adapter(DEMO_MODEL_PATH, tmp_path / "a", 1, std=0.05)
+    write_adapter(DEMO_MODEL_PATH, tmp_path / "b", 2, std=0.05)
+    first = LoRARequest(name="a", path=tmp_path / "a")
+    second = LoRARequest("b", 1, str(tmp_path / "b"))  # vLLM's form
+    token_ids, params = list(range(20, 50)), SamplingParams(temperature=0, max_tokens=8)
+    answers = PeftAnswers()
+    expected = [
+        answers(DEMO_MODEL_PATH, path, token_ids, 8)
+        for path in (None, tmp_path / "a", tmp_path / "b")
+    ]
+    params = replace(params, ignore_eos=True)
+    with LLM(dtype="float32", enable_lora=True, num_blocks=200) as llm:
+
+        def ask(lora_request: Any) -> list[list[int]]:
+            prompts = [token_ids] * (len(lora_request) if isinstance(lora_request, list) else 1)
+            outputs = llm.generate(prompts, params, lora_request=lora_request, use_tqdm=False)
+            return [list(each.outputs[0].token_ids) for each in outputs]
+
+        assert ask(first) == [expected[1]]
+        assert ask([None, first, second, first]) == [expected[n] for n in (0, 1, 2, 1)]
+        known = [*token_ids, *expected[2]]
+        assert llm.drop_prefix(known, lora_request=second) > 0
+        assert llm.drop_prefix(known, lora_request=second) == 0
+        with pytest.raises(InvalidRequestError, match="2 adapters for 1 prompts"):
+            llm.generate([token_ids], lora_request=[first, second])
+        with pytest.raises(InvalidRequestError, match="nowhere") as refusal:
+            llm.generate([token_ids], lora_request=LoRARequest("x", 3, "/nowhere"))
+        assert refusal.value.param == "lora_request"
+    with (
+        LLM(num_blocks=200) as llm,
+        pytest.raises(InvalidRequestError, match=r"needs LLM\(enable_lora=True\)"),
+    ):
+        llm.generate([token_ids], lora_request=first)
+
+
+def test_a_damaged_adapter_of_the_command_line_stops_the_start(tiny_checkpoint, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    lora = LoraConfig(enable_lora=True, lora_modules=(f"mine={tmp_path}",))
+    with pytest.raises(ConfigError, match=r"--lora-modules mine: .*lora_alpha"):
+        engine(tiny_checkpoint(), lora=lora)

@@ -352,7 +352,8 @@ def add_lora(
     )
     table = table_of_pairs(len(adapters), len(part_sizes))
     pairs = [
-        [None if each is None else pack_pair(*each) for each in adapter] for adapter in adapters
+        [None if each is None else pack_pair(*each, memory=library.memory) for each in adapter]
+        for adapter in adapters
     ]
     for slot, adapter in enumerate(pairs):
         for part, pair in enumerate(adapter):

@@ -91,7 +91,7 @@ def test_an_embedding_looks_up_what_its_adapters_add(library):
     groups = library.structure(
         "lora_rows", num_groups=len(rows.groups), order=rows.order, groups=rows.groups
     )
-    packed = [pack_pair(*each, is_lookup=True) for each in adapters]
+    packed = [pack_pair(*each, memory=library.memory, is_lookup=True) for each in adapters]
     table, hidden = table_of_pairs(2, 1), torch.full((5, 1, 1, 16), torch.nan)
     for slot, each in enumerate(packed):
         set_pair(table, slot, 0, each)
