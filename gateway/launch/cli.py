@@ -107,7 +107,10 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         return
     metavar = f"{{{','.join(flag.choices)}}}" if flag.choices else flag.kind.metavar
     action = "append" if flag.is_list else "store"
-    group.add_argument(name, action=action, type=_reader(flag), metavar=metavar, help=text)
+    more: dict[str, Any] = {}
+    if flag.takes_several:
+        action, more = "extend", {"nargs": "+"}
+    group.add_argument(name, action=action, type=_reader(flag), metavar=metavar, help=text, **more)
 
 
 def _reader(flag: Flag) -> Callable[[str], Any]:

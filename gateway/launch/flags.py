@@ -190,6 +190,9 @@ BLOCK_SIZE = Kind("N", f"an even number from 2 to {MAX_BLOCK_SIZE}", _block_size
 class Flag:
     """One setting of `serve`.
 
+    Attributes:
+        takes_several: values may follow each other, as with vLLM.
+
     The text of a secret is in no message; `launch.cli` also hides it from the list of processes.
     """
 
@@ -200,6 +203,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     is_list: bool = False
     is_secret: bool = False
+    takes_several: bool = False
 
     @property
     def key(self) -> str:
@@ -321,8 +325,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "adapters": (
         Flag("enable-lora", _LORA.enable_lora, "serve adapters (LoRA) of the model beside it; they "
              "are loaded by --lora-modules and POST /v1/load_lora_adapter"),
-        Flag("lora-modules", (), "an adapter in PEFT's format, and its name in the API; may be "
-             "repeated", ADAPTER, is_list=True),
+        Flag("lora-modules", (), "adapters in PEFT's format, and their names in the API", ADAPTER,
+             is_list=True, takes_several=True),
         Flag("max-loras", _LORA.max_loras, "adapters whose requests run at once", COUNT),
         Flag("max-lora-rank", _LORA.max_lora_rank, "largest rank of an adapter", COUNT),
         Flag("max-cpu-loras", None, "adapters kept in host memory; default: --max-loras", COUNT),
