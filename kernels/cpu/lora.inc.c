@@ -161,5 +161,7 @@ static void NAME(lora_expand_item)(const void *args, long item) {
 
 struct job NAME(lora_expand)(const void *args) {
     const struct lora_expand_args *a = args;
-    return (struct job){NAME(lora_expand_item), args, a->rows->num_groups * lora_items_of_group(a), 0};
+    const int has_rows = a->y || *a->product->num_rows; /* a step may want no logits */
+    const long num_items = has_rows ? a->rows->num_groups * lora_items_of_group(a) : 0;
+    return (struct job){NAME(lora_expand_item), args, num_items, 0};
 }

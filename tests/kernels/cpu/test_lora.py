@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -100,7 +102,8 @@ def test_an_embedding_looks_up_what_its_adapters_add(library):
     shared = {"h": hidden, "pairs": table, "rows": groups, "max_rank": 16}
     library.run("lora_lookup", step=step, **shared)
     result = y.clone()
-    product = library.structure("linear_args", y=result)
+    num_rows = ctypes.c_int64(5)
+    product = library.structure("linear_args", y=result, num_rows=num_rows)
     library.run(
         "lora_expand",
         product=product,
