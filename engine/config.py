@@ -15,11 +15,13 @@ from penstock.engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
+ModelImpl = Literal["auto", "native", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 KVCacheDType = Literal["auto", "fp8", "int8"]
 CudagraphMode = Literal["auto", "none", "piecewise", "full"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DTYPES: tuple[DType, ...] = ("auto", "bfloat16", "float16", "float32")
+MODEL_IMPLS: tuple[ModelImpl, ...] = ("auto", "native", "transformers")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "int8")
 CUDAGRAPH_MODES: tuple[CudagraphMode, ...] = ("auto", "none", "piecewise", "full")
@@ -36,6 +38,10 @@ class ModelConfig:
     Attributes:
         model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
+        model_impl: `native` is one of our own families, `transformers` the library's code over our
+            cache and products; `auto` is the first where there is one.
+        trust_remote_code: run Python code that comes with the model, where `transformers` does not
+            know its architecture.
         quantization: of a dense checkpoint's matrices at load.
         quantization_override: `PATTERN=KIND`: another quantization for the modules of this name, or
             pattern as in a shell; the first that matches counts.
@@ -49,6 +55,8 @@ class ModelConfig:
 
     model: str = DEMO_MODEL
     revision: str | None = None
+    model_impl: ModelImpl = "auto"
+    trust_remote_code: bool = False
     dtype: DType = "auto"
     quantization: Quantization = "none"
     quantization_override: tuple[str, ...] = ()
@@ -60,6 +68,10 @@ class ModelConfig:
     seed: int = 0  # of dummy weights
 
     def __post_init__(self) -> None:
+        _check(
+            self.model_impl in MODEL_IMPLS,
+            f"--model-impl must be one of {', '.join(MODEL_IMPLS)}, not {self.model_impl!r}",
+        )
         for text in self.quantization_override:
             pattern, _, kind = text.rpartition("=")
             _check(

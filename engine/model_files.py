@@ -78,6 +78,8 @@ def _gguf_directory(file: Path) -> Path:
 def _download(config: ModelConfig, *, weights: bool) -> Path:
     wants_weights = weights and config.load_format != "dummy"
     patterns = [*_TEXT_FILES, *(_WEIGHT_FILES if wants_weights else ())]
+    if weights and config.trust_remote_code:
+        patterns.append("*.py")
     where = f"model {config.model!r}" + (f" at {config.revision!r}" if config.revision else "")
     try:
         path = snapshot_download(

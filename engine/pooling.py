@@ -176,7 +176,8 @@ def read_pooling(path: Path, name: str = "") -> ModelPooling:
             is_encoder=encoder is not None,
         )
         return _as_modules_say(pooling, path, modules)
-    is_base = architecture.endswith("Model")
+    # Some of the oldest that generate are called so, GPT-2 for one.
+    is_base = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
     pooling = ModelPooling(tasks=("embed",) if is_base else ("generate", "embed"), size=size)
     if "classifier_from_token" in fields:  # as vLLM's users write it
         tokens = fields.texts("classifier_from_token")

@@ -17,6 +17,7 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.models.registry import is_native
 from penstock.engine.pooling import read_pooling
 from penstock.engine.request import Adapter
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
@@ -131,4 +132,6 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
         f"{device.dtype} {device.kv_cache_dtype} {model.quantization} "
         f"{model.quantization_rules} {model.quantize_activations}"
     )
+    if not is_native(model, path):  # other code rounds elsewhere
+        types += " transformers"
     return weights + f" {types} {device.block_size}".encode()

@@ -25,6 +25,7 @@ from penstock.engine.config import (
     EngineConfig,
     KVCacheDType,
     ModelConfig,
+    ModelImpl,
     Quantization,
     SchedulerConfig,
 )
@@ -124,11 +125,13 @@ def build_engine(
     *,
     quantize_activations: bool = True,
     kv_cache_dtype: KVCacheDType = "auto",
+    model_impl: ModelImpl = "auto",
 ) -> tuple[EngineCore, EngineInfo]:
     """An engine core by a bench's flags, in which `--num-seqs` sequences run at once."""
     max_num_seqs = max(SchedulerConfig().max_num_seqs, *parsed.num_seqs)
     model = ModelConfig(
         model=parsed.model,
+        model_impl=model_impl,
         dtype=parsed.dtype,
         quantization=quantization,
         quantize_activations=quantize_activations,

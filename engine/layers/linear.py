@@ -75,7 +75,7 @@ class MatrixLayer(nn.Module):
         is_possible = like.is_cuda or not any(each.is_float8 for each in codes)
         self.rounds_inputs = rounds_inputs and is_possible
         self.quantized = tuple(pack_for(like, each, in_bytes=self.rounds_inputs) for each in codes)
-        self.weight = constant(self.weight.new_empty(0))
+        self.weight = constant(like.new_empty(0))
 
     def drop(self) -> None:
         """Lose the matrix."""

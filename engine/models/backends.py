@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -15,31 +17,43 @@ from penstock.kernels.cpu.cores import num_usable_cores
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.token_masks import TokenMasks
 
+if TYPE_CHECKING:
+    from penstock.engine.models.transformers_backend import TransformersModel
+
 
 def cpu_kernels(
-    decoder: Decoder, block_size: int, *, num_threads: int | None = None
+    model: Decoder | TransformersModel, block_size: int, *, num_threads: int | None = None
 ) -> CpuLibrary | None:
-    """The kernels for a decoder on a CPU; None on a GPU or without a compiler.
+    """The kernels for a model on a CPU; None on a GPU or without a compiler.
 
     Args:
         block_size: of the KV cache.
         num_threads: None uses one per core.
     """
-    library = load_library(decoder.dtype) if decoder.device.type == "cpu" else None
-    if library is not None and can_run(decoder.config, block_size):
-        library.start_threads(num_threads or num_usable_cores())
+    library = load_library(model.dtype) if model.device.type == "cpu" else None
+    if library is None or (isinstance(model, Decoder) and not can_run(model.config, block_size)):
+        return library
+    library.start_threads(num_threads or num_usable_cores())
+    if isinstance(model, Decoder) or not model.has_fused_experts:
         torch.set_num_threads(1)  # torch computes little now, and must not wake a second pool
     return library
 
 
-def check_deterministic(decoder: Decoder, block_size: int, library: CpuLibrary | None) -> None:
-    """Refuse a decoder that the C kernels cannot run: the order of torch's sums depends on the
+def check_deterministic(
+    model: Decoder | TransformersModel, block_size: int, library: CpuLibrary | None
+) -> None:
+    """Refuse a model that the C kernels cannot run: the order of torch's sums depends on the
     batch.
 
     Raises:
         ConfigError: with the reason why the kernels cannot run.
     """
-    config = decoder.config
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            "--deterministic: the operations of transformers depend on the batch, so the model "
+            "must be of a native family"
+        )
+    config = model.config
     if library is None:
         reason = "they could not be compiled (see the log)"
     elif not can_run(config, block_size):
@@ -52,11 +66,18 @@ def check_deterministic(decoder: Decoder, block_size: int, library: CpuLibrary |
     raise ConfigError(f"--deterministic needs the CPU kernels, and {reason}")
 
 
-def fastest(decoder: Decoder, block_size: int, library: CpuLibrary | None) -> LanguageModel:
-    """The fastest implementation of the decoder on its device; takes over the weights."""
-    if library is not None and can_run(decoder.config, block_size):
-        return CpuDecoder(decoder, library)
-    return decoder
+def fastest(
+    model: Decoder | TransformersModel, block_size: int, library: CpuLibrary | None
+) -> LanguageModel:
+    """The fastest implementation of the model on its device; takes over the weights."""
+    if isinstance(model, Decoder):
+        if library is None or not can_run(model.config, block_size):
+            return model
+        return CpuDecoder(model, library)
+    if library is not None:
+        model.use_cpu_kernels(library, block_size)
+    model.check_rows(block_size)
+    return model
 
 
 def running_library(model: TorchModel, block_size: int) -> CpuLibrary | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.config import DType, EngineConfig, ModelConfig
+from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.linear import Linear, MatrixLayer, constant
@@ -25,7 +26,8 @@ from penstock.engine.models.eagle3_head import (
     read_eagle3_config,
 )
 from penstock.engine.models.families import is_ignorable
-from penstock.engine.models.registry import Architecture, read_model_config
+from penstock.engine.models.language_model import TorchModel
+from penstock.engine.models.registry import Architecture, is_native, own_dtype, read_model_config
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.formats import FORMATS, format_of, open_checkpoint
@@ -33,6 +35,10 @@ from penstock.engine.weights.formats.gguf import GgufCheckpoint
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, stack
 from penstock.engine.weights.quantization import Quantizer
 
+if TYPE_CHECKING:
+    from penstock.engine.models.transformers_backend import TransformersModel
+
+_Module = TypeVar("_Module", bound=nn.Module)
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -45,41 +51,37 @@ _NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the
 DraftingModel: TypeAlias = Decoder | Eagle3Head
 
 
-def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder:
+def load_model(
+    config: ModelConfig, path: Path, device: torch.device
+) -> Decoder | TransformersModel:
     """The model in directory `path`, with the checkpoint's weights or, for `dummy`, random ones.
 
     Raises:
         ModelLoadError: names the invalid file, field or tensor.
         ConfigError: --quantization-override or -exclude names modules that there are not.
     """
-    rules = config.quantization_rules
-    kinds = [each for each in (config.quantization, *rules.values()) if each != "none"]
-    rounded_to = " + ".join(dict.fromkeys(kinds)) or "none"
+    if is_native(config, path):
+        return load_decoder(config, path, device)
+    return _load_through_transformers(config, path, device)
+
+
+def load_decoder(config: ModelConfig, path: Path, device: torch.device) -> Decoder:
+    """The same of a native family."""
     architecture, decoder_config = read_model_config(path)
-    dtype = _resolve_dtype(config, decoder_config, path)
-    like = torch.empty(0, dtype=dtype, device=device)
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(path)
+    dtype = _resolve_dtype(config, decoder_config.dtype, path)
+    weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
+    checkpoint, hold, like = weights.checkpoint, weights.hold, weights.like
     if checkpoint is not None and "embed_tokens.weight" in checkpoint:
         architecture = architecture.without_prefix()
-    kept = None
-    if checkpoint is not None and kinds:
-        kept = ConvertedMatrices(weights_fingerprint(path, with_times=True), dtype)
-    quantize = Quantizer(config.quantization, rules, kept)
     if decoder_config.is_tied:
         (table,) = architecture.module_names("embed_tokens")
-        quantize.aliases[table] = "lm_head"
-
-    def hold(module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]) -> None:
-        matrix = quantize(names, parts, like)
-        module.hold(matrix, rounds_inputs=config.quantize_activations, like=like)
-
+        weights.quantize.aliases[table] = "lm_head"
     if checkpoint is not None:
         _check_layers(checkpoint, architecture, decoder_config)
     with torch.device("meta"):
         model = Decoder(decoder_config).to(dtype)
     if checkpoint is None:
         model = _allocate(model, path, device)
-        model.quantization = rounded_to
         _fill_random(model, config.seed)
         for name, module in model.named_modules():
             if isinstance(module, MatrixLayer):
@@ -94,21 +96,113 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> Decoder
         _check_all_read(
             checkpoint, unused | ({"score.weight"} if architecture.is_headless else set())
         )
-        model.quantization = _describe(checkpoint, rounded_to)
-    quantize.check_patterns()
+    model.quantization = weights.describe()
+    weights.quantize.check_patterns()
     # Rotary frequencies follow from the config and stay float32.
     rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
     model.rotary = rotary.to(device)
     return model.eval()
 
 
-def load_drafting_model(config: EngineConfig, target: Decoder) -> DraftingModel | None:
+def _load_through_transformers(
+    config: ModelConfig, path: Path, device: torch.device
+) -> TransformersModel:
+    """The same of any other architecture."""
+    from penstock.engine.models.transformers_weights import read_weights
+
+    model = _build_through_transformers(config, path)
+    weights = _Weights.of(config, path, torch.empty(0, dtype=model.dtype, device=device))
+    if weights.checkpoint is None:
+        model = _allocate(model, path, device)
+        _fill_random(model, config.seed)
+        for name, module in model.causal_lm.named_modules():
+            if isinstance(module, MatrixLayer):
+                weights.hold(module, [name], [DenseMatrix(module.weight.data)])
+    else:
+        _check_room(model, path, device)
+        for name, source in model.causal_lm.all_tied_weights_keys.items():
+            weights.quantize.aliases[source.removesuffix(".weight")] = name.removesuffix(".weight")
+        read_weights(weights.checkpoint, model.causal_lm, weights.hold, weights.like)
+    model.quantization = weights.describe()
+    weights.quantize.check_patterns()
+    return model.to(device)
+
+
+def build_without_weights(config: ModelConfig, path: Path) -> Decoder | TransformersModel:
+    """The model in directory `path` on the meta device: what it stores and needs can be asked.
+
+    Raises:
+        ModelLoadError: names the file or field that is invalid, or why it is not supported.
+    """
+    if not is_native(config, path):
+        return _build_through_transformers(config, path)
+    _, decoder_config = read_model_config(path)
+    with torch.device("meta"):
+        return Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
+
+
+def _build_through_transformers(config: ModelConfig, path: Path) -> TransformersModel:
+    """The same of an architecture that is not native; the import takes seconds, so only here."""
+    from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
+
+    dtype = _resolve_dtype(config, own_dtype(read_model_fields(path)), path)
+    inspected = inspect_model(path, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    return TransformersModel(inspected, max_model_len=config.max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Where a model's matrices come from, and what becomes of them.
+
+    Attributes:
+        checkpoint: None: random numbers.
+        rounded_to: the quantizations of dense matrices; `none`.
+        rounds_inputs: of quantized matrices.
+        like: has the dtype and device of the model.
+    """
+
+    checkpoint: Checkpoint | None
+    quantize: Quantizer
+    rounded_to: str
+    rounds_inputs: bool
+    like: Tensor
+
+    @classmethod
+    def of(cls, config: ModelConfig, path: Path, like: Tensor) -> _Weights:
+        """
+        Raises:
+            ModelLoadError: files are missing or corrupt.
+        """
+        rules = config.quantization_rules
+        kinds = [each for each in (config.quantization, *rules.values()) if each != "none"]
+        checkpoint = None if config.load_format == "dummy" else open_checkpoint(path)
+        kept = None
+        if checkpoint is not None and kinds:
+            kept = ConvertedMatrices(weights_fingerprint(path, with_times=True), like.dtype)
+        quantize = Quantizer(config.quantization, rules, kept)
+        rounded_to = " + ".join(dict.fromkeys(kinds)) or "none"
+        return cls(checkpoint, quantize, rounded_to, config.quantize_activations, like)
+
+    def hold(self, module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]) -> None:
+        """Give a module the matrix that is made of these parts, in the checkpoint's names."""
+        matrix = self.quantize(names, parts, self.like)
+        module.hold(matrix, rounds_inputs=self.rounds_inputs, like=self.like)
+
+    def describe(self) -> str:
+        """How the weights are stored."""
+        if self.checkpoint is None:
+            return self.rounded_to
+        return _describe(self.checkpoint, self.rounded_to)
+
+
+def load_drafting_model(config: EngineConfig, target: TorchModel) -> DraftingModel | None:
     """The model or EAGLE-3 head that drafts for `target`, in its dtype and on its device; None if
     the config names none. For a head, the target hands out the features that it needs.
 
     Raises:
         ModelLoadError: names the invalid file, field or tensor.
-        ConfigError: a model of another vocabulary; a head for a target on a GPU.
+        ConfigError: a model of another vocabulary; a head for a target on a GPU, or through
+            transformers.
     """
     speculation = config.scheduler.speculation
     if speculation is None or speculation.model is None:
@@ -121,16 +215,17 @@ def load_drafting_model(config: EngineConfig, target: Decoder) -> DraftingModel 
         raise ModelLoadError(f"--speculative-config: {error}") from error
 
 
-def _load_draft_model(config: ModelConfig, name: str, target: Decoder) -> Decoder:
+def _load_draft_model(config: ModelConfig, name: str, target: TorchModel) -> Decoder:
     settings = replace(
         config,
         model=name,
         revision=None,
+        model_impl="native",
         dtype=cast("DType", str(target.dtype).removeprefix("torch.")),
         quantization_override=(),  # they name the target's modules
         quantization_exclude=(),
     )
-    draft = load_model(settings, resolve_model(settings, weights=True), target.device)
+    draft = load_decoder(settings, resolve_model(settings, weights=True), target.device)
     if abs(draft.vocab_size - target.vocab_size) > _MAX_VOCAB_DIFFERENCE:
         raise ConfigError(
             f"--speculative-config: {name} has a vocabulary of {draft.vocab_size} "
@@ -139,7 +234,12 @@ def _load_draft_model(config: ModelConfig, name: str, target: Decoder) -> Decode
     return draft
 
 
-def _load_eagle3_head(name: str, target: Decoder) -> Eagle3Head:
+def _load_eagle3_head(name: str, target: TorchModel) -> Eagle3Head:
+    if not isinstance(target, Decoder):
+        raise ConfigError(
+            "--speculative-config: the method eagle3 needs a native model, and this one runs "
+            "through transformers"
+        )
     if target.device.type != "cpu":  # graphs do not hand out hidden states
         raise ConfigError("--speculative-config: the method eagle3 needs a CPU")
     settings = ModelConfig(model=name)
@@ -215,8 +315,9 @@ def _describe(checkpoint: Checkpoint, rounded_to: str) -> str:
     return " + ".join(kinds) or "none"
 
 
-def _resolve_dtype(config: ModelConfig, decoder: DecoderConfig, path: Path) -> torch.dtype:
-    name = decoder.dtype.removeprefix("torch.") if config.dtype == "auto" else config.dtype
+def _resolve_dtype(config: ModelConfig, own: str, path: Path) -> torch.dtype:
+    """own: the checkpoint's dtype, as named in its config."""
+    name = own.removeprefix("torch.") if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
         raise ModelLoadError(
             f"{path / 'config.json'}: dtype {name!r} is not supported; "
@@ -237,11 +338,24 @@ def _check_layers(
         )
 
 
-def _allocate(model: Decoder, path: Path, device: torch.device) -> Decoder:
+def _allocate(model: _Module, path: Path, device: torch.device) -> _Module:
     """A model without a checkpoint in memory, where nothing but the memory bounds its sizes.
 
     Raises:
-        ModelLoadError: it has no room; Linux would grant the memory, and kill the process later.
+        ModelLoadError: it has no room.
+    """
+    _check_room(model, path, device)
+    for module in model.modules():  # buffers have their numbers already
+        for name, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(name, constant(torch.empty_like(parameter, device=device)))
+    return model
+
+
+def _check_room(model: nn.Module, path: Path, device: torch.device) -> None:
+    """
+    Raises:
+        ModelLoadError: the weights have no room; Linux would grant the memory, and kill the process
+            later.
     """
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     free = free_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
@@ -251,10 +365,9 @@ def _allocate(model: Decoder, path: Path, device: torch.device) -> Decoder:
             f"{device} has {free:,} bytes free (hidden_size, intermediate_size, num_hidden_layers, "
             "vocab_size)"
         )
-    return model.to_empty(device=device)
 
 
-def _fill_random(model: Decoder, seed: int) -> None:
+def _fill_random(model: nn.Module, seed: int) -> None:
     """Small normal numbers; norms are ones and biases zeros, as in a fresh model.
 
     Every device gets the same. A large matrix repeats its numbers: drawing billions takes minutes.

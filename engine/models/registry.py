@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.engine.config import ModelConfig
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.eagle3_head import EAGLE3_ARCHITECTURES
@@ -52,6 +53,26 @@ ARCHITECTURES: dict[str, Architecture] = {
 _HEADLESS = ("Model", "ForSequenceClassification")
 
 
+def is_native(config: ModelConfig, path: Path) -> bool:
+    """Whether the model in directory `path` runs as one of our families, or through transformers.
+
+    Raises:
+        ModelLoadError: no readable `config.json`.
+    """
+    if config.model_impl != "auto":
+        return config.model_impl == "native"
+    names = read_model_fields(path).texts("architectures")
+    ours = {*ARCHITECTURES, *EAGLE3_ARCHITECTURES}  # a head is refused by its name
+    return not names or any(each in ours or _family_of(each) for each in names)
+
+
+def _family_of(name: str) -> str:
+    """The native architecture of which `name` makes vectors or scores; empty: of none."""
+    families = (name.removesuffix(each) for each in _HEADLESS if name.endswith(each))
+    found = f"{next(families, '')}ForCausalLM"
+    return found if found in ARCHITECTURES else ""
+
+
 def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
     """The architecture and configuration of the model in directory `path`.
 
@@ -71,11 +92,16 @@ def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
         if name in ARCHITECTURES:
             architecture = ARCHITECTURES[name]
             return architecture, architecture.read_config(fields)
-        family = next((name.removesuffix(each) for each in _HEADLESS if name.endswith(each)), "")
-        if f"{family}ForCausalLM" in ARCHITECTURES:
-            architecture = replace(ARCHITECTURES[f"{family}ForCausalLM"], is_headless=True)
+        if family := _family_of(name):
+            architecture = replace(ARCHITECTURES[family], is_headless=True)
             return architecture, replace(architecture.read_config(fields), is_tied=True)
     raise fields.error(
         "architectures",
-        f"{', '.join(names) or 'none'} is not supported; supported: {', '.join(ARCHITECTURES)}",
+        f"{', '.join(names) or 'none'} is not native; native are {', '.join(ARCHITECTURES)}; "
+        "--model-impl transformers runs others",
     )
+
+
+def own_dtype(fields: ConfigFields) -> str:
+    """The checkpoint's dtype, as named in its config."""
+    return fields.text("dtype" if "dtype" in fields else "torch_dtype", "float32")

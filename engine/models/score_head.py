@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.language_model import TorchModel
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.weights.formats import open_checkpoint
 
@@ -23,7 +24,7 @@ class ScoreHead:
 
 
 def load_score_head(
-    model: Decoder, pooling: ModelPooling, path: Path, *, is_dummy: bool
+    model: TorchModel, pooling: ModelPooling, path: Path, *, is_dummy: bool
 ) -> ScoreHead | None:
     """The head of a model that scores; None if it does not.
 
@@ -35,6 +36,8 @@ def load_score_head(
     """
     if "score" not in pooling.tasks:
         return None
+    if not isinstance(model, Decoder):
+        raise ModelLoadError("a model that scores must be native, or an encoder")
     if pooling.pair_format == "judge" and not pooling.has_score_weight:
         ids = pooling.answer_tokens or _ids_of(pooling.answers, path)
         head = model.embed_tokens if model.config.is_tied else model.lm_head

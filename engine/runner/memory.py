@@ -84,7 +84,7 @@ def available_bytes(
     """Bytes for the KV pool on the model's device."""
     device = model.device
     if device.type != "cuda":
-        return min(_MAX_CPU_BYTES, free_cpu_bytes() // _CPU_SHARE)
+        return cpu_pool_bytes(free_cpu_bytes())
     peak = _profile_peak_bytes(config, model, shape)
     peak += _profile_graphs_bytes(config, model, shape, max_model_len)
     torch.cuda.empty_cache()
@@ -93,6 +93,11 @@ def available_bytes(
     reserve = int(total * (1 - config.cache.gpu_memory_utilization)) + _ATTENTION_BYTES
     staging = CUDA_STAGING.num_bytes if uses_host_tier(config) else 0
     return max(0, free - reserve - staging - peak)
+
+
+def cpu_pool_bytes(free: int) -> int:
+    """Bytes for the KV pool on a CPU, of so many that are free beside the weights."""
+    return min(_MAX_CPU_BYTES, free // _CPU_SHARE)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from penstock.engine.config import (
     DTYPES,
     KV_CACHE_DTYPES,
     MAX_BLOCK_SIZE,
+    MODEL_IMPLS,
     QUANTIZATIONS,
     CacheConfig,
     LoraConfig,
@@ -280,6 +281,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "model": (
         Flag("revision", None, "branch, tag or commit of a model on the Hub"),
+        Flag("model-impl", _MODEL.model_impl, "native: one of our own families; transformers: the "
+             "library's code over our cache and matrix products; auto: native where there is one",
+             choices=MODEL_IMPLS),
+        Flag("trust-remote-code", False, "run Python code that comes with a model. Read it first: "
+             "it may do whatever this user may"),
         Flag("dtype", _MODEL.dtype, "type of weights and activations", choices=DTYPES),
         Flag("quantization", _MODEL.quantization, "store a dense checkpoint's matrices in fewer "
              "bits: less memory, faster, less exact", choices=QUANTIZATIONS),

@@ -6,7 +6,7 @@ Operations run one after the other, with no Python in between. To add one, decla
 
 from __future__ import annotations
 
-from ctypes import Structure
+from ctypes import Structure, byref, sizeof
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -98,6 +98,10 @@ class Program:
     def __str__(self) -> str:
         return "\n".join(map(str, self._records))
 
+    def __len__(self) -> int:
+        """The number of operations."""
+        return len(self._records)
+
     def buffer(self, name: str, size: int, dtype: torch.dtype | None = None) -> Buffer:
         """The buffer of this name, made at the first call, with at least `size` values in a row.
 
@@ -148,3 +152,7 @@ class Program:
         """is_shared: whether the pool's threads share the work; for little work, waking them costs
         more than it gains."""
         self._run(self._calls, len(self._calls), is_shared)
+
+    def run_part(self, first: int, end: int, *, is_shared: bool = True) -> None:
+        """Run the operations from `first` to before `end`."""
+        self._run(byref(self._calls, first * sizeof(Call)), end - first, is_shared)

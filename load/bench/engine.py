@@ -24,6 +24,7 @@ from penstock.engine.config import (
     DEMO_MODEL,
     DTYPES,
     KV_CACHE_DTYPES,
+    MODEL_IMPLS,
     QUANTIZATIONS,
     DeviceConfig,
 )
@@ -101,6 +102,7 @@ _WARM_UP_TOKENS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=DEMO_MODEL, help="a directory or a Hub id")
+    add("--model-impl", default="auto", choices=MODEL_IMPLS, help="whose code runs the model")
     add("--dtype", default="auto", choices=DTYPES, help="dtype of the weights")
     add(
         "--quantization",
@@ -232,6 +234,7 @@ def _build(parsed: argparse.Namespace) -> tuple[EngineCore, EngineInfo]:
         ),
         quantize_activations=parsed.quantize_activations,
         kv_cache_dtype=parsed.kv_cache_dtype,
+        model_impl=parsed.model_impl,
     )
 
 

@@ -1,0 +1,190 @@
+"""Our layers in the places of those of a `transformers` model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from penstock.engine.layers.attention import Attention, ForwardContext
+from penstock.engine.layers.linear import Embedding, Linear
+from penstock.kernels import int8_cache
+from penstock.kernels.paged_layout import PagedLayout
+from penstock.kernels.rotary_store_kv import rotary_store_kv
+
+CONTEXT = "penstock_context"  # by which keyword a step's `ForwardContext` reaches attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendingLayer:
+    """What one layer asks of the attention interface, in the order of the layers.
+
+    Attributes:
+        module: the name of the module that attends.
+        window: how many positions a token sees, itself included; None: all before it.
+        soft_cap: bounds scores; None leaves them unbounded.
+    """
+
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+
+
+class PagedAttention(Attention):
+    """The attention of one module of the library: stores keys and values, then attends.
+
+    Args:
+        layer: index into the KV pool.
+
+    Attributes:
+        cache_dtype: of the cache; None: the model's.
+        kernel: does the same on a CPU; None: torch does.
+    """
+
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    cache_dtype: torch.dtype | None = None
+
+    def __init__(self, found: AttendingLayer, layer: int) -> None:
+        super().__init__(
+            layer=layer, head_dim=found.head_dim, window=found.window, soft_cap=found.soft_cap
+        )
+        self.scale, self.has_sinks = found.scale, found.has_sinks
+        self.num_heads, self.num_kv_heads = found.num_heads, found.num_kv_heads
+        self.head_dim = found.head_dim
+
+    @property
+    def is_int8(self) -> bool:
+        """The cache holds bytes with scales."""
+        return self.cache_dtype == torch.int8
+
+    @property
+    def stored_size(self) -> int:
+        """Numbers of the cache's dtype that a key takes."""
+        return self.head_dim + (int8_cache.SCALE_BYTES if self.is_int8 else 0)
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: ForwardContext,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads,
+        head_dim] → as the query"""
+        if self.kernel is not None:
+            return self.kernel(query, key, value)
+        num_tokens, _, head_dim = query.shape
+        cosines = query.new_ones(num_tokens, 1, head_dim // 2)  # the library has rotated already
+        query = rotary_store_kv(
+            torch.cat((query, key, value), dim=1),
+            (cosines, torch.zeros_like(cosines)),
+            *context.cache(self.layer),
+            context.layout.slot_mapping,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
+        )
+        return super().forward(query, context, sinks=sinks)
+
+
+def trial_step(
+    attentions: Sequence[PagedAttention],
+    dtype: torch.dtype,
+    block_size: int,
+    lens: Sequence[int],
+    device: torch.device,
+) -> ForwardContext:
+    """A step of sequences of these lengths, from their beginnings, over a cache of its own.
+
+    Args:
+        lens: block_size at most.
+    """
+    first = attentions[0]
+    shape = (len(attentions), 2, len(lens), block_size, first.num_kv_heads, first.stored_size)
+    positions = torch.cat([torch.arange(each) for each in lens])
+    slots = torch.cat([torch.arange(each) + block_size * i for i, each in enumerate(lens)])
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    layout = PagedLayout(
+        query_start_loc=starts.to(device, torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=torch.arange(len(lens), dtype=torch.int32, device=device)[:, None],
+        slot_mapping=slots.to(device),
+        max_query_len=max(lens),
+        max_seq_len=max(lens),
+    )
+    pool = torch.zeros(shape, device=device).to(first.cache_dtype or dtype)
+    return ForwardContext(kv_pool=pool, layout=layout, positions=positions.to(device))
+
+
+class ModuleLinear(Linear):
+    """`Linear` in the place of one of the library's, whose inputs have any number of dimensions.
+
+    Args:
+        is_transposed: a checkpoint has its matrix as [in_features, out_features].
+
+    Attributes:
+        compute: does the same on a CPU, with a matrix of its own; None: torch does.
+    """
+
+    compute: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, has_bias: bool, is_transposed: bool
+    ) -> None:
+        super().__init__(in_features, (out_features,), has_bias=has_bias)
+        self.is_transposed = is_transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.compute is not None:
+            return self.compute(x)
+        y: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class ModuleEmbedding(Embedding):
+    """The same of `Embedding`."""
+
+    compute: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self.compute is not None:
+            return self.compute(token_ids)
+        y: Tensor = super().forward(token_ids.flatten())
+        return y.view(*token_ids.shape, y.shape[-1])
+
+
+def replace_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put our layers, without weights, in the places of the plain linear layers and of the
+    embedding of tokens, unless it is of a kind of its own."""
+    table = model.get_input_embeddings()
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            ours: nn.Module
+            with torch.device("meta"):
+                weight = getattr(module, "weight", None)
+                if not isinstance(weight, Tensor) or weight.dtype != dtype:
+                    continue  # kept in float32, for one
+                if type(module) is nn.Linear:
+                    ours = ModuleLinear(
+                        module.in_features,
+                        module.out_features,
+                        has_bias=module.bias is not None,
+                        is_transposed=False,
+                    )
+                elif type(module) is Conv1D:
+                    ours = ModuleLinear(module.nx, module.nf, has_bias=True, is_transposed=True)
+                elif module is table and type(module) is nn.Embedding:
+                    ours = ModuleEmbedding(module.num_embeddings, module.embedding_dim)
+                else:
+                    continue
+            setattr(parent, name, ours.to(dtype))
