@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock chat` and `penstock bench`.
+"""The command line: `penstock serve`, `penstock chat`, `penstock models` and `penstock bench`.
 
 Every option of `serve` is also an environment variable (`--max-model-len` is
 `PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`).
@@ -8,7 +8,9 @@ The command line overrides the environment, and the environment overrides the fi
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,10 @@ from penstock.gateway.launch.arguments import OneLineParser, nearest
 from penstock.gateway.launch.flags import FLAGS, GROUPS, Flag
 from penstock.load.bench.commands import add_benches
 
+_MODEL_FLAGS = (
+    "revision", "model_impl", "trust_remote_code", "dtype", "quantization", "max_model_len",
+    "kv_cache_dtype",
+)  # fmt: skip
 _SERVE_HELP = "see penstock serve --help"
 
 
@@ -91,12 +97,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--think", action="store_true", help="ask it to think before it answers")
     chat.set_defaults(run=_chat)
+    models = commands.add_parser(
+        "models",
+        help="say whether and how a model would run here",
+        description="Say whether a model would run natively or through transformers, the memory "
+        "it needs, and what of it fits here. Nothing is loaded; of a model on the Hub only small "
+        "files are fetched.",
+        argument_default=argparse.SUPPRESS,
+    )
+    models.add_argument("model", metavar="MODEL", help="a directory, a GGUF file or a Hub id")
+    for flag in FLAGS:
+        if flag.key in _MODEL_FLAGS:
+            _add_flag(models, flag)
+    models.set_defaults(run=_models)
     text = "measure parts of penstock on this machine"
     add_benches(commands.add_parser("bench", help=text, description=f"{text.capitalize()}."))
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+def _add_flag(group: argparse._ArgumentGroup | argparse.ArgumentParser, flag: Flag) -> None:
     text = flag.help
     if flag.default not in (None, ()):
         shown = flag.kind.show(flag.default)
@@ -258,6 +277,18 @@ def _hide_secrets(given: Mapping[str, Any], *, model: str) -> None:
         name = setproctitle.getthreadtitle()
         setproctitle.setproctitle(f"penstock serve {model} (arguments hidden)")
         setproctitle.setthreadtitle(name)
+
+
+def _models(parsed: argparse.Namespace) -> int:
+    """In a process of its own, which may import torch."""
+    given = {name: value for name, value in vars(parsed).items() if name != "run"}
+    model, cache = _section(ModelConfig, given), _section(CacheConfig, given)
+    settings = {
+        "model": {name: getattr(model, name) for name in given if hasattr(model, name)},
+        "cache": {"kv_cache_dtype": cache.kv_cache_dtype},
+    }
+    command = [sys.executable, "-m", "penstock.engine.model_summary", json.dumps(settings)]
+    return subprocess.run(command, check=False).returncode  # noqa: S603
 
 
 def _chat(parsed: argparse.Namespace) -> int:

@@ -1,0 +1,93 @@
+"""What a model would need, before anything of it is loaded: `penstock models MODEL`.
+
+It runs in a process of its own, since the command line imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from penstock.engine.config import CacheConfig, ModelConfig
+from penstock.engine.config_fields import read_model_fields
+from penstock.engine.errors import ConfigError
+from penstock.engine.free_memory import free_cpu_bytes
+from penstock.engine.layers.linear import MatrixLayer
+from penstock.engine.model_files import resolve_model
+from penstock.engine.models.loader import build_without_weights
+from penstock.engine.models.registry import is_native
+from penstock.engine.pooling import read_pooling
+from penstock.engine.runner.device import resolve_kv_dtype, resolve_max_model_len, use_kv_dtype
+from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.runner.memory import cpu_pool_bytes
+
+_BITS = {"int8": 8.25, "int4": 4.5, "fp8": 8.0}  # of a number, with its share of the scales
+_WEIGHTS = ("*.safetensors", "*.gguf")
+
+
+def summarise(config: ModelConfig, cache: CacheConfig) -> str:
+    """A line for each fact about the model, and about what of it fits into this machine's memory.
+
+    Raises:
+        ConfigError: why the model is refused.
+    """
+    path = resolve_model(config, weights=False)
+    names = read_model_fields(path).texts("architectures")
+    if read_pooling(path, config.model).is_encoder:
+        return f"{'architecture':<13} {', '.join(names)}\n{'runs':<13} as an encoder of texts"
+    model = build_without_weights(config, path)
+    kv_dtype = resolve_kv_dtype(cache, model.dtype)
+    use_kv_dtype(model, kv_dtype)
+    shape = KVShape.of(model.kv_spec, 1)
+    context, free = resolve_max_model_len(config, model.context_len), free_cpu_bytes()
+    weights = _weight_bytes(config, path, list(model.modules()), model.weight_bytes)
+    left = max(0, free - weights)
+    num_tokens = cpu_pool_bytes(left) // shape.bytes_per_block
+    kv_name = str(kv_dtype).removeprefix("torch.")
+    lines = {
+        "architecture": ", ".join(names),
+        "runs": "natively" if is_native(config, path) else "through transformers",
+        "context": f"{context:,} tokens",
+        "weights": f"{weights:,} bytes",
+        "KV cache": f"{shape.bytes_per_block:,} bytes per token ({kv_name})",
+        "free memory": f"{free:,} bytes",
+        "fits": _fitting(num_tokens, context, has_room=weights <= free),
+    }
+    return "\n".join(f"{name:<13} {text}" for name, text in lines.items())
+
+
+def _weight_bytes(config: ModelConfig, path: Path, modules: list[object], dense_bytes: int) -> int:
+    """Of the weights in memory: as the files have them, or quantized at load."""
+    fields = read_model_fields(path)
+    files = [each.stat().st_size for pattern in _WEIGHTS for each in path.glob(pattern)]
+    if files and ("quantization_config" in fields or next(path.glob("*.gguf"), None)):
+        return sum(files)
+    if config.quantization == "none":
+        return dense_bytes
+    matrices = [each.weight for each in modules if isinstance(each, MatrixLayer)]
+    saved = sum(each.nbytes - each.numel() * _BITS[config.quantization] / 8 for each in matrices)
+    return dense_bytes - int(saved)
+
+
+def _fitting(num_tokens: int, context: int, *, has_room: bool) -> str:
+    if not has_room:
+        return "no: the weights alone take more"
+    if num_tokens < context:
+        return f"with --max-model-len {num_tokens}; --kv-cache-memory-bytes makes room for more"
+    return f"yes: {num_tokens:,} tokens in the cache, {num_tokens // context:,} whole contexts"
+
+
+def main(settings: str) -> int:
+    """settings: JSON of the fields of `ModelConfig` and `CacheConfig`; the exit code."""
+    sections = json.loads(settings)
+    try:
+        print(summarise(ModelConfig(**sections["model"]), CacheConfig(**sections["cache"])))
+    except ConfigError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
