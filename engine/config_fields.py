@@ -26,18 +26,34 @@ class ConfigFields:
 
     Args:
         within: the name of the object inside the file; empty at the top level.
+        names: what the object calls fields that are asked for by other names.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, path: Path, within: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        path: Path,
+        within: str = "",
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self._values = values
         self.path = path
         self._prefix = f"{within}." if within else ""
+        self._names = names or {}
+
+    def renamed(self, **names: str) -> ConfigFields:
+        """The same fields, some of which are asked for by other names, as in
+        `renamed(hidden_size="n_embd")`; no name: the object has no such field."""
+        return ConfigFields(
+            self._values, path=self.path, within=self._prefix[:-1], names={**self._names, **names}
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
     def __contains__(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self._values.get(self._own(name)) is not None
 
     def integer(
         self,
@@ -54,9 +70,14 @@ class ConfigFields:
             raise self.error(name, f"{expected}, not {shown(value)}")
         return int(value)
 
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there, as a null."""
+        own = self._own(name)
+        return own in self._values and self._values[own] is None
+
     def nullable_integer(self, name: str, default: int) -> int | None:
         """A positive integer, or None if the field is null; the default only if it is absent."""
-        if name in self._values and self._values[name] is None:
+        if self.is_null(name):
             return None
         return self.integer(name, default)
 
@@ -96,17 +117,26 @@ class ConfigFields:
             raise self.error(name, f"expected a list of strings, not {shown(value)}")
         return tuple(value)
 
-    def integers(self, name: str) -> tuple[int, ...]:
-        """Positive integers."""
+    def integers(self, name: str, *, minimum: int = 1) -> tuple[int, ...]:
         values = self._get(name, ())
         is_list = isinstance(values, list | tuple)
-        if not is_list or not all(type(each) is int and each > 0 for each in values):
-            raise self.error(name, f"expected a list of positive integers, not {shown(values)}")
+        if not is_list or not all(type(each) is int and each >= minimum for each in values):
+            kind = "positive integers" if minimum == 1 else f"integers from {minimum} on"
+            raise self.error(name, f"expected a list of {kind}, not {shown(values)}")
         return tuple(values)
+
+    def require(self, name: str, value: bool | None) -> None:
+        """
+        Raises:
+            ModelLoadError: the field is there, and another value.
+        """
+        found = self._values.get(self._own(name))
+        if found is not None and found != value:
+            raise self.error(name, f"{shown(found)} is not supported; only {value} is")
 
     def token_ids(self, name: str, *, num_tokens: int, lowest: int = 0) -> tuple[int, ...]:
         """An id or a list of ids, each from `lowest` to below `num_tokens`; empty if absent."""
-        value = self._values.get(name)
+        value = self._values.get(self._own(name))
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token_id in ids:
             is_integer = isinstance(token_id, int) and not isinstance(token_id, bool)
@@ -123,10 +153,13 @@ class ConfigFields:
         return ConfigFields(value, path=self.path, within=self._prefix + name)
 
     def error(self, name: str, message: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.path}: {self._prefix}{name}: {message}")
+        return ModelLoadError(f"{self.path}: {self._prefix}{self._own(name)}: {message}")
+
+    def _own(self, name: str) -> str:
+        return self._names.get(name, name)
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
+        value = self._values.get(self._own(name))
         if value is not None:
             return value
         if default is None:

@@ -27,6 +27,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     split_len: int | None = None,
@@ -44,6 +45,8 @@ def paged_attention(
     _check(query, key_cache, value_cache, layout)
     assert window is None or window >= 1, f"window {window}"
     assert sinks is None or sinks.shape == query.shape[1:2], "one sink for each head"
+    assert alibi is None or alibi.shape == query.shape[1:2], "one slope for each head"
+    assert alibi is None or soft_cap is None, "no model has both"
     for each in (key_scale, value_scale):
         has_scale, is_fp8 = each is not None, key_cache.dtype == torch.float8_e4m3fn
         assert has_scale == is_fp8, "scales are for a cache in FP8"
@@ -61,6 +64,7 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        alibi=alibi,
         key_scale=key_scale,
         value_scale=value_scale,
     )

@@ -11,7 +11,8 @@ windows: Jiang et al., "Mistral 7B", 2023, §2; shared key heads: Ainslie et al.
 
 Options: a soft cap replaces each score by soft_cap · tanh(score / soft_cap) (Gemma 2, 2024, §2). A
 sink is a head's extra logit in the softmax without a value: it only takes weight from the others
-(OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, §2). An FP8 cache holds keys divided by the
+(OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, §2). ALiBi adds slope[h] · (p' - p) to a
+score (Press et al., "Train Short, Test Long", 2022). An FP8 cache holds keys divided by the
 key_scale of their KV head, and values divided by its value_scale; an int8 cache is `int8_cache`'s.
 
 Only stored slots are ever read: a freed block may hold anything, NaN too, and a masked NaN would
@@ -45,6 +46,7 @@ def paged_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
@@ -56,6 +58,7 @@ def paged_attention_reference(
             dtype or in float8_e4m3fn; or in int8 with SCALE_BYTES more, as in `int8_cache`
         window: positions a token sees, itself included; None sees all before it.
         sinks: [num_heads]
+        alibi: float32 [num_heads], the slopes; not together with a soft cap.
         key_scale, value_scale: float32 [num_kv_heads], or one for all; only for FP8.
 
     Returns:
@@ -73,6 +76,7 @@ def paged_attention_reference(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        alibi=alibi,
     )
     decodes = [seq for seq, length in enumerate(query_lens) if length == 1 and seq_lens[seq]]
     for group in _similar_lengths(decodes, seq_lens):
@@ -142,6 +146,7 @@ class _Attention:
     window: int | None
     soft_cap: float | None
     sinks: Tensor | None
+    alibi: Tensor | None
 
     def decode(self, query: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
         """One new token per sequence: a padded gather and one product for all of them.
@@ -158,12 +163,17 @@ class _Attention:
         slots = self._slots(block_tables, positions)  # [num_seqs, max_visible]
         # The heads that share a key head take the axis of query positions, so no key is repeated.
         by_kv_head = (num_kv_heads, num_heads // num_kv_heads)
+        bias = None
+        if self.alibi is not None:
+            distances = positions - (seq_lens - 1)[:, None]  # [num_seqs, max_visible]
+            bias = self.alibi.view(*by_kv_head, 1) * distances[:, None, None, :]
         output = self._attend(
             query.view(num_seqs, *by_kv_head, head_dim),
             self.keys.gather(slots),  # [num_seqs, num_kv_heads, max_visible, head_dim]
             self.values.gather(slots),
             is_visible[:, None, None, :],
             None if self.sinks is None else self.sinks.view(*by_kv_head, 1),
+            bias,
         )
         return output.reshape(num_seqs, num_heads, head_dim)
 
@@ -182,7 +192,7 @@ class _Attention:
         sinks = None if self.sinks is None else self.sinks.view(-1, 1, 1)
         is_causal = num_before == 0 and (self.window is None or query_len <= self.window)
         if is_causal and self._is_plain:
-            mixed = self._attend(query.transpose(0, 1)[None], keys, values, None, None)
+            mixed = self._attend(query.transpose(0, 1)[None], keys, values, None, None, None)
             return mixed[0].transpose(0, 1)
         output = torch.empty_like(query)
         # With a mask all scores may be in memory at once, so a long context is sliced.
@@ -191,21 +201,32 @@ class _Attention:
             rows = slice(begin, min(begin + step, query_len))
             by_head = query[rows].transpose(0, 1)[None]  # [1, num_heads, rows, head_dim]
             mask = self._mask(positions, query_len)[rows]
-            output[rows] = self._attend(by_head, keys, values, mask, sinks)[0].transpose(0, 1)
+            bias = None
+            if self.alibi is not None:
+                distances = positions - positions[-query_len:, None][rows]  # [rows, num_keys]
+                bias = self.alibi.view(-1, 1, 1) * distances
+            output[rows] = self._attend(by_head, keys, values, mask, sinks, bias)[0].transpose(0, 1)
         return output
 
     @property
     def _is_plain(self) -> bool:
         """Whether torch's own attention computes the same."""
-        return self.soft_cap is None and self.sinks is None and self.keys.is_exact
+        has_options = any(each is not None for each in (self.soft_cap, self.sinks, self.alibi))
+        return self.keys.is_exact and not has_options
 
     def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         """query [n, heads, rows, head_dim] over keys and values [n, num_kv_heads, m, head_dim].
 
-        The mask broadcasts to [n, heads, rows, m]; None means causal and plain. Sinks broadcast to
-        [n, heads, rows, 1].
+        Mask and bias broadcast to [n, heads, rows, m]; no mask means causal and plain. Sinks
+        broadcast to [n, heads, rows, 1].
         """
         group = query.shape[1] // keys.shape[1]
         if self._is_plain:
@@ -221,6 +242,8 @@ class _Attention:
         assert mask is not None
         keys, values = (each.float().repeat_interleave(group, dim=1) for each in (keys, values))
         scores = self.scale * (query.float() @ keys.mT)  # [n, heads, rows, m]
+        if bias is not None:
+            scores = scores + bias
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
         scores = scores.masked_fill(~mask, -torch.inf)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of each head, with one weight [head_dim] for all queries and one for all keys."""
+    """RMSNorm of each head, with one weight [head_dim] for all queries and one for all keys, to
+    which `offset` is added."""
 
     query_weight: Tensor
     key_weight: Tensor
     eps: float
+    offset: float = 0.0

@@ -41,8 +41,8 @@ def rotary_store_kv_reference(
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if qk_norm is not None:
-        query = rms_norm_reference(query, qk_norm.query_weight, qk_norm.eps)
-        key = rms_norm_reference(key, qk_norm.key_weight, qk_norm.eps)
+        query = rms_norm_reference(query, qk_norm.query_weight, *qk_norm[2:])
+        key = rms_norm_reference(key, qk_norm.key_weight, *qk_norm[2:])
     store_kv_reference(
         rotate(key, *rotary),
         value,

@@ -26,6 +26,7 @@ class Attend(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None,
+        alibi: Tensor | None,
         key_scale: Tensor | None,
         value_scale: Tensor | None,
         is_invariant: bool,
@@ -67,9 +68,12 @@ class Attention(nn.Module):
     Args:
         layer: index into the KV pool.
         window: how many positions a token sees, itself included; None sees all before it.
+        scale: of scores; None: head_dim^-0.5.
         soft_cap: bounds scores; None leaves them unbounded.
+        alibi_slopes: of each head, by `paged_attention`; empty: none.
 
     Attributes:
+        alibi: float32 [num_heads], the slopes, or None.
         key_scale, value_scale: float32 [num_kv_heads], factors of the stored numbers; None unless
             the cache is in FP8.
         given_scales: of keys and values, as the checkpoint has them: [] or [num_kv_heads].
@@ -78,19 +82,34 @@ class Attention(nn.Module):
 
     key_scale: Tensor | None
     value_scale: Tensor | None
+    alibi: Tensor | None
 
     def __init__(
-        self, *, layer: int, head_dim: int, window: int | None, soft_cap: float | None = None
+        self,
+        *,
+        layer: int,
+        head_dim: int,
+        window: int | None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: tuple[float, ...] = (),
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.soft_cap = soft_cap
         self.is_invariant = False
         self.given_scales = (_ONE, _ONE)
+        self.alibi_slopes = alibi_slopes
+        self.place_alibi(torch.device("cpu"))
         self.register_buffer("key_scale", None, persistent=False)
         self.register_buffer("value_scale", None, persistent=False)
+
+    def place_alibi(self, device: torch.device) -> None:
+        """The slopes stay float32, whatever the model's dtype, so they are no buffer."""
+        slopes = self.alibi_slopes
+        self.alibi = torch.tensor(slopes, dtype=torch.float32, device=device) if slopes else None
 
     def use_fp8_cache(self, num_kv_heads: int, device: torch.device) -> None:
         """Store keys and values in e4m3 with the checkpoint's scales, or 1 where it has none. The
@@ -117,6 +136,7 @@ class Attention(nn.Module):
             window=self.window,
             soft_cap=self.soft_cap,
             sinks=sinks,
+            alibi=self.alibi,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
             is_invariant=self.is_invariant,

@@ -117,8 +117,11 @@ class Linear(MatrixLayer):
 class Embedding(MatrixLayer):
     """A table of one vector per token id; as an output head, one dot product per id."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, has_bias: bool = False) -> None:
         super().__init__(vocab_size, hidden_size)
+        self.bias = constant(torch.empty(vocab_size)) if has_bias else None
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] → [num_tokens, hidden_size]"""
@@ -132,7 +135,7 @@ class Embedding(MatrixLayer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
-        return self.multiply(hidden)
+        return self.multiply(hidden, self.bias)
 
 
 def weight_bytes(module: nn.Module) -> int:

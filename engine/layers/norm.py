@@ -5,24 +5,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.layer_norm import layer_norm
 from penstock.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32."""
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, the mean in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, size] → the same shape"""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.offset)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream (None: x starts it). Returns the stream's norm and the
         stream, each [num_tokens, size]."""
         if residual is None:
             return self(x), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+
+class LayerNorm(nn.Module):
+    """(x − mean(x)) / sqrt(var(x) + eps) · weight (+ bias) over the last dimension, in float32."""
+
+    bias: nn.Parameter | None
+    num_groups = 1
+
+    def __init__(self, size: int, eps: float, *, has_bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if has_bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, size] → the same shape"""
+        return layer_norm(x, self.weight, self.bias, self.eps, self.num_groups)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add`."""
+        total = x if residual is None else x + residual
+        return self(total), total
+
+
+class HeadNorm(LayerNorm):
+    """The same of each head's part of a row, with weights of its own: [num_heads · head_dim]."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, has_bias: bool) -> None:
+        super().__init__(num_heads * head_dim, eps, has_bias=has_bias)
+        self.num_groups = num_heads

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -30,10 +31,11 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = head_dim
+        self.rotary_dim = head_dim if config.rotary_dim is None else config.rotary_dim
         self.scale = attention_factor(config)
         # On the CPU, whatever the default device: under "meta" this would import for a second.
         with torch.device("cpu"):
-            frequencies = inverse_frequencies(config, head_dim)
+            frequencies = inverse_frequencies(config, self.rotary_dim)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     @property
@@ -50,12 +52,16 @@ class RotaryEmbedding(nn.Module):
             prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; required
                 if `needs_prompt_lens`.
         """
-        frequencies = self.inverse_frequencies  # [head_dim / 2]
+        frequencies = self.inverse_frequencies  # [rotary_dim / 2]
         if self.needs_prompt_lens:
             lengths = torch.maximum(cast("Tensor", prompt_lens), positions + 1)
-            frequencies = dynamic_frequencies(self.config, self.head_dim, lengths)
+            frequencies = dynamic_frequencies(self.config, self.rotary_dim, lengths)
         angles = (positions[:, None].float() * frequencies)[:, None]
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        cosines, sines = angles.cos() * self.scale, angles.sin() * self.scale
+        num_still = (self.head_dim - self.rotary_dim) // 2  # pairs that are not turned
+        if num_still:
+            cosines, sines = F.pad(cosines, (0, num_still), value=1.0), F.pad(sines, (0, num_still))
+        return cosines.to(dtype), sines.to(dtype)
 
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
@@ -67,6 +73,11 @@ class RopeConfig:
     """Rotary positions of one model.
 
     Attributes:
+        rotary_dim: how many dimensions of a head are turned, the first ones in a checkpoint; None:
+            all of them, 0: none, whatever the kind.
+        is_interleaved: a checkpoint's pairs are dimensions 2i and 2i + 1, not i and
+            i + rotary_dim / 2. Rows are reordered at load (`rotary_order`), so that here a pair is
+            always i and i + head_dim / 2.
         original_max_position_embeddings: the context before scaling (dynamic, yarn, llama3).
         factor: by which the context is extended (all except default).
         low_freq_factor, high_freq_factor: llama3.
@@ -74,6 +85,8 @@ class RopeConfig:
     """
 
     rope_type: RopeType = "default"
+    rotary_dim: int | None = None
+    is_interleaved: bool = False
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_position_embeddings: int = 0
@@ -85,6 +98,22 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+
+NO_ROPE = RopeConfig(rotary_dim=0)
+
+
+def rotary_order(config: RopeConfig, head_dim: int) -> Tensor | None:
+    """Which of a checkpoint's dimensions of a head is at each place here: int64 [head_dim]; None:
+    they are in this order already. Scores do not depend on it, as long as queries and keys have
+    the same."""
+    rotary_dim = head_dim if config.rotary_dim is None else config.rotary_dim
+    half, dimensions = head_dim // 2, torch.arange(head_dim)
+    turned, still = dimensions[:rotary_dim], dimensions[rotary_dim:]
+    pairs = turned.view(-1, 2).T if config.is_interleaved else turned.view(2, -1)
+    num_still = half - rotary_dim // 2
+    order = torch.cat((pairs[0], still[:num_still], pairs[1], still[num_still:]))
+    return None if torch.equal(order, dimensions) else order
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -10,10 +10,10 @@ only on its own row, so neither batch nor chunking nor a warm cache changes a bi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from ctypes import addressof
+from collections.abc import Callable, Sequence
+from ctypes import Structure, addressof
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -23,11 +23,19 @@ from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.cpu_adapters import CpuAdapters, as_cpu
-from penstock.engine.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
+from penstock.engine.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    GatedMLP,
+    Norm,
+    PlainMLP,
+    SelfAttention,
+)
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.packed_linear import CpuLinear, CpuTable, pack_linear, pack_table
+from penstock.kernels.activation import Activation
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
-from penstock.kernels.cpu.program import Buffer, Program
+from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.token_masks import TokenMasks
 
 # Rates of one thread, for deciding whether to wake the others. With 128 rows, T of load/peers
@@ -40,8 +48,6 @@ def can_run(config: DecoderConfig, block_size: int) -> bool:
     """Whether the kernels support these shapes: they process values, and positions, in pairs."""
     sizes = (config.hidden_size, config.intermediate_size, block_size)
     is_even = all(size % 2 == 0 for size in sizes)
-    if config.attention_soft_cap is not None or config.has_sinks:
-        return False
     return is_even and config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
 
 
@@ -61,15 +67,22 @@ class CpuDecoder:
         self._library = library
         self._feature_layers = decoder.feature_layers
         self._features: tuple[Buffer, ...] = ()
-        self._rotary = RotaryTable(decoder.rotary)
+        self._rotary = RotaryTable(list(decoder.rotaries))  # type: ignore[arg-type]
         self._layers = [
             PackedLayer(library, layer)  # type: ignore[arg-type]
             for layer in decoder.layers
         ]
         self._norm = decoder.norm
+        self._embed_positions = decoder.embed_positions if self.config.has_position_table else None
+        self._embed_norm = decoder.embed_norm if self.config.has_embedding_norm else None
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
         self._head = CpuHead(
-            library, pack_table(library, head), self.dtype, as_cpu(decoder.head_adapters)
+            library,
+            pack_table(library, head, head.bias),
+            self.dtype,
+            as_cpu(decoder.head_adapters),
+            scale=self.config.logit_scale,
+            soft_cap=self.config.logit_soft_cap or 0.0,
         )
         self._table_adapters = as_cpu(decoder.embed_tokens.adapters)
         # A tied embedding is looked up in the packed head, so it is stored once.
@@ -161,6 +174,7 @@ class CpuDecoder:
         step.seq_lens = layout.seq_lens.data_ptr()
         step.block_tables = block_tables.data_ptr()
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
+        step.rope_stride = cosines[0].numel()
         step.rotary_rows = rows.data_ptr()
         self._given = (input_ids, cosines, sines, rows)  # keeps the memory alive
 
@@ -198,10 +212,7 @@ class CpuDecoder:
         stream, normed = program.buffer("stream", size), program.buffer("normed", size)
         kept = {layer: program.buffer(f"input {layer}", size) for layer in self._feature_layers}
         self._features = tuple(kept.values())
-        self._embedding.write_lookup(program, stream)
-        if self._table_adapters is not None:
-            self._table_adapters.write_lookup(program, stream)
-        x = stream
+        x = self._write_embedding(program, stream)
         for number, (layer, cache) in enumerate(zip(self._layers, kv_pool, strict=True)):
             y = kept.get(number + 1, stream)
             layer.write(program, y, x, cache)
@@ -209,6 +220,36 @@ class CpuDecoder:
         _write_norm(program, normed, x, self._norm)
         self._head.write(program, normed)
         return program
+
+    def _write_embedding(self, program: Program, stream: Buffer) -> Buffer:
+        """Add the operations of `Decoder._embed`; the buffer that then holds the embedding."""
+        scale = self.config.embedding_scale
+        # Each operation writes to another buffer than it reads: they take turns.
+        x, y = (
+            stream,
+            program.buffer("embedded", stream.size) if self._changes_embedding else stream,
+        )
+        self._embedding.write_lookup(program, x)
+        if self._table_adapters is not None:
+            self._table_adapters.write_lookup(program, x)
+        if scale != 1.0:
+            factor = torch.tensor(scale).to(self.dtype).item()
+            program.add("scale_add", y=y, x=x, factor=factor, size=x.size)
+            x, y = y, x
+        if self._embed_positions is not None:
+            table = self._embed_positions.weight
+            program.add("add_positions", y=y, x=x, table=table, size=x.size)
+            x, y = y, x
+        if self._embed_norm is not None:
+            _write_norm(program, y, x, self._embed_norm)
+            x, y = y, x
+        return x
+
+    @property
+    def _changes_embedding(self) -> bool:
+        config = self.config
+        has_scale = config.embedding_scale != 1.0
+        return has_scale or config.has_position_table or config.has_embedding_norm
 
 
 class PackedLayer:
@@ -220,8 +261,11 @@ class PackedLayer:
 
         self.input_norm = layer.input_layernorm
         self.post_attention_norm = layer.post_attention_layernorm
-        self.attention = PackedAttention(layer.self_attn, pack)
+        self.is_parallel = layer.is_parallel
+        self.attention = PackedAttention(layer.self_attn, pack, rope=layer.rope)
         self.mlp = PackedMLP(layer.mlp, pack)
+        self._attention_end = _End(layer.attention_post_norm, layer.residual_scale)
+        self._mlp_end = _End(layer.mlp_post_norm, layer.residual_scale)
 
     @property
     def num_weights(self) -> int:
@@ -245,23 +289,51 @@ class PackedLayer:
             cache: [2, num_blocks, block_size, num_kv_heads, head_size], as in `LayerKV`
         """
         attended = program.buffer("attended", x.size)
-        normed = program.buffer("normed", x.size)
-        _write_norm(program, normed, x, self.input_norm)
-        self.attention.write(program, attended, normed, cache, residual=x)
-        _write_norm(program, normed, attended, self.post_attention_norm)
-        self.mlp.write(program, y, normed, residual=attended)
+        normed = _write_normed(program, "normed", x, self.input_norm)
+        self.attention.write(program, attended, normed, cache, residual=x, end=self._attention_end)
+        if not self.is_parallel:
+            normed = _write_normed(program, "normed", attended, self.post_attention_norm)
+        elif self.post_attention_norm is not None:
+            normed = _write_normed(program, "normed", x, self.post_attention_norm)
+        self.mlp.write(program, y, normed, residual=attended, end=self._mlp_end)
+
+
+class _End:
+    """The end of attention and of the MLP: its output, normalised and scaled where the model does
+    that, is added to the stream.
+
+    Args:
+        norm: None: none.
+    """
+
+    def __init__(self, norm: Norm | None, scale: float) -> None:
+        self._norm, self._scale = norm, scale
+
+    def write(
+        self, program: Program, y: Buffer, x: Buffer, linear: CpuLinear, residual: Buffer
+    ) -> None:
+        """y = x · matrix, and so on, + residual"""
+        if self._norm is None and self._scale == 1.0:
+            linear.write(program, y, x, residual=residual)
+            return
+        product = program.buffer("product", y.size)
+        linear.write(program, product, x)
+        added = _write_normed(program, "normed", product, self._norm)
+        program.add("scale_add", y=y, x=added, residual=residual, factor=self._scale, size=y.size)
 
 
 class PackedAttention:
     """The matrices of `SelfAttention`, and its part of the program."""
 
-    def __init__(self, attention: SelfAttention, pack: Callable[[Linear], CpuLinear]) -> None:
-        self._module = attention
+    def __init__(
+        self, attention: SelfAttention, pack: Callable[[Linear], CpuLinear], *, rope: int
+    ) -> None:
+        self._module, self._rope = attention, rope
         self._qkv_proj, self._o_proj = pack(attention.qkv_proj), pack(attention.o_proj)
         self.linears = (self._qkv_proj, self._o_proj)
 
     def write(
-        self, program: Program, y: Buffer, x: Buffer, cache: Tensor, *, residual: Buffer
+        self, program: Program, y: Buffer, x: Buffer, cache: Tensor, *, residual: Buffer, end: _End
     ) -> None:
         """y = attention(x) + residual"""
         module = self._module
@@ -277,34 +349,86 @@ class PackedAttention:
             "value_scales": module.attention.value_scale,
         }  # fmt: skip
         norms: dict[str, Any] = {}
-        if module.has_qk_norm:
+        if module.has_qk_norm and module.qk_norm == "head":
             weights = {"query_norm": module.q_norm.weight, "key_norm": module.k_norm.weight}
-            norms = {**weights, "eps": module.q_norm.eps}
-        window, scale = module.attention.window or 0, module.attention.scale
+            norms = {**weights, "eps": module.q_norm.eps, "norm_offset": module.q_norm.offset}
+        attention = module.attention
+        options: dict[str, Any] = {
+            "window": attention.window or 0, "scale": attention.scale,
+            "soft_cap": attention.soft_cap or 0.0, "sinks": module.sinks, "alibi": attention.alibi,
+        }  # fmt: skip
         self._qkv_proj.write(program, qkv, x)
-        program.add("rope_store", qkv=qkv, **norms, **heads)
-        program.add("attention", out=mixed, window=window, scale=scale, **heads)
-        self._o_proj.write(program, y, mixed, residual=residual)
+        if module.has_qk_norm and module.qk_norm != "head":
+            norms = {"values": qkv}
+            qkv = self._write_norms(program, qkv)
+        program.add("rope_store", qkv=qkv, rope=self._rope, **norms, **heads)
+        program.add("attention", out=mixed, **options, **heads)
+        end.write(program, y, mixed, self._o_proj, residual)
+
+    def _write_norms(self, program: Program, qkv: Buffer) -> Buffer:
+        """Add the norms of queries and keys; the buffer that then has them."""
+        module = self._module
+        normed = program.buffer("normed_qkv", qkv.size)
+        for start, norm in (
+            (0, module.q_norm),
+            (module.num_heads * module.head_dim, module.k_norm),
+        ):
+            _write_norm(program, normed.columns(start), qkv.columns(start), norm, stride=qkv.size)
+        return normed
 
 
 class PackedMLP:
-    """The matrices of `GatedMLP`, and its part of the program."""
+    """The matrices of `GatedMLP` or `PlainMLP`, and its part of the program."""
 
-    def __init__(self, mlp: GatedMLP, pack: Callable[[Linear], CpuLinear]) -> None:
-        self._gate_up_proj, self._down_proj = pack(mlp.gate_up_proj), pack(mlp.down_proj)
-        self.linears = (self._gate_up_proj, self._down_proj)
+    def __init__(self, mlp: GatedMLP | PlainMLP, pack: Callable[[Linear], CpuLinear]) -> None:
+        self._is_gated = isinstance(mlp, GatedMLP)
+        self._kind = get_args(Activation).index(mlp.activation)
+        self._up_proj = pack(mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj)
+        self._down_proj = pack(mlp.down_proj)
+        self.linears = (self._up_proj, self._down_proj)
 
-    def write(self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer) -> None:
+    def write(self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer, end: _End) -> None:
         """y = MLP(x) + residual"""
-        gate_up = program.buffer("gate_up", self._gate_up_proj.out_features)
-        gated = program.buffer("gated", self._down_proj.in_features)
-        self._gate_up_proj.write(program, gate_up, x)
-        program.add("silu_mul", y=gated, x=gate_up, size=gated.size)
-        self._down_proj.write(program, y, gated, residual=residual)
+        up = program.buffer("gate_up", self._up_proj.out_features)
+        active = program.buffer("gated", self._down_proj.in_features)
+        self._up_proj.write(program, up, x)
+        if self._is_gated and self._kind == 0:
+            program.add("silu_mul", y=active, x=up, size=active.size)
+        else:
+            program.add(
+                "activate", y=active, x=up, size=active.size, kind=self._kind,
+                is_gated=self._is_gated,
+            )  # fmt: skip
+        end.write(program, y, active, self._down_proj, residual)
 
 
-def _write_norm(program: Program, y: Buffer, x: Buffer, norm: RMSNorm) -> None:
-    program.add("rms_norm", y=y, x=x, weight=norm.weight, size=x.size, eps=norm.eps)
+def _write_normed(program: Program, name: str, x: Buffer, norm: Norm | None) -> Buffer:
+    """The norm of x in the buffer `name`; without a norm x itself."""
+    if norm is None:
+        return x
+    normed = program.buffer(name, x.size)
+    _write_norm(program, normed, x, norm)
+    return normed
+
+
+def _write_norm(program: Program, y: Place, x: Place, norm: Norm, *, stride: int = 0) -> None:
+    """
+    Args:
+        stride: from row to row of both; 0: as many values as the norm has weights.
+    """
+    size = len(norm.weight)
+    places: dict[str, Any] = {"y": y, "x": x}
+    if stride:
+        places |= {"stride": stride}
+    if isinstance(norm, RMSNorm):
+        if norm.offset:
+            places |= {"offset": norm.offset}
+        program.add("rms_norm", **places, weight=norm.weight, size=size, eps=norm.eps)
+        return
+    program.add(
+        "layer_norm", **places, weight=norm.weight, bias=norm.bias, size=size // norm.num_groups,
+        num_groups=norm.num_groups, eps=norm.eps,
+    )  # fmt: skip
 
 
 class _PlainTable:
@@ -328,22 +452,31 @@ def _pack_table(library: CpuLibrary, embedding: Embedding) -> _PlainTable | CpuT
 
 
 class RotaryTable:
-    """Tables of cosines and sines for the kernels, extended as longer sequences come."""
+    """Tables of cosines and sines for the kernels, extended as longer sequences come.
 
-    def __init__(self, rotary: RotaryEmbedding) -> None:
-        self._rotary = rotary
-        self._cosines = self._sines = torch.empty(0, rotary.head_dim // 2)
-        self.needs_prompt_lens = rotary.needs_prompt_lens
+    Args:
+        rotaries: of each kind of rotary positions that the model has.
+    """
+
+    def __init__(self, rotaries: Sequence[RotaryEmbedding]) -> None:
+        self._rotaries = rotaries
+        self._cosines = self._sines = torch.empty(len(rotaries), 0, rotaries[0].head_dim // 2)
+        self.needs_prompt_lens = any(each.needs_prompt_lens for each in rotaries)
 
     def rows(self, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Two tables float32 [n, head_dim / 2], and each token's row in them, int64."""
+        """Two tables float32 [ropes, n, head_dim / 2], and each token's row in them, int64."""
         if self.needs_prompt_lens:  # angles depend on the sequence too, so each token has a row
-            cosines, sines = self._rotary(context.positions, context.prompt_lens, torch.float32)
+            cosines, sines = self._angles(context.positions, context.prompt_lens)
             return cosines, sines, torch.arange(len(context.positions))
-        if context.layout.max_seq_len > len(self._cosines):
+        if context.layout.max_seq_len > self._cosines.shape[1]:
             positions = torch.arange(1 << (context.layout.max_seq_len - 1).bit_length())
-            self._cosines, self._sines = self._rotary(positions, None, torch.float32)
+            self._cosines, self._sines = self._angles(positions, None)
         return self._cosines, self._sines, context.positions
+
+    def _angles(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        tables = [each(positions, prompt_lens, torch.float32) for each in self._rotaries]
+        cosines, sines = zip(*tables, strict=True)
+        return torch.stack(cosines).squeeze(2), torch.stack(sines).squeeze(2)
 
 
 class DrawnTokens:
@@ -389,6 +522,7 @@ class CpuHead:
         matrix: [vocab_size, hidden_size]
         dtype: of hidden states and logits.
         adapters: of the sampled rows.
+        scale, soft_cap: of the logits; 0: no cap.
 
     Attributes:
         hidden: all rows of a step, once the head is written into a program.
@@ -402,11 +536,16 @@ class CpuHead:
         matrix: CpuTable,
         dtype: torch.dtype,
         adapters: CpuAdapters | None = None,
+        *,
+        scale: float = 1.0,
+        soft_cap: float = 0.0,
     ) -> None:
         self.matrix = matrix
         self._adapters = adapters
+        self._scale, self._soft_cap = scale, soft_cap
         self._library = library
         self._logits = torch.empty(0, matrix.out_features, dtype=dtype)
+        self._raw = self._logits  # products that are still to be scaled or capped
         self._uniforms = torch.empty(0)
         self._given: tuple[Tensor | None, ...] = ()
 
@@ -417,13 +556,37 @@ class CpuHead:
         self.hidden = hidden
         self._step, self._num_rows = step, addressof(step) + type(step).num_sampled.offset
         program.add("gather_rows", y=gathered, x=hidden, size=hidden.size)
-        self._product = self.matrix.write(program, None, gathered, num_rows=self._num_rows)
+        self._product = self._write_logits(program, gathered, self._num_rows)
         if self._adapters is not None:
-            self._adapters.write(program, None, gathered, self._product)
+            self._adapters.write(program, None, gathered, self._product[0])
         self._draw = program.add("draw_uniforms", num_rows=_NO_ROWS)
         self._sample = program.add(
             "sample_tokens", num_rows=_NO_ROWS, vocab_size=self.matrix.out_features
         )
+
+    def _write_logits(
+        self, program: Program, x: Buffer, num_rows: int
+    ) -> tuple[Structure, Structure | None]:
+        """Add the product and, if there is anything, what is done to it; their arguments."""
+        size = self.matrix.out_features
+        product = self.matrix.write(program, None, x, num_rows=num_rows)
+        if self._scale == 1.0 and not self._soft_cap:
+            return product, None
+        change = program.add(
+            "cap_logits", num_rows=num_rows, size=size, factor=self._scale, soft_cap=self._soft_cap
+        )
+        return product, change
+
+    def _point(self, written: tuple[Structure, Structure | None], logits: Tensor) -> None:
+        """Let the operations of `_write_logits` end in these rows."""
+        product, change = written
+        if change is None:
+            product.y = logits.data_ptr()
+            return
+        if len(logits) > len(self._raw):
+            self._raw = torch.empty_like(logits)
+        product.y = change.x = self._raw.data_ptr()
+        change.y = logits.data_ptr()
 
     def skip(self) -> None:
         """Make the operations do nothing."""
@@ -448,7 +611,7 @@ class CpuHead:
         logits = self._room(num_rows)
         step.num_sampled = num_rows
         step.sampled_tokens = None if sampled_tokens is None else sampled_tokens.data_ptr()
-        self._product.y = logits.data_ptr()
+        self._point(self._product, logits)
         # Keeps the memory alive.
         self._given = (sampled_tokens, parameters, draws, *(masks or ()))
         return StepOutput(
@@ -461,10 +624,11 @@ class CpuHead:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
         logits, program = self._room(len(hidden)), Program(self._library)
         x = program.buffer("hidden", hidden.shape[1])
-        product = self.matrix.write(program, None, x)
+        written = self._write_logits(program, x, addressof(program.step))
         program.record(len(hidden))
         x.rows.copy_(hidden)
-        program.step.num_tokens, product.y = len(hidden), logits.data_ptr()
+        program.step.num_tokens = len(hidden)
+        self._point(written, logits)
         program.run(is_shared=is_shared)
         self._library.settle()  # the rows may be freed
         return logits

@@ -1,25 +1,54 @@
 """The one decoder: a configurable transformer that every supported architecture maps to.
 
-Pre-norm blocks of rotary, grouped-query attention and a gated MLP (Touvron et al., "LLaMA",
-2023). `DecoderConfig` holds what varies.
+Blocks of grouped-query attention and an MLP that read a residual stream and add to it (with norms
+before each, rotary positions and a gate: Touvron et al., "LLaMA", 2023). `DecoderConfig` holds what
+varies.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.layers.adapters import LayerAdapters
 from penstock.engine.layers.attention import Attention, ForwardContext
-from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, weight_bytes
-from penstock.engine.layers.norm import RMSNorm
+from penstock.engine.layers.linear import (
+    Embedding,
+    Linear,
+    MatrixLayer,
+    constant,
+    weight_bytes,
+)
+from penstock.engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.language_model import LayerKV
 from penstock.kernels import int8_cache
-from penstock.kernels.gated_activation import silu_and_mul
+from penstock.kernels.activation import activate, activate_and_mul
 from penstock.kernels.qk_norm import QKNorm
 from penstock.kernels.rotary_store_kv import rotary_store_kv
+
+Norm: TypeAlias = RMSNorm | LayerNorm
+
+
+def _norm(config: DecoderConfig) -> Norm:
+    """Of the residual stream, or of what is added to it."""
+    if config.norm == "layer":
+        return LayerNorm(config.hidden_size, config.norm_eps, has_bias=config.has_norm_bias)
+    return RMSNorm(config.hidden_size, config.norm_eps, offset=config.norm_offset)
+
+
+def _head_norm(config: DecoderConfig, num_heads: int) -> Norm:
+    """Of the queries or the keys of a token."""
+    if config.qk_norm == "layer":
+        return HeadNorm(
+            num_heads, config.head_dim, config.norm_eps, has_bias=config.has_qk_norm_bias
+        )
+    size = num_heads * config.head_dim if config.qk_norm == "row" else config.head_dim
+    return RMSNorm(size, config.norm_eps, offset=config.norm_offset)
 
 
 class SelfAttention(nn.Module):
@@ -39,10 +68,10 @@ class SelfAttention(nn.Module):
             has_bias=config.has_qkv_bias,
         )
         self.o_proj = Linear(query_size, (config.hidden_size,), has_bias=config.has_output_bias)
-        self.has_qk_norm = config.has_qk_norm
+        self.has_qk_norm, self.qk_norm = config.has_qk_norm, config.qk_norm
         if self.has_qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.q_norm = _head_norm(config, self.num_heads)
+            self.k_norm = _head_norm(config, self.num_kv_heads)
         self.sinks = (
             nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
             if config.has_sinks
@@ -52,13 +81,15 @@ class SelfAttention(nn.Module):
             layer=layer,
             head_dim=self.head_dim,
             window=config.windows[layer],
+            scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
+            alibi_slopes=config.alibi_slopes,
         )
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
         num_tokens = x.shape[0]
         query = rotary_store_kv(
-            self.qkv_proj(x).view(num_tokens, -1, self.head_dim),
+            self._normed(self.qkv_proj(x)).view(num_tokens, -1, self.head_dim),
             rotary,
             *context.cache(self.attention.layer),
             context.layout.slot_mapping,
@@ -70,24 +101,50 @@ class SelfAttention(nn.Module):
         output: Tensor = self.o_proj(mixed.reshape(num_tokens, -1))
         return output
 
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """With queries and keys normalised, where that is not a part of the rotation."""
+        if not self.has_qk_norm or self.qk_norm == "head":
+            return qkv
+        query, key, value = torch.split(qkv, list(self.qkv_proj.part_sizes), dim=1)
+        normed = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+        return torch.cat((*normed, value), dim=1)
+
     @property
     def _qk_norm(self) -> QKNorm | None:
-        if not self.has_qk_norm:
+        if not self.has_qk_norm or not isinstance(self.q_norm, RMSNorm) or self.qk_norm != "head":
             return None
-        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        norm = self.q_norm
+        return QKNorm(norm.weight, self.k_norm.weight, norm.eps, norm.offset)
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020)."""
+    """activation(gate(x)) · up(x), projected (Shazeer, "GLU Variants Improve Transformer",
+    2020)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         size, has_bias = config.intermediate_size, config.has_mlp_bias
+        self.activation = config.activation
         self.gate_up_proj = Linear(config.hidden_size, (size, size), has_bias=has_bias)
         self.down_proj = Linear(size, (config.hidden_size,), has_bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        output: Tensor = self.down_proj(activate_and_mul(self.gate_up_proj(x), self.activation))
+        return output
+
+
+class PlainMLP(nn.Module):
+    """activation(up(x)), projected (Vaswani et al., "Attention Is All You Need", 2017, §3.3)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        size, has_bias = config.intermediate_size, config.has_mlp_bias
+        self.activation = config.activation
+        self.up_proj = Linear(config.hidden_size, (size,), has_bias=has_bias)
+        self.down_proj = Linear(size, (config.hidden_size,), has_bias=has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(activate(self.up_proj(x), self.activation))
         return output
 
 
@@ -96,14 +153,25 @@ class DecoderLayer(nn.Module):
 
     The next norm adds a block's output to the stream, in one operation with the norm; so a layer
     passes on the stream and, separately, what must still be added.
+
+    Attributes:
+        input_layernorm, post_attention_layernorm: of what attention and the MLP read; None: they
+            read the stream, or the MLP what attention reads.
+        attention_post_norm, mlp_post_norm: of what they add to the stream.
+        rope: the layer's number among the decoder's rotary positions.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        has_mlp_norm = config.has_pre_norms and config.has_mlp_norm
+        self.is_parallel, self.residual_scale = config.is_parallel, config.residual_scale
+        self.rope = config.ropes.index(config.rope_of(layer))
+        self.input_layernorm = _norm(config) if config.has_pre_norms else None
         self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.attention_post_norm = _norm(config) if config.has_post_norms else None
+        self.post_attention_layernorm = _norm(config) if has_mlp_norm else None
+        self.mlp = GatedMLP(config) if config.is_gated else PlainMLP(config)
+        self.mlp_post_norm = _norm(config) if config.has_post_norms else None
 
     def forward(
         self,
@@ -114,10 +182,46 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x must still be added to the stream `residual` (None: x starts it); returns the same
         pair."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotary, context)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        normed, residual = _add(self.input_layernorm, x, residual)
+        x = self._end(self.self_attn(normed, rotary, context), self.attention_post_norm)
+        if self.is_parallel:
+            if self.post_attention_layernorm is not None:
+                normed = self.post_attention_layernorm(residual)
+            residual = residual + x
+        else:
+            normed, residual = _add(self.post_attention_layernorm, x, residual)
+        return self._end(self.mlp(normed), self.mlp_post_norm), residual
+
+    def _end(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """What is added to the stream, of a block's output."""
+        if norm is not None:
+            x = norm(x)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+
+def _add(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `RMSNorm.add`; without a norm the stream itself comes back twice."""
+    if norm is not None:
+        return norm.add(x, residual)
+    total = x if residual is None else x + residual
+    return total, total
+
+
+class PositionTable(nn.Module):
+    """A learned vector for each position: Vaswani et al., 2017, §3.5.
+
+    Args:
+        first_position: the checkpoint's row for position 0.
+    """
+
+    def __init__(self, num_positions: int, hidden_size: int, *, first_position: int) -> None:
+        super().__init__()
+        self.first_position = first_position
+        self.weight = constant(torch.empty(num_positions, hidden_size))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions int64 [num_tokens] → [num_tokens, hidden_size]"""
+        return F.embedding(positions, self.weight)
 
 
 class Decoder(nn.Module):
@@ -141,32 +245,54 @@ class Decoder(nn.Module):
         self.features: tuple[Tensor, ...] = ()
         self._kv_dtype: torch.dtype | None = None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        if config.has_position_table:
+            self.embed_positions = PositionTable(
+                config.context_len, config.hidden_size, first_position=config.first_position
+            )
+        if config.has_embedding_norm:
+            self.embed_norm = _norm(config)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        self.norm = _norm(config)
+        self.rotaries = rotary_embeddings(config)
         if not config.is_tied:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size)
+            self.lm_head = Embedding(
+                config.vocab_size, config.hidden_size, has_bias=config.has_head_bias
+            )
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size]"""
-        x: Tensor = self.embed_tokens(input_ids)
+        x = self._embed(input_ids, context)
         residual: Tensor | None = None
-        rotary = self.rotary(context.positions, context.prompt_lens, x.dtype)
+        rotary = tuple(
+            each(context.positions, context.prompt_lens, x.dtype) for each in self.rotaries
+        )
         features = []
         for number, layer in enumerate(self.layers):
             if number in self.feature_layers:
                 features.append(x if residual is None else x + residual)
-            x, residual = layer(x, residual, rotary, context)
+            x, residual = layer(x, residual, rotary[layer.rope], context)  # type: ignore[index]
         self.features = tuple(features)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
+    def _embed(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        x: Tensor = self.embed_tokens(input_ids)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale).to(x.dtype).item()
+        if self.config.has_position_table:
+            x = x + self.embed_positions(context.positions)
+        return self.embed_norm(x) if self.config.has_embedding_norm else x
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
         head = self.embed_tokens if self.config.is_tied else self.lm_head
-        return head.logits(hidden)
+        logits = head.logits(hidden)
+        cap = self.config.logit_soft_cap
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     @property
     def kv_spec(self) -> tuple[LayerKV, ...]:
@@ -226,4 +352,9 @@ class Decoder(nn.Module):
 
     @property
     def needs_prompt_lens(self) -> bool:
-        return self.rotary.needs_prompt_lens
+        return any(each.needs_prompt_lens for each in self.rotaries)
+
+
+def rotary_embeddings(config: DecoderConfig) -> nn.ModuleList:
+    """One for each of the decoder's `ropes`."""
+    return nn.ModuleList(RotaryEmbedding(rope, config.head_dim) for rope in config.ropes)

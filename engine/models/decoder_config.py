@@ -7,10 +7,13 @@ Rotary positions are read as written by transformers 4 and 5. Version 4 wrote `r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from penstock.engine.config_fields import ConfigFields
-from penstock.engine.layers.rotary import ROPE_TYPES, RopeConfig, RopeType
+from penstock.engine.layers.rotary import NO_ROPE, ROPE_TYPES, RopeConfig, RopeType
+from penstock.kernels.activation import Activation
 
 # Far above every model's, so that products of sizes stay within 63 bits.
 _MAX_SIZE, _MAX_HEADS, _MAX_LAYERS, _MAX_CONTEXT = 1 << 24, 1 << 16, 1 << 10, 1 << 27
@@ -19,17 +22,46 @@ _MIN_THETA, _MAX_THETA = 1.001, 1e15
 _MAX_SCALE = 100.0  # of cosines and sines, which float16 must hold
 
 
+NormKind: TypeAlias = Literal["rms", "layer"]
+# Over each head, with one RMS weight for all (Qwen3); over all heads together (OLMo 2); over each
+# head by mean and variance, with weights of its own (Cohere).
+QKNormKind: TypeAlias = Literal["head", "row", "layer"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """The shape and the options of a decoder-only transformer.
 
     Attributes:
+        norm_eps: of all norms.
         context_len: maximum tokens of a sequence, rotary scaling included.
+        rope: rotary positions, in every layer without one in `layer_ropes`.
+        layer_ropes: those of each layer; empty: `rope`.
         windows: for each layer, how many positions a token sees (None: all before it).
         dtype: the checkpoint's own, as named in its config.
         is_tied: the output head is the embedding.
+        norm, has_norm_bias: of the norms that are not of queries and keys. A layer norm
+            subtracts the mean.
+        norm_offset: added to the weights of RMS norms, those of queries and keys included.
+        has_pre_norms: attention and MLP read the stream's norm, and not the stream itself.
+        has_post_norms: their outputs are normalised before they are added to the stream.
+        is_parallel: the MLP reads what attention reads, not attention's output.
+        has_mlp_norm: it has a norm of its own, or, where `is_parallel`, reads attention's.
+        activation: of the MLP.
+        is_gated: the MLP has a gate beside its input.
+        has_position_table: a learned vector for each position is added to the embedding.
+        first_position: a checkpoint's row of that table for position 0.
+        has_embedding_norm: the embedding is normalised.
+        has_qk_norm: queries and keys are normalised before they are rotated, in the way `qk_norm`.
+        has_qk_norm_bias: only a layer norm can have one.
+        attention_scale: of scores; None: head_dim^-0.5.
         attention_soft_cap: bounds attention's scores; None leaves them unbounded.
         has_sinks: each head has a logit without a value in its softmax.
+        alibi_slopes: of each head: what is added to its scores for each position between query
+            and key (Press et al., "Train Short, Test Long", 2022); empty: nothing is.
+        embedding_scale, residual_scale, logit_scale: factors of the embedding, of what a layer's
+            attention and MLP add to the stream, and of the logits.
+        logit_soft_cap: bounds the logits.
     """
 
     vocab_size: int
@@ -39,32 +71,77 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     context_len: int
     rope: RopeConfig
+    layer_ropes: tuple[RopeConfig, ...] = ()
     windows: tuple[int | None, ...]
     dtype: str
     is_tied: bool = False
+    norm: NormKind = "rms"
+    has_norm_bias: bool = False
+    norm_offset: float = 0.0
+    has_pre_norms: bool = True
+    has_post_norms: bool = False
+    is_parallel: bool = False
+    has_mlp_norm: bool = True
+    activation: Activation = "silu"
+    is_gated: bool = True
+    has_position_table: bool = False
+    first_position: int = 0
+    has_embedding_norm: bool = False
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
+    has_head_bias: bool = False
     has_qk_norm: bool = False
+    qk_norm: QKNormKind = "head"
+    has_qk_norm_bias: bool = False
+    attention_scale: float | None = None
     attention_soft_cap: float | None = None
     has_sinks: bool = False
+    alibi_slopes: tuple[float, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different ones."""
+        return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderChoices:
-    """The options in which architectures differ; all other fields have the same names.
+    """How an architecture reads the fields that all of them have; its other switches are set in the
+    result.
 
     Attributes:
-        num_kv_heads, head_dim: defaults if `config.json` has no value; None means num_heads, and
-            hidden_size / num_heads.
+        num_kv_heads, head_dim, intermediate_size, norm_eps, is_tied, activation, theta,
+            context_len: defaults if `config.json` has no value; None means num_heads, hidden_size /
+            num_heads, and for others that there must be one.
+        has_rope: it has rotary positions.
+        rotary_factor: the part of each head that is turned, unless `config.json` names another;
+            None: all of it, always.
+        is_interleaved: as in `RopeConfig`.
     """
 
     windows: tuple[int | None, ...] = ()
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    intermediate_size: int | None = None
+    norm_eps: float = 1e-6
+    is_tied: bool = False
+    activation: str = "silu"
+    theta: float = 10_000.0
+    context_len: int | None = None
+    has_rope: bool = True
+    rotary_factor: float | None = None
+    is_interleaved: bool = False
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
@@ -72,12 +149,12 @@ class DecoderChoices:
 
 
 def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> DecoderConfig:
-    """Map the fields that Llama and its descendants share.
+    """Map the fields that all architectures share, by the names that Llama has for them (see
+    `ConfigFields.renamed`).
 
     Raises:
         ModelLoadError: a field is missing, malformed, or has an unsupported value.
     """
-    _check_supported(fields)
     num_heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", choices.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
@@ -91,23 +168,26 @@ def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> Decode
     if head_dim % 2:
         raise fields.error("head_dim", f"rotary positions need an even size, not {head_dim}")
     num_layers = read_num_layers(fields)
-    rope = read_rope_config(fields)
-    if rope.rope_type == "dynamic" and head_dim == 2:
+    rope = read_rope_config(fields, choices, head_dim)
+    if rope.rope_type == "dynamic" and rope.rotary_dim in (None, 2) and head_dim == 2:
         raise fields.error("head_dim", "dynamic rope scaling needs more than 2")
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size", maximum=_MAX_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", maximum=_MAX_SIZE),
+        intermediate_size=fields.integer(
+            "intermediate_size", choices.intermediate_size, maximum=_MAX_SIZE
+        ),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, minimum=1e-30, maximum=1.0),
-        context_len=scaled_context(fields, rope),
+        norm_eps=fields.number("rms_norm_eps", choices.norm_eps, minimum=1e-30, maximum=1.0),
+        context_len=scaled_context(fields, rope, choices.context_len),
         rope=rope,
         windows=choices.windows or (None,) * num_layers,
         dtype=fields.text("dtype" if "dtype" in fields else "torch_dtype", "float32"),
-        is_tied=fields.boolean("tie_word_embeddings", False),
+        is_tied=fields.boolean("tie_word_embeddings", choices.is_tied),
+        activation=read_activation(fields, choices.activation),
         has_qkv_bias=choices.has_qkv_bias,
         has_output_bias=choices.has_output_bias,
         has_mlp_bias=choices.has_mlp_bias,
@@ -115,34 +195,101 @@ def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> Decode
     )
 
 
+def read_layer_kinds(fields: ConfigFields, default: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Which layers have a window, by `layer_types`.
+
+    Args:
+        default: of layers by their number, if `config.json` does not list them.
+
+    Raises:
+        ModelLoadError: the list has another length, or kinds that are not known.
+    """
+    num_layers = read_num_layers(fields)
+    if "layer_types" not in fields:
+        return tuple(default(layer) for layer in range(num_layers))
+    kinds = fields.texts("layer_types")
+    if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != num_layers:
+        raise fields.error(
+            "layer_types",
+            f"expected {num_layers} of 'full_attention' and 'sliding_attention', not {kinds}",
+        )
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
 def read_num_layers(fields: ConfigFields) -> int:
     """Raises: ModelLoadError."""
     return fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
 
 
-def _check_supported(fields: ConfigFields) -> None:
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"{activation!r} is not supported; only 'silu' is")
+# As `transformers` calls them.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 
 
-DEFAULT_THETA = 10_000.0
+def read_activation(fields: ConfigFields, default: str) -> Activation:
+    """Raises: ModelLoadError."""
+    name = fields.text("hidden_act", default)
+    if name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise fields.error("hidden_act", f"{name!r} is not supported; supported: {known}")
+    return _ACTIVATIONS[name]
 
 
-def read_rope_config(fields: ConfigFields) -> RopeConfig:
+def read_rope_config(
+    fields: ConfigFields,
+    choices: DecoderChoices,
+    head_dim: int,
+    scaling: ConfigFields | None = None,
+) -> RopeConfig:
     """The rotary positions of a model.
+
+    Args:
+        scaling: the section of `fields` that describes them; None: the usual one.
 
     Raises:
         ModelLoadError: an unsupported kind of scaling, or an invalid parameter of it.
     """
-    scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
-    section = scaling if "rope_theta" in scaling else fields
-    theta = section.number("rope_theta", DEFAULT_THETA, minimum=_MIN_THETA, maximum=_MAX_THETA)
+    if not choices.has_rope:
+        return NO_ROPE
+    if scaling is None:
+        scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    rope = _read_scaling(fields, scaling, choices)
+    rotary_dim = _read_rotary_dim(fields, scaling, choices, head_dim)
+    return replace(rope, rotary_dim=rotary_dim, is_interleaved=choices.is_interleaved)
+
+
+def _read_rotary_dim(
+    fields: ConfigFields, scaling: ConfigFields, choices: DecoderChoices, head_dim: int
+) -> int | None:
+    factor, name = choices.rotary_factor, "partial_rotary_factor"
     for section in (fields, scaling):
-        if section.number("partial_rotary_factor", 1.0) != 1.0:
-            raise section.error("partial_rotary_factor", "partly rotated heads are not supported")
+        if name in section:
+            read = section.number(name, maximum=1.0)
+            if read != 1.0 and choices.rotary_factor is None:
+                raise section.error(name, "partly rotated heads are not supported")
+            factor = read
+    if factor is None or factor == 1.0:
+        return None
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise fields.error(name, f"{rotary_dim} of {head_dim} dimensions cannot be turned in pairs")
+    return rotary_dim
+
+
+def _read_scaling(
+    fields: ConfigFields, scaling: ConfigFields, choices: DecoderChoices
+) -> RopeConfig:
+    section = scaling if "rope_theta" in scaling else fields
+    theta = section.number("rope_theta", choices.theta, minimum=_MIN_THETA, maximum=_MAX_THETA)
     rope_type = _rope_type(scaling)
-    context = _context(fields)
+    context = _context(fields, choices.context_len)
     if rope_type == "default":
         return RopeConfig(theta=theta, original_max_position_embeddings=context)
     if rope_type == "yarn":
@@ -168,12 +315,12 @@ def read_rope_config(fields: ConfigFields) -> RopeConfig:
     )
 
 
-def scaled_context(fields: ConfigFields, rope: RopeConfig) -> int:
+def scaled_context(fields: ConfigFields, rope: RopeConfig, default: int | None = None) -> int:
     """Context in tokens, rotary scaling included.
 
     Llama 3 checkpoints state the scaled context; for the others it is computed here.
     """
-    context = _context(fields)
+    context = _context(fields, default)
     if rope.rope_type in ("linear", "dynamic"):
         context = int(context * rope.factor)
     elif rope.rope_type == "yarn":
@@ -221,5 +368,5 @@ def _original_context(fields: ConfigFields, scaling: ConfigFields) -> int:
     return section.integer(name, _context(fields), maximum=_MAX_CONTEXT)
 
 
-def _context(fields: ConfigFields) -> int:
-    return fields.integer("max_position_embeddings", maximum=_MAX_CONTEXT)
+def _context(fields: ConfigFields, default: int | None = None) -> int:
+    return fields.integer("max_position_embeddings", default, maximum=_MAX_CONTEXT)

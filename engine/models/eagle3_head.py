@@ -23,8 +23,9 @@ from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder import GatedMLP, SelfAttention
 from penstock.engine.models.decoder_config import DecoderConfig
-from penstock.engine.models.families import llama_module_names, read_llama_config
+from penstock.engine.models.families.llama import read_llama_config
 from penstock.engine.models.language_model import LayerKV
+from penstock.engine.models.names import LLAMA_NAMES
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -106,10 +107,10 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         decoder, size = config.decoder, config.decoder.hidden_size
         self.has_normed_stream = config.has_normed_stream
-        self.input_layernorm = RMSNorm(size, decoder.rms_norm_eps)
-        self.hidden_norm = RMSNorm(size, decoder.rms_norm_eps)
+        self.input_layernorm = RMSNorm(size, decoder.norm_eps)
+        self.hidden_norm = RMSNorm(size, decoder.norm_eps)
         self.self_attn = SelfAttention(decoder, 0, num_inputs=2 * size)
-        self.post_attention_layernorm = RMSNorm(size, decoder.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(size, decoder.norm_eps)
         self.mlp = GatedMLP(decoder)
 
     def forward(
@@ -146,7 +147,7 @@ class Eagle3Head(nn.Module):
         self.embed_tokens = Embedding(decoder.vocab_size, size)
         self.fc = Linear(len(config.feature_layers) * target.hidden_size, (size,))
         self.midlayer = Eagle3Layer(config)
-        self.norm = RMSNorm(size, decoder.rms_norm_eps)
+        self.norm = RMSNorm(size, decoder.norm_eps)
         self.lm_head = Embedding(config.draft_vocab_size, size)
         self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
@@ -216,5 +217,5 @@ def eagle3_module_names(module: str, layer: str) -> tuple[str, ...]:
     Args:
         layer: the checkpoint's name of `midlayer`.
     """
-    names = llama_module_names(module.replace("midlayer", layer, 1))
+    names = LLAMA_NAMES(module.replace("midlayer", layer, 1))
     return tuple(name.removeprefix("model.") for name in names)

@@ -15,24 +15,31 @@ from penstock.engine.config import DType, EngineConfig, ModelConfig
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
-from penstock.engine.layers.linear import Linear, MatrixLayer, constant
+from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant
+from penstock.engine.layers.norm import HeadNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.model_files import resolve_model, weights_fingerprint
-from penstock.engine.models.decoder import Decoder, SelfAttention
+from penstock.engine.models.decoder import (
+    Decoder,
+    PositionTable,
+    SelfAttention,
+    rotary_embeddings,
+)
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.eagle3_head import (
     Eagle3Head,
     eagle3_module_names,
     read_eagle3_config,
 )
-from penstock.engine.models.families import is_ignorable
 from penstock.engine.models.language_model import TorchModel
-from penstock.engine.models.registry import Architecture, is_native, own_dtype, read_model_config
+from penstock.engine.models.names import EACH_HEAD, Names, is_ignorable, row_orders
+from penstock.engine.models.registry import is_native, own_dtype, read_model_config
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.formats import FORMATS, format_of, open_checkpoint
+from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.formats.gguf import GgufCheckpoint
-from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, stack
+from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate, rows_of, stack
 from penstock.engine.weights.quantization import Quantizer
 
 if TYPE_CHECKING:
@@ -71,13 +78,14 @@ def load_decoder(config: ModelConfig, path: Path, device: torch.device) -> Decod
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
     checkpoint, hold, like = weights.checkpoint, weights.hold, weights.like
-    if checkpoint is not None and "embed_tokens.weight" in checkpoint:
-        architecture = architecture.without_prefix()
+    names = architecture.names if checkpoint is None else architecture.names.found_in(checkpoint)
     if decoder_config.is_tied:
-        (table,) = architecture.module_names("embed_tokens")
+        (table,) = names("embed_tokens")
         weights.quantize.aliases[table] = "lm_head"
     if checkpoint is not None:
-        _check_layers(checkpoint, architecture, decoder_config)
+        if isinstance(checkpoint, GgufCheckpoint) and not architecture.has_gguf_names:
+            raise checkpoint.config.error("architectures", "GGUF files of these are not supported")
+        _check_layers(checkpoint, names, decoder_config)
     with torch.device("meta"):
         model = Decoder(decoder_config).to(dtype)
     if checkpoint is None:
@@ -85,22 +93,24 @@ def load_decoder(config: ModelConfig, path: Path, device: torch.device) -> Decod
         _fill_random(model, config.seed)
         for name, module in model.named_modules():
             if isinstance(module, MatrixLayer):
-                parts = map(DenseMatrix, torch.split(module.weight.data, list(module.part_sizes)))
-                hold(module, architecture.module_names(name), list(parts))
+                sources = names(name)
+                parts = torch.split(module.weight.data, _sizes(module, sources))
+                hold(module, sources, list(map(DenseMatrix, parts)))
     else:
-        _fill_from(checkpoint, model, architecture.module_names, hold, like)
+        orders = partial(row_orders, names, decoder_config)
+        _fill_from(checkpoint, model, names, hold, like, orders=orders)
         for index, layer in enumerate(model.layers):
-            (prefix,) = architecture.module_names(f"layers.{index}.self_attn")
+            (prefix,) = names(f"layers.{index}.self_attn")
             _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
-        unused = {"lm_head.weight"} if decoder_config.is_tied else set()
-        _check_all_read(
-            checkpoint, unused | ({"score.weight"} if architecture.is_headless else set())
-        )
+        ignored = {f"{names('lm_head')[0]}.weight"} if decoder_config.is_tied else set()
+        ignored |= {"score.weight"} if architecture.is_headless else set()
+        _check_all_read(checkpoint, ignored)
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
-    # Rotary frequencies follow from the config and stay float32.
-    rotary = type(model.rotary)(decoder_config.rope, decoder_config.head_dim)
-    model.rotary = rotary.to(device)
+    # Rotary frequencies and slopes follow from the config and stay float32.
+    model.rotaries = rotary_embeddings(decoder_config).to(device)
+    for layer in model.layers:
+        layer.self_attn.attention.place_alibi(device)  # type: ignore[union-attr, operator]
     return model.eval()
 
 
@@ -326,16 +336,15 @@ def _resolve_dtype(config: ModelConfig, own: str, path: Path) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _check_layers(
-    checkpoint: Checkpoint, architecture: Architecture, config: DecoderConfig
-) -> None:
+def _check_layers(checkpoint: Checkpoint, names: Names, config: DecoderConfig) -> None:
     """Refuse more layers than the checkpoint has, before they are built. Reading each tensor checks
     the other sizes."""
-    prefix = architecture.module_names(f"layers.{config.num_layers - 1}.input_layernorm")[0]
-    if f"{prefix}.weight" not in checkpoint:
-        raise checkpoint.config.error(
-            "num_hidden_layers", f"the checkpoint has no tensor {prefix}.weight of the last layer"
-        )
+    for prefix in names(f"layers.{config.num_layers - 1}.input_layernorm"):
+        if config.has_pre_norms and f"{prefix}.weight" not in checkpoint:
+            raise checkpoint.config.error(
+                "num_hidden_layers",
+                f"the checkpoint has no tensor {prefix}.weight of the last layer",
+            )
 
 
 def _allocate(model: _Module, path: Path, device: torch.device) -> _Module:
@@ -383,31 +392,87 @@ def _fill_random(model: nn.Module, seed: int) -> None:
             part.copy_(numbers[: len(part)])
 
 
+def _no_orders(_: str) -> tuple[None, ...]:
+    return (None, None, None)
+
+
 def _fill_from(
     checkpoint: Checkpoint,
     model: nn.Module,
     module_names: Callable[[str], tuple[str, ...]],
     hold: Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None],
     like: Tensor,
+    *,
+    orders: Callable[[str], Sequence[Tensor | None]] = _no_orders,
 ) -> None:
-    """Read the weights module by module, into tensors with the dtype and device of `like`."""
+    """Read the weights module by module, into tensors with the dtype and device of `like`.
+
+    Args:
+        orders: of the rows of a module's `module_names`.
+    """
     read_matrix = FORMATS[format_of(checkpoint)]
+    is_transposed = isinstance(module_names, Names) and module_names.is_transposed
     for name, module in list(model.named_modules()):
         prefixes = module_names(name)
         if isinstance(module, MatrixLayer):
-            sizes = module.part_sizes
-            parts = [
-                read_matrix(checkpoint, prefix, (size, module.in_features))
-                for prefix, size in zip(prefixes, sizes, strict=True)
-            ]
+            sizes, biases, parts = _sizes(module, prefixes), [], []
+            has_bias = isinstance(module, Linear | Embedding) and module.bias is not None
+            for prefix, size, order in zip(prefixes, sizes, orders(name), strict=False):
+                shape = (size, module.in_features)
+                is_turned = is_transposed and isinstance(module, Linear)
+                read = read_transposed if is_turned else read_matrix
+                part = read(checkpoint, prefix, shape)
+                parts.append(part if order is None else rows_of(part, order))
+                if has_bias:
+                    bias = checkpoint.read(f"{prefix}.bias", (size,))
+                    biases.append(bias if order is None else bias[order])
             hold(module, prefixes, parts)
-            if isinstance(module, Linear) and module.bias is not None:
-                biases = map(checkpoint.read, (f"{each}.bias" for each in prefixes), zip(sizes))
-                module.bias = constant(concatenate(list(biases), like))
+            if has_bias:
+                module.bias = constant(concatenate(biases, like))
         else:
             for kind, parameter in list(module.named_parameters(recurse=False)):
-                vector = checkpoint.read(f"{prefixes[0]}.{kind}", tuple(parameter.shape))
+                vector = _read_parameter(checkpoint, prefixes, kind, module, tuple(parameter.shape))
+                order = orders(name)[0] if prefixes else None
+                vector = vector if order is None else vector[order]
                 module.register_parameter(kind, constant(concatenate([vector], like)))
+
+
+def _sizes(module: MatrixLayer, prefixes: Sequence[str]) -> list[int]:
+    """How many rows of a module each of the checkpoint's modules has."""
+    return [module.out_features] if len(prefixes) == 1 else list(module.part_sizes)
+
+
+def _read_parameter(
+    checkpoint: Checkpoint,
+    prefixes: Sequence[str],
+    kind: str,
+    module: nn.Module,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """What is no matrix: `prefix.kind`; ones where there is no prefix."""
+    if not prefixes:
+        return torch.ones(shape)
+    (prefix,) = prefixes
+    if isinstance(module, HeadNorm):
+        return _read_head_norm(checkpoint, prefix, kind, module.num_groups, shape[0])
+    if isinstance(module, PositionTable):
+        name, first = f"{prefix}.{kind}", module.first_position
+        return checkpoint.read(name, (first + shape[0], shape[1]))[first:]
+    return checkpoint.read(f"{prefix}.{kind}", shape)
+
+
+def _read_head_norm(
+    checkpoint: Checkpoint, prefix: str, kind: str, num_heads: int, size: int
+) -> Tensor:
+    """The weights of each head: in a tensor for each, in one for all, or the same for all."""
+    head_dim = size // num_heads
+    if EACH_HEAD in prefix:
+        names = [f"{prefix.replace(EACH_HEAD, str(head))}.{kind}" for head in range(num_heads)]
+        return torch.cat([checkpoint.read(name, (head_dim,)) for name in names])
+    name = f"{prefix}.{kind}"
+    if name in checkpoint and checkpoint.shape(name) == (head_dim,):
+        return checkpoint.read(name, (head_dim,)).repeat(num_heads)
+    return checkpoint.read(name, (num_heads, head_dim)).flatten()
 
 
 def _check_all_read(checkpoint: Checkpoint, ignored: set[str]) -> None:

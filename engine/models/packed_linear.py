@@ -170,9 +170,9 @@ def pack_linear(library: CpuLibrary, layer: MatrixLayer, bias: Tensor | None = N
     return linear if adapters is None else AdaptedLinear(linear, adapters)
 
 
-def pack_table(library: CpuLibrary, layer: Embedding) -> CpuTable:
+def pack_table(library: CpuLibrary, layer: Embedding, bias: Tensor | None = None) -> CpuTable:
     """The same of an embedding or a head."""
-    (table,) = _pack_parts(library, layer, None)
+    (table,) = _pack_parts(library, layer, bias)
     return table
 
 

@@ -10,13 +10,8 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.eagle3_head import EAGLE3_ARCHITECTURES
-from penstock.engine.models.families import (
-    llama_module_names,
-    read_llama_config,
-    read_mistral_config,
-    read_qwen2_config,
-    read_qwen3_config,
-)
+from penstock.engine.models.families import alibi, cohere, gemma, gpt, llama, phi, post_norm
+from penstock.engine.models.names import LLAMA_NAMES, Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,30 +20,77 @@ class Architecture:
 
     Attributes:
         read_config: `config.json` → the decoder's configuration.
-        module_names: a module of the decoder → the checkpoint's modules it is made of.
+        names: of the checkpoint's modules.
+        has_gguf_names: GGUF files of it are read, too.
+        takes_adapters: nobody has tried others, whose rows may have another order.
         is_headless: it makes vectors or scores; the embedding takes the place of an output head,
             which is never used.
     """
 
     read_config: Callable[[ConfigFields], DecoderConfig]
-    module_names: Callable[[str], tuple[str, ...]] = llama_module_names
+    names: Names = LLAMA_NAMES
+    has_gguf_names: bool = False
+    takes_adapters: bool = False
     is_headless: bool = False
-
-    def without_prefix(self) -> Architecture:
-        """The same for a checkpoint that was saved from the model without its head."""
-        return replace(
-            self,
-            module_names=lambda module: tuple(
-                each.removeprefix("model.") for each in self.module_names(module)
-            ),
-        )
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(read_config=read_llama_config),
-    "MistralForCausalLM": Architecture(read_config=read_mistral_config),
-    "Qwen2ForCausalLM": Architecture(read_config=read_qwen2_config),
-    "Qwen3ForCausalLM": Architecture(read_config=read_qwen3_config),
+    "LlamaForCausalLM": Architecture(
+        read_config=llama.read_llama_config, has_gguf_names=True, takes_adapters=True
+    ),
+    "MistralForCausalLM": Architecture(
+        read_config=llama.read_mistral_config, has_gguf_names=True, takes_adapters=True
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        read_config=llama.read_qwen2_config, has_gguf_names=True, takes_adapters=True
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        read_config=llama.read_qwen3_config, has_gguf_names=True, takes_adapters=True
+    ),
+    "BloomForCausalLM": Architecture(read_config=alibi.read_bloom_config, names=alibi.BLOOM_NAMES),
+    "CohereForCausalLM": Architecture(read_config=cohere.read_cohere_config),
+    "Cohere2ForCausalLM": Architecture(read_config=cohere.read_cohere2_config),
+    "Ernie4_5ForCausalLM": Architecture(read_config=llama.read_ernie_config),
+    "Exaone4ForCausalLM": Architecture(
+        read_config=post_norm.read_exaone4_config, names=post_norm.POST_NORM_NAMES
+    ),
+    "FalconForCausalLM": Architecture(
+        read_config=alibi.read_falcon_config, names=alibi.FALCON_NAMES
+    ),
+    "GemmaForCausalLM": Architecture(read_config=gemma.read_gemma_config),
+    "Gemma2ForCausalLM": Architecture(
+        read_config=gemma.read_gemma2_config, names=gemma.SANDWICH_NAMES
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        read_config=gemma.read_gemma3_config, names=gemma.SANDWICH_NAMES
+    ),
+    "Glm4ForCausalLM": Architecture(
+        read_config=post_norm.read_glm4_config, names=post_norm.GLM4_NAMES
+    ),
+    "GPT2LMHeadModel": Architecture(read_config=gpt.read_gpt2_config, names=gpt.GPT2_NAMES),
+    "GPTJForCausalLM": Architecture(read_config=gpt.read_gptj_config, names=gpt.GPTJ_NAMES),
+    "GPTNeoXForCausalLM": Architecture(
+        read_config=gpt.read_gpt_neox_config, names=gpt.GPT_NEOX_NAMES
+    ),
+    "GraniteForCausalLM": Architecture(read_config=llama.read_granite_config),
+    "MptForCausalLM": Architecture(read_config=alibi.read_mpt_config, names=alibi.MPT_NAMES),
+    "OlmoForCausalLM": Architecture(
+        read_config=post_norm.read_olmo_config, names=post_norm.OLMO_NAMES
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        read_config=post_norm.read_olmo2_config, names=post_norm.POST_NORM_NAMES
+    ),
+    "OPTForCausalLM": Architecture(read_config=gpt.read_opt_config, names=gpt.OPT_NAMES),
+    "PhiForCausalLM": Architecture(read_config=phi.read_phi_config, names=phi.PHI_NAMES),
+    "Phi3ForCausalLM": Architecture(read_config=phi.read_phi3_config, names=phi.PHI3_NAMES),
+    "SeedOssForCausalLM": Architecture(read_config=llama.read_seed_oss_config),
+    "SmolLM3ForCausalLM": Architecture(read_config=llama.read_smollm3_config),
+    "StableLmForCausalLM": Architecture(
+        read_config=cohere.read_stablelm_config, names=cohere.STABLELM_NAMES
+    ),
+    "Starcoder2ForCausalLM": Architecture(
+        read_config=gpt.read_starcoder2_config, names=gpt.STARCODER2_NAMES
+    ),
 }
 _HEADLESS = ("Model", "ForSequenceClassification")
 

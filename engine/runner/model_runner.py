@@ -15,6 +15,7 @@ import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
+from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import Attention
 from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
 from penstock.engine.models.adapters import make_room
@@ -257,9 +258,12 @@ def adapter_slots(
     lora = config.lora
     if not lora.enable_lora:
         return NO_ADAPTERS
+    architecture, _ = read_model_config(model_path)
+    if not architecture.takes_adapters:
+        raise ConfigError("--enable-lora: adapters of this model's family are not supported")
     room = make_room(
         model,
-        read_model_config(model_path)[0].module_names,
+        architecture.names,
         num_slots=lora.max_loras,
         max_rank=lora.max_lora_rank,
         library=running_library(model, config.cache.block_size),

@@ -7,7 +7,7 @@ each pack them for themselves. So a format knows no backend, and a backend knows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TypeAlias
@@ -124,6 +124,28 @@ class StackedMatrix:
 
 
 Matrix: TypeAlias = DenseMatrix | QuantizedMatrix | StackedMatrix
+
+
+def rows_of(matrix: Matrix, order: Tensor) -> Matrix:
+    """The matrix with row order[i] as row i; order int64 [out_features]."""
+    if isinstance(matrix, DenseMatrix):
+        return DenseMatrix(matrix.values[order])
+    assert isinstance(matrix, QuantizedMatrix), "a module's layout is one"
+    scales, offsets = matrix.block_values()
+    return replace(
+        matrix,
+        codes=take_rows(matrix.codes, order),
+        scales=scales[order],
+        offsets=None if offsets is None else offsets[order],
+        rows_per_scale=1,
+    )
+
+
+def take_rows(codes: Tensor, order: Tensor) -> Tensor:
+    """codes[order], of any dtype: torch does not index E4M3."""
+    if codes.dtype == torch.float8_e4m3fn:
+        return codes.view(torch.uint8)[order].view(codes.dtype)
+    return codes[order]
 
 
 def stack(parts: Sequence[Matrix], like: Tensor) -> Matrix:

@@ -26,6 +26,7 @@ struct NAME(attention_tile) {
     DTYPE query[MAX_QUERIES * MAX_HEAD_DIM]; /* [num_rows, head_dim] */
     DTYPE *out[MAX_QUERIES];
     long first[MAX_QUERIES], last[MAX_QUERIES]; /* positions a row sees, both included */
+    long query_head[MAX_QUERIES];
     long first_of_all, last_of_all;
     int num_rows;
     const int32_t *table;
@@ -252,12 +253,14 @@ static float NAME(weigh)(
     const struct NAME(attention_tile) *tile, int row, const struct NAME(attention_chunk) *chunk,
     const struct attention_args *a, float *scores, DTYPE *weights, float *largest, float *total) {
     const vec scale = splat((float)a->scale * (a->key_scales ? a->key_scales[tile->head] : 1.0f));
+    const vec slope = splat(a->alibi ? a->alibi[tile->query_head[row]] : 0.0f);
     vec most = splat(-INFINITY);
     for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         ivec position = (int32_t)(chunk->begin + i) + LANE_NUMBERS;
         ivec is_seen = (position >= (int32_t)tile->first[row]) & (position <= (int32_t)tile->last[row]);
         vec score = load_f32(scores + i) * scale;
         if (a->is_int8) score *= load_f32(chunk->key_scales + i);
+        if (a->alibi) score += slope * __builtin_convertvector(position - (int32_t)tile->last[row], vec);
         if (a->soft_cap > 0) score = cap_softly(score, (float)a->soft_cap);
         score = choose(is_seen, score, splat(-INFINITY));
         store_f32(scores + i, score);
@@ -288,9 +291,13 @@ static void NAME(attend)(const struct attention_args *a, const struct NAME(atten
     float scores[MAX_QUERIES][CHUNK] __attribute__((aligned(64)));
     DTYPE weights[MAX_QUERIES][CHUNK] __attribute__((aligned(64)));
     float sums[MAX_QUERIES * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    float largest[MAX_QUERIES], total[MAX_QUERIES] = {0}, shrink[MAX_QUERIES];
+    float largest[MAX_QUERIES], total[MAX_QUERIES], shrink[MAX_QUERIES];
     memset(sums, 0, tile->num_rows * a->head_dim * sizeof *sums);
-    for (int r = 0; r < tile->num_rows; r++) largest[r] = -INFINITY;
+    for (int r = 0; r < tile->num_rows; r++) {
+        const DTYPE *sinks = a->sinks;
+        largest[r] = sinks ? GET(sinks + tile->query_head[r]) : -INFINITY;
+        total[r] = sinks ? 1.0f : 0.0f;
+    }
     for (long begin = tile->first_of_all / CHUNK * CHUNK; begin <= tile->last_of_all; begin += CHUNK) {
         chunk.begin = begin;
         chunk.first = tile->first_of_all > begin ? tile->first_of_all - begin : 0;
@@ -348,6 +355,7 @@ static void NAME(attention_item)(const void *args, long item) {
             long offset = (token * a->num_heads + head * group + query_head + h) * a->head_dim;
             memcpy(tile.query + tile.num_rows * a->head_dim, (const DTYPE *)a->query + offset,
                    a->head_dim * sizeof(DTYPE));
+            tile.query_head[tile.num_rows] = head * group + query_head + h;
             tile.out[tile.num_rows] = (DTYPE *)a->out + offset;
             tile.first[tile.num_rows] = first;
             tile.last[tile.num_rows++] = position;

@@ -27,6 +27,7 @@ enum { KEYS_AHEAD = 128 };
  * (`lines_ahead`), fewer rows its first lines. */
 enum { LINE_BYTES = 64, SHORT_GROUP_BYTES = 64 << 10, HEAD_LINES = 96 };
 enum { MAX_QUERIES = 16, CHUNK = 256, MAX_HEAD_DIM = 256 };
+enum { LOGITS_PER_ITEM = 8192 };
 enum { SPAN = 512 };          /* tokens of the vocabulary whose weights are summed together */
 enum { LORA_AHEAD_BYTES = 1024, LORA_CHUNK = 1024, LORA_COLUMNS = 256, MAX_LORA_RANK = 512 };
 #define MIN_TEMPERATURE 1e-30 /* smaller ones would vanish in a float */

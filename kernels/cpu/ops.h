@@ -14,8 +14,9 @@ struct step {
     const int64_t *token_ids, *slot_mapping;                        /* [num_tokens] */
     const int32_t *query_start_loc, *seq_lens;
     const int32_t *block_tables; /* [num_seqs, table_stride]; read after the step, to no effect */
-    const float *cosines, *sines;                                   /* [n, head_dim / 2] */
-    const int64_t *rotary_rows;                                     /* [num_tokens], rows of these */
+    const float *cosines, *sines;       /* [ropes, n, head_dim / 2] */
+    const int64_t *rotary_rows;         /* [num_tokens], rows of these; positions, but with dynamic ropes */
+    int64_t rope_stride;                /* from the table of one kind of rotary positions to the next */
     const int64_t *sampled_tokens;      /* [num_sampled], or null: the first num_sampled tokens */
 };
 
@@ -103,12 +104,24 @@ struct embed_args {
     int64_t size, vocab_size, is_packed;
 };
 
-/* y = x / sqrt(mean(x²) + eps) · weight, row by row */
+/* y = x / sqrt(mean(x²) + eps) · (weight + offset), row by row */
 struct rms_norm_args {
     void *y;
     const void *x, *weight;
     const int64_t *num_rows;
     int64_t size;
+    int64_t stride; /* from row to row of x and y; 0: size */
+    double eps, offset;
+};
+
+/* y = (x - mean(x)) / sqrt(variance(x) + eps) · weight (+ bias), of each of the groups of `size` values that
+ * a row has */
+struct layer_norm_args {
+    void *y;
+    const void *x, *weight, *bias; /* weight, bias: [num_groups, size]; bias may be null */
+    const int64_t *num_rows;
+    int64_t size, num_groups;
+    int64_t stride; /* from row to row of x and y; 0: size · num_groups */
     double eps;
 };
 
@@ -117,11 +130,13 @@ struct rms_norm_args {
 struct rope_store_args {
     void *query, *key_cache, *value_cache;
     const void *qkv, *query_norm, *key_norm; /* norms: [head_dim], may be null */
+    const void *values; /* where the values are, in rows like those of qkv; null: there */
     const float *key_scales, *value_scales;  /* [num_kv_heads], if the cache is in E4M3; else null */
     const struct step *step;
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     int64_t is_int8; /* the cache holds bytes with scales */
-    double eps;
+    int64_t rope;    /* number of the table of cosines and sines */
+    double eps, norm_offset;
 };
 
 /* As specified by kernels/paged_attention_reference.py, except for the order of numbers in a block. */
@@ -129,6 +144,8 @@ struct attention_args {
     void *out;
     const void *query, *key_cache, *value_cache;
     const float *key_scales, *value_scales; /* [num_kv_heads], if the cache is in E4M3; else null */
+    const void *sinks;                      /* [num_heads], or null */
+    const float *alibi;                     /* [num_heads], or null */
     const struct step *step;
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     int64_t is_int8; /* the cache holds bytes with scales */
@@ -142,6 +159,42 @@ struct silu_mul_args {
     const void *x;
     const int64_t *num_rows;
     int64_t size;
+};
+
+/* y[rows, size] = activation(x), or activation(x[:, :size]) · x[:, size:] if gated */
+struct activate_args {
+    void *y;
+    const void *x;
+    const int64_t *num_rows;
+    int64_t size;
+    int64_t kind; /* 0: silu, 1: gelu, 2: gelu by tanh, 3: relu */
+    int64_t is_gated;
+};
+
+/* y[rows, size] = x · factor (+ residual, after rounding the product); residual may be null, and is not y */
+struct scale_add_args {
+    void *y;
+    const void *x, *residual;
+    const int64_t *num_rows;
+    int64_t size;
+    double factor;
+};
+
+/* y[t, size] = x[t] + table[position of t] */
+struct add_positions_args {
+    void *y;
+    const void *x, *table; /* table: [positions, size] */
+    const struct step *step;
+    int64_t size;
+};
+
+/* y[rows, size] = x · factor, rounded, then soft_cap · tanh(· / soft_cap) (soft_cap 0: none) */
+struct cap_logits_args {
+    void *y;
+    const void *x;
+    const int64_t *num_rows;
+    int64_t size;
+    double factor, soft_cap;
 };
 
 /* y[r, size] = x[sampled_tokens[r]], of num_sampled rows */

@@ -38,6 +38,7 @@ def paged_attention_triton(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     split_len: int | None = None,
@@ -56,7 +57,13 @@ def paged_attention_triton(
         return output
     arguments = _arguments(
         query, key_cache, value_cache, layout, key_scale, value_scale, is_contiguous
-    ) | {"scale": scale, "soft_cap": soft_cap, "window": window, "sinks_ptr": sinks}
+    ) | {
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "window": window,
+        "sinks_ptr": sinks,
+        "alibi_ptr": alibi,
+    }
     shape = (arguments["GROUP"], arguments["HEAD_DIM"])
     limits = device_limits(query.device)
     key = tuning_key(arguments, query.dtype, key_cache.dtype)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.device_limits import DeviceLimits, device_limits
-from penstock.kernels.gpu.paged_tiles import attend, finish, initial_state
+from penstock.kernels.gpu.paged_tiles import attend, finish, initial_state, load_slopes
 from penstock.kernels.gpu.tuning import Config
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -45,6 +45,7 @@ def decode_kernel(
     seq_lens_ptr,
     block_tables_ptr,
     sinks_ptr,  # [num_heads], or None
+    alibi_ptr,  # float32 [num_heads], or None
     key_scale_ptr,  # float32, or None
     value_scale_ptr,
     scale,
@@ -97,9 +98,10 @@ def decode_kernel(
     scoring = scale, soft_cap, None
     end = tl.minimum(begin + split_len, seq_len)
     query_positions = tl.full([BLOCK_M], seq_len - 1, tl.int32)
+    slopes = load_slopes(alibi_ptr, heads, is_row)
     state = initial_state(sinks_ptr, heads, is_row & (split == 0), BLOCK_M, BLOCK_D)
     state = attend(
-        state, queries.to(DOT_DTYPE), query_positions, kv_head, cache, table_ptr, scoring,
+        state, queries.to(DOT_DTYPE), query_positions, kv_head, cache, table_ptr, scoring, slopes,
         begin, end,
         HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, IS_CONTIGUOUS, IS_MASKED=True,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.device_limits import DeviceLimits
-from penstock.kernels.gpu.paged_tiles import attend, finish, initial_state
+from penstock.kernels.gpu.paged_tiles import attend, finish, initial_state, load_slopes
 from penstock.kernels.gpu.tuning import Config
 from penstock.kernels.paged_layout import PagedLayout
 
@@ -61,6 +61,7 @@ def prefill_kernel(
     seq_lens_ptr,
     block_tables_ptr,
     sinks_ptr,  # [num_heads], or None
+    alibi_ptr,  # float32 [num_heads], or None
     key_scale_ptr,  # float32, or None
     value_scale_ptr,
     scale,
@@ -125,20 +126,21 @@ def prefill_kernel(
     if IS_INVARIANT:  # where a tile needs no mask depends on the other rows
         full_begin = begin
         full_end = begin
+    slopes = load_slopes(alibi_ptr, heads, is_row)
     state = initial_state(sinks_ptr, heads, is_row, BLOCK_M, BLOCK_D)
     if window is not None:
         state = attend(
-            state, queries, query_positions, kv_head, cache, table_ptr, scoring,
+            state, queries, query_positions, kv_head, cache, table_ptr, scoring, slopes,
             begin, tl.minimum(full_begin, end),
             HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, IS_CONTIGUOUS, IS_MASKED=True,
         )  # fmt: skip
     state = attend(
-        state, queries, query_positions, kv_head, cache, table_ptr, scoring,
+        state, queries, query_positions, kv_head, cache, table_ptr, scoring, slopes,
         full_begin, full_end,
         HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, IS_CONTIGUOUS, IS_MASKED=False,
     )  # fmt: skip
     state = attend(
-        state, queries, query_positions, kv_head, cache, table_ptr, scoring,
+        state, queries, query_positions, kv_head, cache, table_ptr, scoring, slopes,
         full_end, end,
         HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, IS_CONTIGUOUS, IS_MASKED=True,
     )  # fmt: skip

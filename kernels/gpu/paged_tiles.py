@@ -29,6 +29,15 @@ def initial_state(sinks_ptr, heads, has_sink, BLOCK_M: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
+def load_slopes(alibi_ptr, heads, is_row):
+    """Of each row's head; None without ALiBi."""
+    slopes = None
+    if alibi_ptr is not None:
+        slopes = tl.load(alibi_ptr + heads, is_row, other=0.0)
+    return slopes
+
+
+@triton.jit
 def attend(
     state,
     queries,  # [BLOCK_M, BLOCK_D]
@@ -37,6 +46,7 @@ def attend(
     cache,  # pointers to keys, values and their scales (or None); strides of slots and scales
     table_ptr,  # the sequence's row of the block table
     scoring,  # scale, soft_cap or None, window or None
+    slopes,  # [BLOCK_M], what a position of distance adds to a score; or None
     begin,
     end,  # of the positions; unless IS_MASKED, a multiple of BLOCK_N after begin
     HEAD_DIM: tl.constexpr,
@@ -78,8 +88,11 @@ def attend(
             # product byte by byte, and converts it there.
             value_scale = tl.load(value_scale_ptr + kv_head * scale_stride)
             values *= value_scale.to(queries.dtype)
+        bias = None
+        if slopes is not None:
+            bias = slopes[:, None] * (positions[None, :] - query_positions[:, None]).to(tl.float32)
         state = _attend_tile(
-            state, queries, keys.to(queries.dtype), values, is_visible, scale, soft_cap
+            state, queries, keys.to(queries.dtype), values, is_visible, scale, soft_cap, bias
         )
     return state
 
@@ -117,11 +130,13 @@ def _load_tile(head_ptr, offsets, is_read, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
-def _attend_tile(state, queries, keys, values, is_visible, scale, soft_cap):
+def _attend_tile(state, queries, keys, values, is_visible, scale, soft_cap, bias):
     row_max, row_sum, mixed = state
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     to_log2 = _LOG2_E
-    if soft_cap is None:
+    if bias is not None:
+        scores = scores * scale + bias
+    elif soft_cap is None:
         to_log2 = scale * _LOG2_E
     else:
         # cap · tanh(score / cap), by a form of tanh that does not overflow.

@@ -18,6 +18,7 @@ def rms_norm_kernel(
     residual_ptr,  # or None
     weight_ptr,
     eps,
+    OFFSET: tl.constexpr,  # of the weights
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # SIZE, padded to a power of two
 ):
@@ -32,26 +33,28 @@ def rms_norm_kernel(
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + columns, is_inside, 0.0).to(tl.float32)
     mean_of_squares = tl.sum(x * x, axis=0) / SIZE
-    normed = x * tl.rsqrt(mean_of_squares + eps) * weight
+    normed = x * tl.rsqrt(mean_of_squares + eps) * (weight + OFFSET)
     tl.store(normed_ptr + start + columns, normed, is_inside)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     assert x.is_contiguous()
     size = x.shape[1]
     normed = torch.empty_like(x)
-    rms_norm_kernel[(len(x),)](normed, None, x, None, weight, eps, SIZE=size, **config_for(size))
+    rms_norm_kernel[(len(x),)](
+        normed, None, x, None, weight, eps, OFFSET=offset, SIZE=size, **config_for(size)
+    )
     return normed
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     assert x.is_contiguous()
     assert residual.is_contiguous()
     size = x.shape[1]
     normed, total = torch.empty_like(x), torch.empty_like(x)
     rms_norm_kernel[(len(x),)](
-        normed, total, x, residual, weight, eps, SIZE=size, **config_for(size)
+        normed, total, x, residual, weight, eps, OFFSET=offset, SIZE=size, **config_for(size)
     )
     return normed, total

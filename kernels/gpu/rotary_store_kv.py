@@ -22,7 +22,10 @@ _NUM_WARPS = 2
 
 
 @triton.jit
-def _turned(first_ptr, second_ptr, mask, cos, sin, norm_ptr, columns, eps, HALF: tl.constexpr):
+def _turned(
+    first_ptr, second_ptr, mask, cos, sin, norm_ptr, columns, eps,
+    OFFSET: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Both halves of some heads [heads, columns], normalised and rotated, in the input's dtype.
 
     Every product and sum is rounded to that dtype, as torch does it.
@@ -32,8 +35,8 @@ def _turned(first_ptr, second_ptr, mask, cos, sin, norm_ptr, columns, eps, HALF:
     second = tl.load(second_ptr, mask, 0.0).to(tl.float32)
     if norm_ptr is not None:
         is_column = columns < HALF
-        first_weight = tl.load(norm_ptr + columns, is_column, 0.0).to(tl.float32)
-        second_weight = tl.load(norm_ptr + HALF + columns, is_column, 0.0).to(tl.float32)
+        first_weight = tl.load(norm_ptr + columns, is_column, 0.0).to(tl.float32) + OFFSET
+        second_weight = tl.load(norm_ptr + HALF + columns, is_column, 0.0).to(tl.float32) + OFFSET
         sum_of_squares = tl.sum(first * first + second * second, axis=1)
         scale = tl.rsqrt(sum_of_squares / (2 * HALF) + eps)[:, None]
         first = _rounded(first * scale * first_weight[None, :], dtype)
@@ -74,6 +77,7 @@ def rotary_store_kv_kernel(
     value_scale_ptr,
     key_scale_stride,  # from head to head; 0 for one scale in all
     value_scale_stride,
+    OFFSET: tl.constexpr,  # of the norms' weights
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
@@ -96,7 +100,7 @@ def rotary_store_kv_kernel(
         numbers = heads[:, None] * head_dim + columns[None, :]
         source = qkv_ptr + numbers
         first, second = _turned(
-            source, source + HALF, mask, cos, sin, query_norm_ptr, columns, eps, HALF
+            source, source + HALF, mask, cos, sin, query_norm_ptr, columns, eps, OFFSET, HALF
         )
         destination = query_ptr + token * NUM_HEADS * head_dim + numbers
         tl.store(destination, first, mask)
@@ -117,7 +121,7 @@ def rotary_store_kv_kernel(
             value_scale = tl.load(value_scales, is_head, 1.0)[:, None]
         source = qkv_ptr + NUM_HEADS * head_dim + numbers
         first, second = _turned(
-            source, source + HALF, mask, cos, sin, key_norm_ptr, columns, eps, HALF
+            source, source + HALF, mask, cos, sin, key_norm_ptr, columns, eps, OFFSET, HALF
         )
         dtype: tl.constexpr = key_cache_ptr.dtype.element_ty
         destination = key_cache_ptr + slot * NUM_KV_HEADS * head_dim + numbers
@@ -153,6 +157,7 @@ def rotary_store_kv_triton(
     cos, sin = rotary
     assert all(tensor.is_contiguous() for tensor in (qkv, cos, sin))
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    query_norm, key_norm, eps, offset = qk_norm or (None, None, 0.0, 0.0)
     config = config_for(head_dim)
     num_tiles = sum(triton.cdiv(n, config["TILE_HEADS"]) for n in (num_heads, num_kv_heads))
     rotary_store_kv_kernel[(num_tokens, num_tiles)](
@@ -163,8 +168,11 @@ def rotary_store_kv_triton(
         cos,
         sin,
         slot_mapping,
-        *(qk_norm or (None, None, 0.0)),
+        query_norm,
+        key_norm,
+        eps,
         *_scale_arguments(key_scale, value_scale),
+        OFFSET=offset,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,

@@ -14,12 +14,9 @@ from itertools import chain, pairwise, product
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation_reference import activate_and_mul_reference, activate_reference
 from penstock.kernels.copy_blocks_reference import copy_blocks_reference
 from penstock.kernels.draw_uniforms_reference import draw_uniforms_reference
-from penstock.kernels.gated_activation_reference import (
-    gelu_and_mul_reference,
-    silu_and_mul_reference,
-)
 from penstock.kernels.gpu_operations import gpu_operation
 from penstock.kernels.layer_norm_reference import layer_norm_reference
 from penstock.kernels.linear_reference import linear_reference
@@ -177,13 +174,14 @@ def _rows(bench: Bench) -> Iterator[Check]:
     normed = poisoned(lambda: gpu_operation("layer_norm")(x, weight, bias, _EPS))
     exact = layer_norm_reference(x.double(), weight.double(), bias.double(), _EPS)
     yield "layer_norm", worst_row(normed, exact), bound
-    gated = poisoned(lambda: gpu_operation("silu_and_mul", "gated_activation")(x))
-    yield "silu_and_mul", worst_row(gated, silu_and_mul_reference(x.double())), bound
-    gelu_and_mul = gpu_operation("gelu_and_mul", "gated_activation")
-    for kind in ("none", "tanh"):
-        gated = poisoned(lambda kind=kind: gelu_and_mul(x, approximate=kind))  # type: ignore[misc]
-        exact = gelu_and_mul_reference(x.double(), approximate=kind)
-        yield f"gelu_and_mul, {kind}", worst_row(gated, exact), bound
+    gated_kernel = gpu_operation("activate_and_mul", "activation")
+    plain_kernel = gpu_operation("activate", "activation")
+    for kind in ("silu", "gelu", "gelu_tanh", "relu"):
+        gated = poisoned(lambda kind=kind: gated_kernel(x, kind))  # type: ignore[misc]
+        exact = activate_and_mul_reference(x.double(), kind)
+        yield f"activate_and_mul, {kind}", worst_row(gated, exact), bound
+        active = poisoned(lambda kind=kind: plain_kernel(x, kind))  # type: ignore[misc]
+        yield f"activate, {kind}", worst_row(active, activate_reference(x.double(), kind)), bound
 
 
 def _stores(bench: Bench) -> Iterator[Check]:

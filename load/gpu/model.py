@@ -85,7 +85,7 @@ def _checkpoint_tensors(decoder: torch.nn.Module, model_path: Path) -> dict[str,
         path, _, kind = name.rpartition(".")
         module = decoder.get_submodule(path)
         sizes = list(module.part_sizes) if isinstance(module, Linear) else [len(parameter)]
-        names = (f"{each}.{kind}" for each in architecture.module_names(path))
+        names = (f"{each}.{kind}" for each in architecture.names(path))
         tensors.update(zip(names, torch.split(parameter.data, sizes), strict=True))
     return tensors
 

@@ -110,8 +110,8 @@ def _norms(bench: Bench) -> Iterator[Operation]:
 
 def _silu_and_mul(bench: Bench) -> Operation:
     gate_up = bench.random(bench.sizes.num_rows, 2 * bench.sizes.model["intermediate_size"])
-    run = gpu_operation("silu_and_mul", "gated_activation")
-    return Operation("silu_and_mul", lambda: run(gate_up), gate_up.nbytes * 3 // 2)
+    run = gpu_operation("activate_and_mul", "activation")
+    return Operation("silu_and_mul", lambda: run(gate_up, "silu"), gate_up.nbytes * 3 // 2)
 
 
 def _sample_tokens(bench: Bench) -> Operation:

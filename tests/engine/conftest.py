@@ -11,33 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .greedy_parity import reference_tokens
+from .model_families import tiny_config
 
 TinyCheckpoint = Callable[..., Path]
 Reference = Callable[..., PreTrainedModel]
-
-_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "SeedOssForCausalLM": "seed_oss",  # not in the registry: a test adds it
-}
-_SHAPE = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # so that logits differ by more than rounding
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,7 +54,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
 
 def _random_model(architecture: str, overrides: dict[str, Any]) -> PreTrainedModel:
-    config = AutoConfig.for_model(_MODEL_TYPES[architecture], **(_SHAPE | overrides))
+    config = tiny_config(architecture, **overrides)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -93,9 +73,9 @@ def expected_tokens(tiny_checkpoint: TinyCheckpoint) -> Callable[[str], Any]:
 def reference() -> Reference:
     """transformers' own model of a directory, in float32 unless told otherwise."""
 
-    def load(path: Path, dtype: str = "float32") -> PreTrainedModel:
+    def load(path: Path, dtype: str = "float32", attention: str = "eager") -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="eager"
+            path, dtype=getattr(torch, dtype), attn_implementation=attention
         )
         model.generation_config.pad_token_id = 0
         return model.eval()

@@ -34,6 +34,7 @@ class CaseShape:
     is_fp8: bool = False
     is_int8: bool = False
     has_sinks: bool = False
+    has_alibi: bool = False
     window: int | None = None
     soft_cap: float | None = None
     num_shared: int = 0
@@ -54,6 +55,7 @@ class PagedCase:
         num_new = sum(new for _, new in shape.step)
         self.query = self._random(num_new, num_heads, shape.head_dim).to(shape.dtype)
         self.sinks = self._random(num_heads).to(shape.dtype) if shape.has_sinks else None
+        self.alibi = 0.1 * self._random(num_heads).abs() if shape.has_alibi else None
         self.key_scale = self.value_scale = None
         if shape.is_fp8:
             self.key_scale = 0.01 + 0.01 * self._random(num_kv_heads).abs()
@@ -74,6 +76,7 @@ class PagedCase:
             "window": self.shape.window,
             "soft_cap": self.shape.soft_cap,
             "sinks": self.sinks,
+            "alibi": self.alibi,
             "key_scale": self.key_scale,
             "value_scale": self.value_scale,
         }
@@ -98,6 +101,9 @@ class PagedCase:
                 seen = slice(0 if shape.window is None else max(0, stop - shape.window), stop)
                 scores = torch.einsum("hd,phd->hp", self.query[token].double(), keys[seen])
                 scores *= shape.head_dim**-0.5
+                if self.alibi is not None:
+                    distances = torch.arange(seen.start, stop, device=self.device) - (stop - 1)
+                    scores += self.alibi.double()[:, None] * distances
                 if shape.soft_cap is not None:
                     scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
                 if self.sinks is not None:

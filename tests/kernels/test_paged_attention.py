@@ -24,6 +24,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 OPTIONS = {
     "soft cap": {"soft_cap": 3.0},
     "sinks": {"has_sinks": True},
+    "alibi": {"has_alibi": True},
+    "alibi, sinks and a window": {"has_alibi": True, "has_sinks": True, "window": 9},
     "all": {"soft_cap": 20.0, "has_sinks": True, "window": 9},
 }
 

@@ -8,3 +8,8 @@ from penstock.engine.weights.matrix import DenseMatrix, Matrix
 
 def read_dense(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Matrix:
     return DenseMatrix(checkpoint.read(f"{prefix}.weight", shape))
+
+
+def read_transposed(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Matrix:
+    """The same of a matrix that is stored as [in_features, out_features]."""
+    return DenseMatrix(checkpoint.read(f"{prefix}.weight", shape[::-1]).T)

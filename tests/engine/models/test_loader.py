@@ -63,7 +63,7 @@ def assert_refused(path: Path, *words: str) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, ("MambaForCausalLM", "Qwen3ForCausalLM")),
         ({"architectures": "absent"}, ("architectures", "missing")),
-        ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'")),
+        ({"hidden_act": "mish"}, ("hidden_act", "'mish'")),
         ({"hidden_size": "absent"}, ("hidden_size", "missing")),
         ({"hidden_size": "64"}, ("hidden_size", "'64'")),
         ({"num_hidden_layers": 0}, ("num_hidden_layers", "0")),
@@ -232,8 +232,8 @@ def test_dtypes(tiny_checkpoint):
     assert load(path).dtype == torch.bfloat16
     exact = load(path, dtype="float32")
     assert exact.dtype == torch.float32
-    assert exact.rotary.inverse_frequencies.dtype == torch.float32
-    assert load(path, dtype="float16").rotary.inverse_frequencies.dtype == torch.float32
+    assert exact.rotaries[0].inverse_frequencies.dtype == torch.float32
+    assert load(path, dtype="float16").rotaries[0].inverse_frequencies.dtype == torch.float32
 
 
 def test_dummy_weights_need_no_files_and_follow_the_seed(model_copy):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation import Activation
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.lora import CHUNK, pack_pair, set_pair, table_of_pairs
 from penstock.kernels.cpu.quantized import PackedCodes
@@ -138,6 +140,8 @@ def attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
@@ -161,11 +165,21 @@ def attention(
         window=window or 0,
         scale=scale,
         soft_cap=soft_cap or 0.0,
+        sinks=sinks,
+        alibi=alibi,
     )
     return out
 
 
-def rms_norm(library: CpuLibrary, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(
+    library: CpuLibrary,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    stride: int = 0,
+) -> Tensor:
     y = torch.full_like(x, torch.nan)
     rows = ctypes.c_int64(len(x))
     library.run(
@@ -174,7 +188,36 @@ def rms_norm(library: CpuLibrary, x: Tensor, weight: Tensor, eps: float) -> Tens
         x=x,
         weight=weight,
         num_rows=rows,
-        size=x.shape[1],
+        size=len(weight),
+        stride=stride,
+        eps=eps,
+        offset=offset,
+    )
+    return y
+
+
+def layer_norm(
+    library: CpuLibrary,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    num_groups: int = 1,
+    stride: int = 0,
+) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    rows = ctypes.c_int64(len(x))
+    library.run(
+        "layer_norm",
+        y=y,
+        x=x,
+        weight=weight,
+        bias=bias,
+        num_rows=rows,
+        size=len(weight) // num_groups,
+        num_groups=num_groups,
+        stride=stride,
         eps=eps,
     )
     return y
@@ -184,6 +227,35 @@ def silu_mul(library: CpuLibrary, x: Tensor) -> Tensor:
     y = torch.full((len(x), x.shape[1] // 2), torch.nan, dtype=x.dtype)
     rows = ctypes.c_int64(len(x))
     library.run("silu_mul", y=y, x=x, num_rows=rows, size=x.shape[1] // 2)
+    return y
+
+
+def activate(library: CpuLibrary, x: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+    size = x.shape[1] // 2 if is_gated else x.shape[1]
+    y = torch.full((len(x), size), torch.nan, dtype=x.dtype)
+    rows, kind = ctypes.c_int64(len(x)), get_args(Activation).index(activation)
+    library.run("activate", y=y, x=x, num_rows=rows, size=size, kind=kind, is_gated=is_gated)
+    return y
+
+
+def scale_add(library: CpuLibrary, x: Tensor, residual: Tensor | None, factor: float) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    rows, size = ctypes.c_int64(len(x)), x.shape[1]
+    library.run("scale_add", y=y, x=x, residual=residual, num_rows=rows, size=size, factor=factor)
+    return y
+
+
+def add_positions(library: CpuLibrary, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    step = library.structure("step", num_tokens=len(x), rotary_rows=positions)
+    library.run("add_positions", y=y, x=x, table=table, step=step, size=x.shape[1])
+    return y
+
+
+def cap_logits(library: CpuLibrary, x: Tensor, factor: float, soft_cap: float) -> Tensor:
+    y = torch.full_like(x, torch.nan)
+    rows, size = ctypes.c_int64(len(x)), x.shape[1]
+    library.run("cap_logits", y=y, x=x, num_rows=rows, size=size, factor=factor, soft_cap=soft_cap)
     return y
 
 
@@ -219,10 +291,14 @@ def rope_store(
     norms: tuple[Tensor, Tensor] | None,
     *,
     eps: float,
+    offset: float = 0.0,
+    values: Tensor | None = None,
+    rope: int = 0,
     scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Tensor:
     """qkv [num_tokens, num_heads + 2 · num_kv_heads, head_dim] → the queries; caches changed.
-    angles: cosines, sines and each token's row in them."""
+    angles: cosines and sines, [ropes, n, head_dim / 2] if there are several, and each token's row
+    in them."""
     num_tokens, num_all, head_dim = qkv.shape
     num_kv_heads = caches[0].shape[2]
     num_heads = num_all - 2 * num_kv_heads
@@ -236,6 +312,7 @@ def rope_store(
         cosines=cosines,
         sines=sines,
         rotary_rows=rows,
+        rope_stride=cosines[0].numel() if cosines.dim() == 3 else 0,
     )
     library.run(
         "rope_store",
@@ -253,7 +330,10 @@ def rope_store(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         is_int8=caches[0].dtype == torch.int8,
+        values=values,
+        rope=rope,
         eps=eps,
+        norm_offset=offset,
     )
     for cache, stored in zip(caches, unpack_cache(*packed, qkv.dtype), strict=True):
         cache.copy_(stored)

@@ -7,6 +7,7 @@ their size; narrower types are rounded once or twice more.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -18,8 +19,12 @@ from tests.kernels.paged_case import CaseShape, PagedCase
 from torch import Tensor
 
 from penstock.kernels import int8_cache
+from penstock.kernels.activation import Activation
+from penstock.kernels.activation_reference import activate_and_mul_reference, activate_reference
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.int8_cache import SCALE_BYTES
+from penstock.kernels.layer_norm_reference import layer_norm_reference
+from penstock.kernels.rms_norm_reference import rms_norm_reference
 from penstock.kernels.rotary_store_kv_reference import rotate
 from penstock.kernels.store_kv_reference import store_kv_reference
 
@@ -79,10 +84,11 @@ def test_a_row_does_not_depend_on_its_neighbours(library):
     heads=st.sampled_from([(1, 1), (6, 2), (7, 1), (3, 3), (20, 1)]),
     head_dim=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
     window=st.sampled_from([None, 1, 5, 100, 1000]),
-    soft_cap=st.sampled_from([None, 5.0]),
+    scoring=st.sampled_from([{}, {"soft_cap": 5.0}, {"has_alibi": True}]),
+    has_sinks=st.booleans(),
     kind=st.sampled_from([{}, {"is_fp8": True}, {"is_int8": True}]),
 )
-def test_attention(library, step, block_size, heads, head_dim, window, soft_cap, kind):
+def test_attention(library, step, block_size, heads, head_dim, window, scoring, has_sinks, kind):
     case = PagedCase(
         CaseShape(
             step=step,
@@ -91,13 +97,13 @@ def test_attention(library, step, block_size, heads, head_dim, window, soft_cap,
             head_dim=head_dim,
             dtype=library.dtype,
             window=window,
-            soft_cap=soft_cap,
+            has_sinks=has_sinks,
             num_shared=1,
+            **scoring,
             **kind,
         )
     )
-    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
-    result = operations.attention(library, *case.tensors, **options)
+    result = operations.attention(library, *case.tensors, **case.arguments)
     assert_near(result, case.expected())
 
 
@@ -111,21 +117,48 @@ def test_attention_of_a_token_does_not_depend_on_its_chunk(library, kind):
             head_dim=64,
             dtype=library.dtype,
             window=70,
+            has_sinks=True,
+            has_alibi=True,
             **kind,
         )
     )
-    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
-    whole = operations.attention(library, *case.tensors, **options)
+    whole = operations.attention(library, *case.tensors, **case.arguments)
     for num_tokens in (1, 2, 5, 44, 45, 299):
-        part = operations.attention(library, *case.last(num_tokens).tensors, **options)
+        part = operations.attention(library, *case.last(num_tokens).tensors, **case.arguments)
         assert torch.equal(part, whole[-num_tokens:]), num_tokens
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 100])
-def test_rms_norm(library, size):
+def test_rms_norm(library, size, offset):
     x, weight = random(5, size, dtype=library.dtype), random(size, seed=1, dtype=library.dtype)
-    expected = F.rms_norm(x.float(), (size,), weight.float(), 1e-5)
-    assert_near(operations.rms_norm(library, x, weight, 1e-5), expected)
+    expected = rms_norm_reference(x.float(), weight.float(), 1e-5, offset)
+    assert_near(operations.rms_norm(library, x, weight, 1e-5, offset=offset), expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("size", "num_groups"), [(1, 1), (17, 1), (100, 1), (96, 6), (85, 5)])
+def test_layer_norm(library, size, num_groups, has_bias):
+    dtype = library.dtype
+    x = (10 + random(5, size, dtype=torch.float32)).to(dtype)
+    weight, bias = (random(size, seed=seed, dtype=dtype) for seed in (1, 2))
+    expected = layer_norm_reference(
+        x.float(), weight.float(), bias.float() if has_bias else None, 1e-5, num_groups
+    )
+    found = operations.layer_norm(
+        library, x, weight, bias if has_bias else None, 1e-5, num_groups=num_groups
+    )
+    assert_near(found, expected)
+
+
+def test_norms_of_a_part_of_each_row(library):
+    x, weight = random(3, 100, dtype=library.dtype), random(34, seed=1, dtype=library.dtype)
+    for norm, groups in ((operations.rms_norm, {}), (operations.layer_norm, {"num_groups": 2})):
+        arguments = (weight,) if norm is operations.rms_norm else (weight, None)
+        found = norm(library, x, *arguments, 1e-5, stride=100, **groups)
+        alone = norm(library, x[:, :34].contiguous(), *arguments, 1e-5, **groups)
+        assert torch.equal(found[:, :34], alone)
+        assert found[:, 34:].isnan().all()
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 100])
@@ -134,6 +167,43 @@ def test_silu_mul(library, size):
     x[0, 0], x[1, 0] = 90.0, -90.0  # where e^x runs out
     gate, up = x.float().chunk(2, dim=1)
     assert_near(operations.silu_mul(library, x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("size", [1, 16, 100])
+def test_activate(library, size, activation):
+    x = 4 * random(5, 2 * size, dtype=library.dtype)
+    x[0, 0], x[1, 0], x[2, 0] = 90.0, -90.0, 900.0
+    wide = x.float()
+    gated = operations.activate(library, x, activation, is_gated=True)
+    assert_near(gated, activate_and_mul_reference(wide, activation))
+    plain = operations.activate(library, x, activation, is_gated=False)
+    assert_near(plain, activate_reference(wide, activation))
+    # Small numbers of negative ones keep digits, which 1 + erf would not have.
+    tail = torch.linspace(-5, 0, 64).to(library.dtype)[None]
+    found = operations.activate(library, tail, activation, is_gated=False)
+    exact = activate_reference(tail.double(), activation)
+    rtol = 2 * torch.finfo(library.dtype).eps + 4e-3
+    torch.testing.assert_close(found.double(), exact, atol=6e-8, rtol=rtol)
+
+
+@pytest.mark.parametrize("size", [1, 17, 100])
+def test_what_is_scaled_and_added(library, size):
+    dtype = library.dtype
+    x, residual = random(5, size, dtype=dtype), random(5, size, seed=1, dtype=dtype)
+    assert torch.equal(operations.scale_add(library, x, None, 0.3), x * 0.3)
+    assert torch.equal(operations.scale_add(library, x, residual, 0.3), x * 0.3 + residual)
+    table, positions = random(9, size, seed=2, dtype=dtype), torch.tensor([8, 0, 3, 3, 5])
+    found = operations.add_positions(library, x, table, positions)
+    assert torch.equal(found, x + table[positions])
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_cap_logits(library, soft_cap):
+    x = 4 * random(3, 8200, dtype=library.dtype)
+    scaled = (x * 0.7).float()
+    expected = soft_cap * (scaled / soft_cap).tanh() if soft_cap else scaled
+    assert_near(operations.cap_logits(library, x, 0.7, soft_cap), expected)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -174,6 +244,26 @@ def test_rope_store(library: CpuLibrary, head_dim: int, has_norm: bool):
     untouched = torch.ones(24, dtype=torch.bool)
     untouched[slots] = False
     assert caches[0].flatten(0, 1)[untouched].isnan().all()
+
+
+def test_rope_store_with_other_tables_norms_and_values(library: CpuLibrary):
+    dtype, head_dim, rows = library.dtype, 48, torch.tensor([6, 2, 0, 2])
+    qkv, others = (random(4, 9, head_dim, seed=seed, dtype=dtype) for seed in (0, 1))
+    caches = tuple(torch.full((3, 8, 2, head_dim), torch.nan).to(dtype) for _ in "kv")
+    slots = torch.tensor([23, 0, 9, 1])
+    angles = random(2, 7, head_dim // 2, seed=4, dtype=torch.float32)
+    norms = tuple(random(head_dim, seed=seed, dtype=dtype) for seed in (5, 6))
+    query = operations.rope_store(
+        library, qkv, caches, slots, (angles.cos(), angles.sin(), rows), norms,
+        eps=1e-6, offset=1.0, values=others, rope=1,
+    )  # fmt: skip
+    queries, keys, _ = qkv.float().split((5, 2, 2), dim=1)
+    turn = (angles[1].cos()[rows][:, None], angles[1].sin()[rows][:, None])
+    for found, heads, norm in ((query, queries, norms[0]),
+                               (caches[0].flatten(0, 1)[slots], keys, norms[1])):  # fmt: skip
+        normed = rms_norm_reference(heads, norm.float(), 1e-6, 1.0)
+        assert_near(found, rotate(normed, *turn))
+    assert torch.equal(caches[1].flatten(0, 1)[slots], others[:, 7:])
 
 
 def test_a_cache_in_fp8(library: CpuLibrary) -> None:
@@ -248,8 +338,7 @@ def test_a_token_that_is_not_finite_spoils_no_other(library: CpuLibrary) -> None
     for cache, number in ((case.key_cache, torch.inf), (case.value_cache, torch.nan)):
         rows = torch.full((1, 2, 32), number)
         cache.flatten(0, 1)[slot] = int8_cache.encode(rows)[0]
-    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
-    result = operations.attention(library, *case.tensors, **options)
+    result = operations.attention(library, *case.tensors, **case.arguments)
     assert result[10:20].isnan().all()
     others = [*range(10), 20]
     assert_near(result[others], expected[others])
@@ -261,7 +350,9 @@ def test_small_values_of_an_int8_cache(library: CpuLibrary) -> None:
     case = PagedCase(replace(shape, is_int8=True))
     values = int8_cache.decode(case.value_cache) * 1e-2
     case.value_cache = int8_cache.encode(values)
-    options = {name: each for name, each in case.arguments.items() if name != "sinks"}
-    result, expected = operations.attention(library, *case.tensors, **options), case.expected()
+    result, expected = (
+        operations.attention(library, *case.tensors, **case.arguments),
+        case.expected(),
+    )
     error = float((result.double() - expected).norm() / expected.norm())
     assert error < TOLERANCES[library.dtype]

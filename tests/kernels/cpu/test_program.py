@@ -17,37 +17,30 @@ from penstock.kernels.cpu.build import CACHE_VARIABLE, find_compiler
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 from penstock.kernels.cpu.program import Program
 from penstock.kernels.cpu.structures import read_structures
-from penstock.kernels.layer_norm_reference import layer_norm_reference
 from penstock.kernels.rms_norm_reference import rms_norm_reference
 
 HEADER = build.read_source("ops.h")
 ARGUMENTS = """
-/* y = (x - mean(x)) / sqrt(variance(x) + eps) · weight (+ bias), row by row */
-struct layer_norm_args {
+/* y = max(x, floor) */
+struct clamp_args {
     void *y;
-    const void *x, *weight, *bias; /* bias may be null */
+    const void *x;
     const int64_t *num_rows;
     int64_t size;
-    double eps;
+    double floor;
 };
 """
 FUNCTION = """
-static void NAME(layer_norm_item)(const void *args, long row) {
-    const struct layer_norm_args *a = args;
-    const DTYPE *x = (const DTYPE *)a->x + row * a->size, *weight = a->weight, *bias = a->bias;
+static void NAME(clamp_item)(const void *args, long row) {
+    const struct clamp_args *a = args;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->size;
     DTYPE *y = (DTYPE *)a->y + row * a->size;
-    double sum = 0, squares = 0;
-    for (long i = 0; i < a->size; i++) sum += GET(x + i);
-    double mean = sum / a->size;
-    for (long i = 0; i < a->size; i++) squares += (GET(x + i) - mean) * (GET(x + i) - mean);
-    double scale = 1 / sqrt(squares / a->size + a->eps);
-    for (long i = 0; i < a->size; i++)
-        PUT(y + i, (GET(x + i) - mean) * scale * GET(weight + i) + (bias ? GET(bias + i) : 0));
+    for (long i = 0; i < a->size; i++) PUT(y + i, GET(x + i) > a->floor ? GET(x + i) : a->floor);
 }
 
-struct job NAME(layer_norm)(const void *args) {
-    const struct layer_norm_args *a = args;
-    return (struct job){NAME(layer_norm_item), a, *a->num_rows, 0};
+struct job NAME(clamp)(const void *args) {
+    const struct clamp_args *a = args;
+    return (struct job){NAME(clamp_item), a, *a->num_rows, 0};
 }
 """
 
@@ -79,17 +72,16 @@ def extended(tmp_path, monkeypatch) -> CpuLibrary:
 def test_an_operation_is_added(extended):
     dtype, num_rows, size, eps = extended.dtype, 5, 50, 1e-5
     x, out = random(num_rows, size, seed=0, dtype=dtype), torch.empty(num_rows, size, dtype=dtype)
-    weight, bias = random(size, seed=1, dtype=dtype), random(size, seed=2, dtype=dtype)
+    weight = random(size, seed=1, dtype=dtype)
     program = Program(extended)
-    normed = program.buffer("normed", size)
-    program.add("layer_norm", y=normed, x=x, weight=weight, bias=bias, size=size, eps=eps)
-    program.add("rms_norm", y=out, x=normed, weight=weight, size=size, eps=eps)
+    clamped = program.buffer("clamped", size)
+    program.add("clamp", y=clamped, x=x, size=size, floor=-0.5)
+    program.add("rms_norm", y=out, x=clamped, weight=weight, size=size, eps=eps)
     program.record(num_rows)
     program.step.num_tokens = num_rows
     program.run()
-    expected = layer_norm_reference(x, weight, bias, eps)
-    torch.testing.assert_close(normed.rows, expected)
-    torch.testing.assert_close(out, rms_norm_reference(normed.rows, weight, eps))
+    assert torch.equal(clamped.rows, x.clamp(min=-0.5))
+    torch.testing.assert_close(out, rms_norm_reference(clamped.rows, weight, eps))
 
 
 def offsets(structure: type[Structure]) -> list[int]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from tests.engine.model_families import FAMILIES, tiny_config
 from torch import Tensor
 
 from penstock.engine.config import Quantization
@@ -18,6 +19,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.rotary import RopeConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.registry import read_model_config
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.weights.matrix import DenseMatrix
 from penstock.engine.weights.quantization import quantize_rows
@@ -40,7 +42,7 @@ def decoder(dtype: torch.dtype, *, has_qk_norm: bool, head_dim: int) -> Decoder:
         num_heads=6,
         num_kv_heads=2,
         head_dim=head_dim,
-        rms_norm_eps=1e-6,
+        norm_eps=1e-6,
         context_len=64,
         rope=RopeConfig(),
         windows=(None, 7),
@@ -48,7 +50,11 @@ def decoder(dtype: torch.dtype, *, has_qk_norm: bool, head_dim: int) -> Decoder:
         has_qkv_bias=True,
         has_qk_norm=has_qk_norm,
     )
-    model = Decoder(config).to(dtype)
+    return filled(Decoder(config).to(dtype))
+
+
+def filled(model: Decoder) -> Decoder:
+    """With random weights."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         numbers = torch.randn(parameter.shape, generator=generator)
@@ -152,6 +158,24 @@ def test_sinks_and_soft_cap_reach_attention(device, monkeypatch):
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with np.errstate(all="ignore"):
         torch.testing.assert_close(logits(model, device), in_torch, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name, device, tmp_path, monkeypatch):
+    architecture, options = FAMILIES[name]
+    config = tiny_config(architecture, **options)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    model = filled(Decoder(read_model_config(tmp_path)[1]))
+    in_torch = logits(model, "cpu", [0, 6, 12, 13])
+    for layer in model.layers:
+        layer.self_attn.attention.place_alibi(torch.device(device))
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):
+        by_kernels = logits(model, device, [0, 6, 12, 13])
+    assert in_torch.std() > 0.1
+    torch.testing.assert_close(by_kernels, in_torch, atol=2e-4, rtol=1e-3)
 
 
 def quantized(

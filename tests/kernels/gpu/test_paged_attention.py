@@ -37,6 +37,9 @@ def check(case: PagedCase, **more: Any) -> None:
 @st.composite
 def shapes(draw: st.DrawFn, dtypes: list[torch.dtype]) -> CaseShape:
     sequence = st.tuples(st.integers(0, 80), st.just(1) | st.integers(1, 24))
+    scoring = draw(
+        st.sampled_from([{}, {"soft_cap": 5.0}, {"soft_cap": 50.0}, {"has_alibi": True}])
+    )
     return CaseShape(
         step=draw(st.lists(sequence, min_size=1, max_size=3)),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
@@ -46,8 +49,8 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype]) -> CaseShape:
         is_fp8=draw(st.booleans()),
         has_sinks=draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 100)),
-        soft_cap=draw(st.none() | st.floats(1, 50)),
         num_shared=draw(st.integers(0, 3)),
+        **scoring,
     )
 
 

@@ -23,6 +23,7 @@ DTYPES = {
     "fp32": (torch.float32, tl.float32),
 }
 OPTIONS = {"sinks_ptr": "*fp32", "soft_cap": "fp32", "window": "i32"}
+ALIBI = {"alibi_ptr": "*fp32"}
 SCALES = {"key_scale_ptr": "*fp32", "value_scale_ptr": "*fp32"}
 PARTS = {"mixed_ptr": "*fp32", "log_sum_ptr": "*fp32"}
 GROUP = 4
@@ -36,6 +37,7 @@ def attention_case(
     head_dim: int = 128,
     is_fp8: bool = False,
     has_options: bool = False,
+    has_alibi: bool = False,
     is_contiguous: bool = False,
     is_invariant: bool = False,
 ) -> CompileCase:
@@ -54,7 +56,7 @@ def attention_case(
         "slot_stride": "i32",
         "table_stride": "i32",
     }
-    absent = OPTIONS | SCALES
+    absent = OPTIONS | SCALES | ALIBI
     if kernel == "decode":
         signature |= PARTS | {"min_split_len": "i32"}
         absent |= {"output_ptr": ""}
@@ -64,6 +66,7 @@ def attention_case(
         signature |= {"output_ptr": f"*{dtype}", "num_seqs": "i32"}
         config = prefill_config(GROUP, head_dim, torch_dtype, LIMITS[target])
     signature |= (OPTIONS if has_options else {}) | (SCALES if is_fp8 else {})
+    signature |= ALIBI if has_alibi else {}
     constexprs: dict[str, Any] = {
         "scale_stride": 1,
         "GROUP": GROUP,
@@ -75,8 +78,8 @@ def attention_case(
     }
     if kernel == "prefill":
         constexprs["IS_INVARIANT"] = is_invariant
-    features = {"fp8": is_fp8, "options": has_options, "contiguous": is_contiguous,
-                "invariant": is_invariant}  # fmt: skip
+    features = {"fp8": is_fp8, "options": has_options, "alibi": has_alibi,
+                "contiguous": is_contiguous, "invariant": is_invariant}  # fmt: skip
     label = [kernel, dtype, str(head_dim), *(name for name, has in features.items() if has)]
     return CompileCase(
         label=" ".join([*label, target]),
@@ -96,6 +99,7 @@ SHAPES: list[dict[str, Any]] = [
     {"is_contiguous": True},
     {"head_dim": 80, "has_options": True},
     {"dtype": "fp16", "head_dim": 64},
+    {"has_alibi": True},
     {"head_dim": 256},
     {"is_fp8": True},
     {"dtype": "fp32"},

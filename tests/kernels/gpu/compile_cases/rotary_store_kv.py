@@ -25,6 +25,7 @@ def case(
     config = config_for(head_dim)
     num_warps = config.pop("num_warps")
     constexprs: dict[str, Any] = {
+        "OFFSET": 0.0,
         "NUM_HEADS": heads[0],
         "NUM_KV_HEADS": heads[1],
         "HALF": head_dim // 2,

@@ -1,4 +1,4 @@
-"""Gated activations against float64, the activation rounded before the product."""
+"""Activations against float64; one with a gate is rounded before the product."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.gpu.gated_activation import gelu_and_mul_triton, silu_and_mul_triton
+from penstock.kernels.gpu.activation import activate_and_mul_triton, activate_triton
 
 from .tensors import DTYPES, assert_near, normal, poisoned_memory
 
 ACTIVATIONS = {
-    "silu": (silu_and_mul_triton, F.silu),
-    "gelu": (partial(gelu_and_mul_triton, approximate="none"), F.gelu),
-    "gelu tanh": (
-        partial(gelu_and_mul_triton, approximate="tanh"),
-        partial(F.gelu, approximate="tanh"),
-    ),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
 }
 
 
@@ -50,30 +48,29 @@ def test_each_activation(device, name, num_tokens, size, dtype, spread, seed):
 
 
 def check(name: str, gate_up: Tensor) -> None:
-    run, activation = ACTIVATIONS[name]
-    before = gate_up.clone()
+    activation, before = ACTIVATIONS[name], gate_up.clone()
     with poisoned_memory():
-        gated = run(gate_up)
+        gated, active = activate_and_mul_triton(gate_up, name), activate_triton(gate_up, name)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_near(gated, activation(gate) * up, terms=gate * up)
+    assert_near(active, activation(gate_up.double()), terms=gate_up)
     assert torch.equal(gate_up, before)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_the_activation_is_rounded_before_the_product(device, name):
     """Then nearly all numbers are those of torch to the bit."""
-    run, activation = ACTIVATIONS[name]
+    activation = ACTIVATIONS[name]
     gate_up = normal(4, 2000, seed=0, dtype=torch.float16, device=device)
     gate, up = gate_up.chunk(2, dim=-1)
-    assert (run(gate_up) == activation(gate) * up).float().mean() > 0.98
+    assert (activate_and_mul_triton(gate_up, name) == activation(gate) * up).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_the_ends_of_the_range(device, name):
     """There all are relu: neither exp nor a cube overflows into NaN."""
-    run, _ = ACTIVATIONS[name]
     gate = torch.tensor([[0.0, -0.0, 60000, -60000, 3e38, -3e38, torch.inf]], device=device)
-    gated = run(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    gated = activate_and_mul_triton(torch.cat((gate, torch.ones_like(gate)), dim=1), name)
     assert torch.equal(gated, gate.relu())
 
 

@@ -1,0 +1,82 @@
+"""Microsoft's Phi."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.engine.config_fields import ConfigFields
+from penstock.engine.models.decoder_config import (
+    DecoderChoices,
+    DecoderConfig,
+    read_decoder_config,
+    read_num_layers,
+)
+from penstock.engine.models.names import Names
+
+
+def read_phi_config(fields: ConfigFields) -> DecoderConfig:
+    """`PhiForCausalLM`, Phi-1 to Phi-2: attention and MLP side by side after one norm, heads partly
+    turned."""
+    fields = fields.renamed(rms_norm_eps="layer_norm_eps")
+    config = read_decoder_config(
+        fields,
+        DecoderChoices(
+            norm_eps=1e-5,
+            activation="gelu_new",
+            context_len=2048,
+            rotary_factor=0.5,
+            has_qkv_bias=True,
+            has_output_bias=True,
+            has_mlp_bias=True,
+            has_qk_norm=fields.boolean("qk_layernorm", False),
+        ),
+    )
+    return replace(
+        config,
+        norm="layer",
+        has_norm_bias=True,
+        is_parallel=True,
+        has_mlp_norm=False,
+        is_gated=False,
+        has_head_bias=True,
+        qk_norm="layer",
+        has_qk_norm_bias=True,
+    )
+
+
+PHI_NAMES = Names(
+    modules={
+        "norm": ("final_layernorm",),
+        "self_attn.o_proj": ("self_attn.dense",),
+        "self_attn.q_norm": ("self_attn.q_layernorm",),
+        "self_attn.k_norm": ("self_attn.k_layernorm",),
+        "mlp.up_proj": ("mlp.fc1",),
+        "mlp.down_proj": ("mlp.fc2",),
+    },
+)
+
+
+def read_phi3_config(fields: ConfigFields) -> DecoderConfig:
+    """`Phi3ForCausalLM`, Phi-3 and Phi-4: Llama with fused matrices. Those with longrope are not
+    supported: their frequencies depend on the length."""
+    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    config = read_decoder_config(
+        fields,
+        DecoderChoices(
+            norm_eps=1e-5,
+            context_len=4096,
+            rotary_factor=1.0,
+            windows=(window,) * read_num_layers(fields),
+        ),
+    )
+    if config.rope.rope_type != "default":  # the earliest checkpoints call longrope "yarn"
+        raise fields.error("rope_scaling", f"{config.rope.rope_type!r} is not supported here")
+    return config
+
+
+PHI3_NAMES = Names(
+    modules={
+        "self_attn.qkv_proj": ("self_attn.qkv_proj",),
+        "mlp.gate_up_proj": ("mlp.gate_up_proj",),
+    },
+)
