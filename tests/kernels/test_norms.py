@@ -49,6 +49,26 @@ def test_layer_norm(dtype, has_bias):
     assert_near(layer_norm(x, weight, bias if has_bias else None, 1e-5), exact)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_rms_norm_with_weights_that_are_offsets(dtype):
+    x, residual = random(5, 33, dtype=dtype), random(5, 33, seed=1, dtype=dtype)
+    weight = 0.1 * random(33, seed=2, dtype=dtype)
+    normed, total = add_rms_norm(x, residual, weight, 1e-6, 1.0)
+    wide = total.double()
+    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (weight.double() + 1)
+    assert_near(normed, exact)
+    assert torch.equal(rms_norm(total, weight, 1e-6, 1.0), normed)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_layer_norm_of_each_group(dtype):
+    x, (weight, bias) = random(5, 36, dtype=dtype), random(2, 36, seed=1, dtype=dtype)
+    found = layer_norm(x, weight, bias, 1e-5, 3)
+    for columns in torch.arange(36).split(12):
+        alone = layer_norm(x[:, columns], weight[columns], bias[columns], 1e-5)
+        assert_near(found[:, columns], alone.double())
+
+
 def test_what_does_not_fit_is_our_own_bug():
     x, weight = random(2, 8), random(8)
     for run in (

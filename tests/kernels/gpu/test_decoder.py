@@ -160,20 +160,24 @@ def test_sinks_and_soft_cap_reach_attention(device, monkeypatch):
         torch.testing.assert_close(logits(model, device), in_torch, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Their kernels are those of another family here; what differs is how their checkpoints are read.
+SAME_KERNELS = {"gpt_neox sequential", "falcon 40b", "mpt of six heads", "phi with normed keys"}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SAME_KERNELS])
 def test_every_family(name, device, tmp_path, monkeypatch):
     architecture, options = FAMILIES[name]
     config = tiny_config(architecture, **options)
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     model = filled(Decoder(read_model_config(tmp_path)[1]))
-    in_torch = logits(model, "cpu", [0, 6, 12, 13])
+    in_torch = logits(model, "cpu", [0, 4, 5], num_padded=1)
     for layer in model.layers:
         layer.self_attn.attention.place_alibi(torch.device(device))
     if not HAS_GPU:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with np.errstate(all="ignore"):
-        by_kernels = logits(model, device, [0, 6, 12, 13])
+        by_kernels = logits(model, device, [0, 4, 5], num_padded=1)
     assert in_torch.std() > 0.1
     torch.testing.assert_close(by_kernels, in_torch, atol=2e-4, rtol=1e-3)
 
