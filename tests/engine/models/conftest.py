@@ -16,6 +16,7 @@ from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.language_model import LanguageModel
 from penstock.engine.models.loader import load_model
 from penstock.engine.runner.kv_cache import KVShape
+from penstock.kernels.cpu.isa import ISA_VARIABLE
 from penstock.kernels.paged_layout import PagedLayout
 
 PagedLogits = Callable[..., Tensor]
@@ -23,10 +24,11 @@ BLOCK_SIZE = 4
 
 
 @pytest.fixture(params=["torch", "kernels"])
-def paged_logits(request: pytest.FixtureRequest) -> PagedLogits:
+def paged_logits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PagedLogits:
     """Logits of all tokens of one sequence, computed in chunks: [num_tokens, vocab_size].
 
-    By the decoder in torch, and by the one whose weights the CPU kernels own.
+    By the decoder in torch, and by the one whose weights the CPU kernels own, if asked for with the
+    instruction set `isa`.
     """
 
     def run(
@@ -35,10 +37,14 @@ def paged_logits(request: pytest.FixtureRequest) -> PagedLogits:
         chunks: Sequence[int],
         *,
         num_prompt: int | None = None,
+        isa: str | None = None,
+        implementation: str | None = None,
     ) -> Tensor:
         assert sum(chunks) == len(token_ids)
+        if isa is not None:
+            monkeypatch.setenv(ISA_VARIABLE, isa)
         model: LanguageModel = load_model(ModelConfig(), path, torch.device("cpu"))
-        if request.param == "kernels":
+        if (implementation or request.param) == "kernels":
             model = fastest(model, BLOCK_SIZE, cpu_kernels(model, BLOCK_SIZE))
             assert isinstance(model, CpuDecoder)
         shape = KVShape.of(model.kv_spec, BLOCK_SIZE)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.engine.model_families import FAMILIES
+from tests.support.isas import usable_isas
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.models.families.llama import read_llama_config
+from penstock.engine.models.loader import load_model
+from penstock.engine.models.registry import ARCHITECTURES, Architecture
 
 NUM_TOKENS = 45
 CHUNKS = [16, 1, 13, *[1] * 15]
+_ISAS = usable_isas()
+ISA_OF = {name: _ISAS[number % len(_ISAS)] for number, name in enumerate(FAMILIES)}
 
 
 def _token_ids() -> list[int]:
@@ -29,5 +43,102 @@ def test_float32_logits(name, tiny_checkpoint, reference, paged_logits):
     expected = _expected(reference, name, path)
     assert expected.std() > 0.3
     for chunks in ([NUM_TOKENS], CHUNKS):
-        found = paged_logits(path, _token_ids(), chunks)
+        found = paged_logits(path, _token_ids(), chunks, isa=ISA_OF[name])
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("paged_logits", ["kernels"], indirect=True)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_change_no_bit(name, tiny_checkpoint, paged_logits):
+    architecture, options = FAMILIES[name]
+    path = tiny_checkpoint(architecture, dtype="bfloat16", **options)
+    whole, chunked = (paged_logits(path, _token_ids(), each) for each in ([NUM_TOKENS], CHUNKS))
+    assert torch.equal(whole, chunked)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_as_exact_as_transformers(name, tiny_checkpoint, reference, paged_logits):
+    architecture, options = FAMILIES[name]
+    path = tiny_checkpoint(architecture, dtype="bfloat16", **options)
+    exact = _expected(reference, name, path)
+    theirs = _expected(reference, name, path, "bfloat16")
+    ours = paged_logits(path, _token_ids(), CHUNKS)
+    our_error, their_error = ((each - exact).pow(2).mean().sqrt() for each in (ours, theirs))
+    assert our_error < 1.25 * their_error
+
+
+@pytest.mark.parametrize("paged_logits", ["kernels"], indirect=True)
+def test_sinks(tiny_checkpoint, tmp_path, paged_logits, monkeypatch):
+    """No family here has them without experts: the program gives the logits of the decoder in
+    torch."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("LlamaForCausalLM"), path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    plain = paged_logits(path, _token_ids(), CHUNKS)
+    sinks = {f"model.layers.{n}.self_attn.sinks": torch.tensor([0.5, -1, 2, 0]) for n in range(2)}
+    save_file(tensors | sinks, file)
+    family = Architecture(
+        read_config=lambda fields: replace(read_llama_config(fields), has_sinks=True)
+    )
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", family)
+    found, in_torch = (
+        paged_logits(path, _token_ids(), CHUNKS, implementation=each)
+        for each in ("kernels", "torch")
+    )
+    torch.testing.assert_close(found, in_torch, atol=1e-4, rtol=1e-4)
+    assert (found - plain).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["pythia", "phi2", "gpt2", "glm4"])
+def test_rounded_weights_of_reordered_rows(name, tiny_checkpoint):
+    """Rows of fused, turned or transposed matrices get the scales of their own."""
+    architecture, options = FAMILIES[name]
+    path, device = tiny_checkpoint(architecture, **options), torch.device("cpu")
+    exact = load_model(ModelConfig(), path, device)
+    rounded = load_model(ModelConfig(quantization="int8"), path, device)
+    for exact_layer, layer in zip(exact.matrix_layers, rounded.matrix_layers, strict=True):
+        weight = torch.cat([each.dequantize() for each in layer.quantized])
+        torch.testing.assert_close(weight, exact_layer.weight.data, atol=5e-3, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_weights_need_no_checkpoint(name, tiny_checkpoint):
+    architecture, options = FAMILIES[name]
+    path = tiny_checkpoint(architecture, **options)
+    exact, random = (
+        load_model(ModelConfig(load_format=each), path, torch.device("cpu")).state_dict()
+        for each in ("auto", "dummy")
+    )
+    assert {name: each.shape for name, each in exact.items()} == {
+        name: each.shape for name, each in random.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse"]),
+        ("GPT2LMHeadModel", {"n_embd": "64"}, ["n_embd"]),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, ["do_layer_norm_before", "True"]),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim"]),
+        ("MptForCausalLM", {"attn_config": {"clip_qkv": 6}}, ["attn_config.clip_qkv", "6"]),
+        ("OlmoForCausalLM", {"clip_qkv": 8.0}, ["clip_qkv"]),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, ["rope_scaling.type"]),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4}}, ["rope_scaling"]),
+        ("GPTJForCausalLM", {"rotary_dim": 3}, ["rotary_dim"]),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, ["no_rope_layers"]),
+        ("GemmaForCausalLM", {"use_bidirectional_attention": True}, ["use_bidirectional"]),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    architecture, changes, words, tiny_checkpoint, tmp_path
+):
+    options = {"pad_token_id": 0} if architecture.startswith(("Phi3", "SmolLM3")) else {}
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint(architecture, **options), path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(ModelConfig(), path, torch.device("cpu"))
+    assert all(word in str(caught.value) for word in ("config.json", *words)), caught.value

@@ -17,7 +17,7 @@ from penstock.engine.startup import build_core
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats import FORMATS
 from penstock.engine.weights.formats.dense import read_dense
-from penstock.engine.weights.matrix import Matrix, QuantizedMatrix
+from penstock.engine.weights.matrix import Matrix, QuantizedMatrix, rows_of
 from penstock.kernels.linear_quantized_reference import quantize_rows_reference
 
 from ..greedy_parity import requests, run
@@ -127,3 +127,20 @@ def test_mistakes_are_named(changes, words, rows_checkpoint):
         load_model(ModelConfig(), path, torch.device("cpu"))
     for word in (str(path), *words):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("rows_per_scale", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_rows_in_another_order(dtype, rows_per_scale):
+    """Each row keeps its numbers, whatever shared its scale."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (8 // rows_per_scale, 3)
+    matrix = QuantizedMatrix(
+        codes=torch.randint(-7, 7, (8, 24), generator=generator).to(dtype),
+        scales=torch.rand(shape, generator=generator),
+        offsets=torch.rand(shape, generator=generator),
+        rows_per_scale=rows_per_scale,
+        columns_per_scale=8,
+    )
+    order = torch.randperm(8, generator=generator)
+    assert torch.equal(rows_of(matrix, order).dequantize(), matrix.dequantize()[order])
