@@ -69,10 +69,11 @@ class Names:
 
     def found_in(self, checkpoint: Checkpoint) -> Names:
         """As this checkpoint has them: some lack a part of the root, as the bare model's do."""
-        root = self.root
-        if root and not any(name.startswith(root) for name in checkpoint.unread):
-            root = root.partition(".")[2]
-        names = replace(self, root=root)
+        short = replace(self, root=self.root.partition(".")[2])
+        has_root, lacks_root = (
+            f"{each('embed_tokens')[0]}.weight" in checkpoint for each in (self, short)
+        )
+        names = short if lacks_root and not has_root else self
         modules = dict(self.modules)
         for module, other in self.alternatives.items():
             if f"{names(f'layers.0.{module}')[0]}.weight" not in checkpoint:
