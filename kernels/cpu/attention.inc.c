@@ -253,14 +253,15 @@ static float NAME(weigh)(
     const struct NAME(attention_tile) *tile, int row, const struct NAME(attention_chunk) *chunk,
     const struct attention_args *a, float *scores, DTYPE *weights, float *largest, float *total) {
     const vec scale = splat((float)a->scale * (a->key_scales ? a->key_scales[tile->head] : 1.0f));
-    const vec slope = splat(a->alibi ? a->alibi[tile->query_head[row]] : 0.0f);
+    const int has_alibi = a->alibi != NULL;
+    const float slope = has_alibi ? a->alibi[tile->query_head[row]] : 0.0f;
     vec most = splat(-INFINITY);
     for (long i = chunk->first_panel; i < chunk->end; i += LANES) {
         ivec position = (int32_t)(chunk->begin + i) + LANE_NUMBERS;
         ivec is_seen = (position >= (int32_t)tile->first[row]) & (position <= (int32_t)tile->last[row]);
         vec score = load_f32(scores + i) * scale;
         if (a->is_int8) score *= load_f32(chunk->key_scales + i);
-        if (a->alibi) score += slope * __builtin_convertvector(position - (int32_t)tile->last[row], vec);
+        if (has_alibi) score += splat(slope) * __builtin_convertvector(position - (int32_t)tile->last[row], vec);
         if (a->soft_cap > 0) score = cap_softly(score, (float)a->soft_cap);
         score = choose(is_seen, score, splat(-INFINITY));
         store_f32(scores + i, score);
