@@ -102,6 +102,20 @@ def test_rounded_weights_of_reordered_rows(name, tiny_checkpoint):
         torch.testing.assert_close(weight, exact_layer.weight.data, atol=5e-3, rtol=0.02)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "falcon 40b"])
+def test_names_without_the_models_own(name, tiny_checkpoint, tmp_path):
+    """As the first checkpoints on the Hub have them."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint(FAMILIES[name][0], **FAMILIES[name][1]), path)
+    tensors = load_file(path / "model.safetensors")
+    bare = {each.removeprefix("transformer."): tensor for each, tensor in tensors.items()}
+    assert bare.keys() != tensors.keys()
+    expected = load_model(ModelConfig(), path, torch.device("cpu")).state_dict()
+    save_file(bare, path / "model.safetensors")
+    found = load_model(ModelConfig(), path, torch.device("cpu")).state_dict()
+    assert all(torch.equal(found[each], tensor) for each, tensor in expected.items())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_weights_need_no_checkpoint(name, tiny_checkpoint):
     architecture, options = FAMILIES[name]
