@@ -41,6 +41,7 @@ _ST_KINDS = {
 _ST_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 # Of `transformers`: bidirectional, without keys and values to keep.
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet", "Electra", "ModernBert")
+_SIZES = ("dim", "hidden_size", "n_embd", "n_embed", "d_model")  # what families call it
 _ENCODER_TASKS = {"Model": "embed", "ForMaskedLM": "embed", "ForSequenceClassification": "score"}
 _IDENTITY = "Identity"
 
@@ -161,7 +162,7 @@ def read_pooling(path: Path, name: str = "") -> ModelPooling:
         next(iter(fields.texts("architectures")), "") if "architectures" in fields else ""
     )
     sizes = fields.section("text_config") if "text_config" in fields else fields
-    size = sizes.integer("dim" if "dim" in sizes else "hidden_size", 1)
+    size = sizes.integer(next(filter(sizes.__contains__, _SIZES), "hidden_size"), 1)
     modules = _read_modules(path)
     encoder = _encoder_task(architecture)
     if encoder is not None or architecture.endswith("ForSequenceClassification"):
