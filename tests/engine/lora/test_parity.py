@@ -163,7 +163,7 @@ def test_eight_adapters_in_one_batch(base, adapters, peft_tokens, in_torch):
     ids=["swap", "recompute", "speculation", "two at once"],
 )
 def test_tokens_stay_under_pressure(base, adapters, sections):
-    longer = replace(GREEDY, max_tokens=3 * NUM_NEW)  # than admission keeps room for
+    longer = replace(GREEDY, max_tokens=6 * NUM_NEW)  # than admission keeps room for
     wanted = requests_for({**adapters, "base": None}, longer).values()
     requests = [request for request, _ in wanted]
     known = _known(base, requests)
