@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.layers.linear import MatrixLayer, constant
-from penstock.engine.models.families import is_ignorable
+from penstock.engine.models.names import is_ignorable
 from penstock.engine.models.transformers_modules import ModuleLinear
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats import FORMATS, format_of

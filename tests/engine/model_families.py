@@ -20,6 +20,7 @@ _SHAPE = {
     "eos_token_id": 2,
 }
 _MODEL_TYPES = {
+    "ArceeForCausalLM": "arcee",  # of no native family
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",

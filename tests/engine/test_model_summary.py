@@ -27,7 +27,7 @@ def num_bytes(found: dict[str, str]) -> int:
 
 @pytest.mark.parametrize(
     ("architecture", "how"),
-    [("LlamaForCausalLM", "natively"), ("SeedOssForCausalLM", "through transformers")],
+    [("LlamaForCausalLM", "natively"), ("ArceeForCausalLM", "through transformers")],
 )
 def test_it_says_what_the_engine_does(
     architecture: str, how: str, tiny_checkpoint: TinyCheckpoint
@@ -54,10 +54,10 @@ def test_quantization_and_cache_count(tiny_checkpoint: TinyCheckpoint) -> None:
 
 def test_the_command_refuses_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "vocab_size": 8})
+        json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": 8})
     )
     assert main(["models", str(tmp_path), "--dtype", "float32"]) == 1
     out, error = capfd.readouterr()
     assert out == ""
     assert "refused: " in error
-    assert "GPTJForCausalLM" in error
+    assert "MambaForCausalLM" in error

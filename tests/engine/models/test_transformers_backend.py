@@ -194,7 +194,7 @@ def test_refused_by_name_before_weights_are_read(kind: str, tmp_path: Path) -> N
     config = config_of(kind)
     config.save_pretrained(tmp_path)  # and no weights
     with pytest.raises(ModelLoadError) as caught:
-        build(tmp_path, model_impl="auto")
+        build(tmp_path, model_impl="transformers")
     assert config.architectures[0] in str(caught.value)
     assert REFUSED[kind] in str(caught.value)
 
@@ -249,7 +249,7 @@ def test_a_model_that_mixes_rows_is_refused(
 def test_missing_and_surplus_tensors_are_named(
     tiny_checkpoint: TinyCheckpoint, tmp_path: Path
 ) -> None:
-    path = tiny_checkpoint("SeedOssForCausalLM")
+    path = tiny_checkpoint("ArceeForCausalLM")
     for num_layers, message in ((3, r"no tensor model\.layers\.2\."), (1, r"model\.layers\.1\.")):
         broken = tmp_path / str(num_layers)
         shutil.copytree(path, broken)
@@ -262,8 +262,8 @@ def test_missing_and_surplus_tensors_are_named(
 def test_what_has_no_meaning_is_refused(tiny_checkpoint: TinyCheckpoint) -> None:
     with pytest.raises(ConfigError, match="--model-impl must be one of auto, native, transformers"):
         ModelConfig(model_impl="vllm")  # type: ignore[arg-type]
-    path = str(tiny_checkpoint("SeedOssForCausalLM"))
-    with pytest.raises(ModelLoadError, match="SeedOssForCausalLM is not native"):
+    path = str(tiny_checkpoint("ArceeForCausalLM"))
+    with pytest.raises(ModelLoadError, match="ArceeForCausalLM is not native"):
         build_core(EngineConfig(model=ModelConfig(model=path, model_impl="native")))
     with pytest.raises(ConfigError, match="--deterministic"):
         build_core(
