@@ -217,5 +217,5 @@ def eagle3_module_names(module: str, layer: str) -> tuple[str, ...]:
     Args:
         layer: the checkpoint's name of `midlayer`.
     """
-    names = LLAMA_NAMES(module.replace("midlayer", layer, 1))
-    return tuple(name.removeprefix("model.") for name in names)
+    names = LLAMA_NAMES(module.replace("midlayer", "layers.0", 1))
+    return tuple(name.removeprefix("model.").replace("layers.0", layer, 1) for name in names)
