@@ -86,7 +86,7 @@ def test_every_kernel_is_checked_first(small):
     assert all(check["is_right"] for check in data["checks"].values())
     words = " ".join(data["checks"])
     for operation in ("decode attention", "prefill attention", "rotary_store_kv", "copy_blocks",
-                      "gather_blocks", "scatter_blocks", "rms_norm", "silu_and_mul",
+                      "gather_blocks", "scatter_blocks", "rms_norm", "activate_and_mul",
                       "sample_tokens", "linear, int4", "embedding, fp8"):  # fmt: skip
         assert operation in words
     assert printed.index("checks") < printed.index("ceilings") < printed.index("swap:")
