@@ -104,7 +104,7 @@ def load_decoder(config: ModelConfig, path: Path, device: torch.device) -> Decod
             _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
         ignored = {f"{names('lm_head')[0]}.weight"} if decoder_config.is_tied else set()
         ignored |= {"score.weight"} if architecture.is_headless else set()
-        _check_all_read(checkpoint, ignored)
+        checkpoint.check_all_read(lambda name: name in ignored or is_ignorable(name))
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
     # Rotary frequencies and slopes follow from the config and stay float32.
@@ -283,7 +283,7 @@ def _read_eagle3_head(checkpoint: Checkpoint, target: Decoder) -> Eagle3Head:
         head.has_own_table = target.config.is_tied  # the packed head is another copy
     head.target_ids = _read_target_ids(checkpoint, head)
     checkpoint.ignore("t2d")  # the same the other way round
-    _check_all_read(checkpoint, set())
+    checkpoint.check_all_read(is_ignorable)
     head.rotary = RotaryEmbedding(head_config.decoder.rope, head_config.decoder.head_dim)
     return head.eval()
 
@@ -473,13 +473,3 @@ def _read_head_norm(
     if name in checkpoint and checkpoint.shape(name) == (head_dim,):
         return checkpoint.read(name, (head_dim,)).repeat(num_heads)
     return checkpoint.read(name, (num_heads, head_dim)).flatten()
-
-
-def _check_all_read(checkpoint: Checkpoint, ignored: set[str]) -> None:
-    """Refuse tensors that nothing reads."""
-    surplus = [name for name in checkpoint.unread - ignored if not is_ignorable(name)]
-    if surplus:
-        raise ModelLoadError(
-            f"{checkpoint.path}: {len(surplus)} tensors do not belong to the architecture named in "
-            f"config.json, such as {min(surplus)}"
-        )

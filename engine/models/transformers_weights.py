@@ -29,6 +29,7 @@ from penstock.engine.models.names import is_ignorable
 from penstock.engine.models.transformers_modules import ModuleLinear
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats import FORMATS, format_of
+from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, concatenate
 
 Hold = Callable[[MatrixLayer, Sequence[str], Sequence[Matrix]], None]
@@ -94,11 +95,9 @@ def read_weights(checkpoint: Checkpoint, model: PreTrainedModel, hold: Hold, lik
             continue
         prefix = names.modules.get(name, name)
         shape = (module.out_features, module.in_features)
-        if isinstance(module, ModuleLinear) and module.is_transposed:
-            values = checkpoint.read(f"{prefix}.weight", shape[::-1])
-            hold(module, [prefix], [DenseMatrix(values.T)])
-        else:
-            hold(module, [prefix], [read_matrix(checkpoint, prefix, shape)])
+        is_turned = isinstance(module, ModuleLinear) and module.is_transposed
+        read = read_transposed if is_turned else read_matrix
+        hold(module, [prefix], [read(checkpoint, prefix, shape)])
         done.add(f"{name}.weight")
     for name, tensor in wanted.items():
         if name not in done and name not in tied:
@@ -106,7 +105,10 @@ def read_weights(checkpoint: Checkpoint, model: PreTrainedModel, hold: Hold, lik
     for name, source in tied.items():
         _tie(modules, name, source)
         checkpoint.ignore(names.tensors.get(name, name))
-    _check_all_read(checkpoint, model)
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    checkpoint.check_all_read(
+        lambda name: is_ignorable(name) or any(re.search(each, name) for each in patterns)
+    )
 
 
 def _find_names(checkpoint: Checkpoint, model: Any) -> _Names:
@@ -174,18 +176,3 @@ def _tie(modules: dict[str, nn.Module], name: str, source: str) -> None:
     setattr(module, kind, getattr(other, source_kind))
     if isinstance(module, MatrixLayer) and isinstance(other, MatrixLayer):
         module.quantized, module.rounds_inputs = other.quantized, other.rounds_inputs
-
-
-def _check_all_read(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Refuse tensors that nothing reads."""
-    patterns = model._keys_to_ignore_on_load_unexpected or ()
-    surplus = [
-        name
-        for name in checkpoint.unread
-        if not is_ignorable(name) and not any(re.search(each, name) for each in patterns)
-    ]
-    if surplus:
-        raise ModelLoadError(
-            f"{checkpoint.path}: {len(surplus)} tensors do not belong to the architecture named in "
-            f"config.json, such as {min(surplus)}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,21 @@ class Checkpoint:
     def ignore(self, *names: str) -> None:
         """Take tensors for read that say nothing about the numbers."""
         self.unread -= set(names)
+
+    def check_all_read(self, is_redundant: Callable[[str], bool]) -> None:
+        """
+        Args:
+            is_redundant: whether a tensor need not be read.
+
+        Raises:
+            ModelLoadError: another one was not.
+        """
+        surplus = [name for name in self.unread if not is_redundant(name)]
+        if surplus:
+            raise ModelLoadError(
+                f"{self.path}: {len(surplus)} tensors do not belong to the architecture named in "
+                f"config.json, such as {min(surplus)}"
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
