@@ -51,11 +51,12 @@ class QuantizedCodes:
 
     def rows(self, indices: Tensor) -> Tensor:
         """These rows of the matrix, in float32 and in the order of inputs."""
-        offsets = None if self.offsets is None else self.offsets[indices]
-        part = replace(
-            self, codes=self.codes[indices], scales=self.scales[indices], offsets=offsets
-        )
-        return part.dequantize()
+        return self.part(indices).dequantize()
+
+    def part(self, rows: Tensor | slice) -> QuantizedCodes:
+        """The matrix of these rows."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
 
     def dequantize(self) -> Tensor:
         """float32 [out_features, in_features], in the order of inputs."""

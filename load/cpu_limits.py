@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.engine.config import Quantization
+from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.cpu.library import CpuLibrary
@@ -40,8 +41,8 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadWeights:
-    """The matrices that a step reads: all but an embedding that is not the head. Norms and biases
-    are too few to count."""
+    """The matrices that a step of one token reads: all but an embedding that is not the head, and
+    of a layer's experts those of a token. Norms and biases are too few to count."""
 
     num_in_layers: int  # each multiplies every token
     num_in_head: int  # each multiplies a token after which one is drawn
@@ -52,15 +53,27 @@ def read_weights(info: EngineInfo) -> ReadWeights:
     _, config = read_model_config(Path(info.model_path))
     itemsize: int = getattr(torch, info.dtype).itemsize
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * query + 2 * kv + 3 * config.intermediate_size)
+    attention = config.num_layers * config.hidden_size * (2 * query + 2 * kv)
+    read, held = (attention + _num_in_mlps(config, is_read=is_read) for is_read in (True, False))
     table = config.vocab_size * config.hidden_size
-    num_read = config.num_layers * layer + table
-    num_bytes = num_read * itemsize
+    num_bytes = (read + table) * itemsize
     if info.quantization != "none":
-        num_bytes = info.weight_bytes * num_read // (num_read + (0 if config.is_tied else table))
-    return ReadWeights(
-        num_in_layers=config.num_layers * layer, num_in_head=table, num_bytes=num_bytes
-    )
+        num_tables = 1 if config.is_tied else 2
+        num_bytes = info.weight_bytes * (read + table) // (held + num_tables * table)
+    return ReadWeights(num_in_layers=read, num_in_head=table, num_bytes=num_bytes)
+
+
+def _num_in_mlps(config: DecoderConfig, *, is_read: bool) -> int:
+    """The numbers in the matrices of all MLPs, or of those that one token reads."""
+    experts = config.experts
+    if experts is None:
+        return config.num_layers * 3 * config.hidden_size * config.intermediate_size
+    count = experts.experts_per_token if is_read else experts.num_experts
+    sizes = 3 * (count * experts.intermediate_size + experts.shared_size) + experts.num_experts
+    num_sparse = sum(experts.layers)
+    num_dense = config.num_layers - num_sparse
+    dense = num_dense * 3 * config.intermediate_size
+    return config.hidden_size * (num_sparse * sizes + dense)
 
 
 def products_per_s(

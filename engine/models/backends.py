@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.engine.errors import ConfigError
+from penstock.engine.errors import ConfigError, ModelLoadError
+from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.adapters import TorchAdapters
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.cpu_decoder import CpuDecoder, StepOutput, can_run
@@ -69,15 +70,31 @@ def check_deterministic(
 def fastest(
     model: Decoder | TransformersModel, block_size: int, library: CpuLibrary | None
 ) -> LanguageModel:
-    """The fastest implementation of the model on its device; takes over the weights."""
+    """The fastest implementation of the model on its device; takes over the weights.
+
+    Raises:
+        ModelLoadError: of experts that were still to be read.
+    """
     if isinstance(model, Decoder):
-        if library is None or not can_run(model.config, block_size):
-            return model
-        return CpuDecoder(model, library)
+        if library is not None and can_run(model.config, block_size):
+            return CpuDecoder(model, library)
+        _load_experts(model)
+        return model
     if library is not None:
         model.use_cpu_kernels(library, block_size)
     model.check_rows(block_size)
     return model
+
+
+def _load_experts(decoder: Decoder) -> None:
+    expected, free = decoder.expected_bytes, free_cpu_bytes() if decoder.expected_bytes else 0
+    if expected > free:
+        raise ModelLoadError(
+            f"the experts take {expected:,} bytes, and memory has {free:,} free: without the CPU "
+            "kernels all of them must be in it"
+        )
+    for experts in decoder.expert_matrices:
+        experts.load()
 
 
 def running_library(model: TorchModel, block_size: int) -> CpuLibrary | None:

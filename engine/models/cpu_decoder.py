@@ -13,12 +13,14 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.experts import MixtureOfExperts
 from penstock.engine.layers.linear import Embedding, Linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
@@ -32,10 +34,12 @@ from penstock.engine.models.decoder import (
     SelfAttention,
 )
 from penstock.engine.models.decoder_config import DecoderConfig
+from penstock.engine.models.packed_experts import PackedMixture, memory_for_experts
 from penstock.engine.models.packed_linear import CpuLinear, CpuTable, pack_linear, pack_table
 from penstock.kernels.activation import Activation
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
+from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.token_masks import TokenMasks
 
 # Rates of one thread, for deciding whether to wake the others. With 128 rows, T of load/peers
@@ -46,7 +50,9 @@ _MIN_SHARED_S = 0.3e-3
 
 def can_run(config: DecoderConfig, block_size: int) -> bool:
     """Whether the kernels support these shapes: they process values, and positions, in pairs."""
-    sizes = (config.hidden_size, config.intermediate_size, block_size)
+    sizes = [config.hidden_size, config.intermediate_size, block_size]
+    if config.experts is not None:
+        sizes += [config.experts.intermediate_size, config.experts.shared_size]
     is_even = all(size % 2 == 0 for size in sizes)
     return is_even and config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
 
@@ -68,8 +74,9 @@ class CpuDecoder:
         self._feature_layers = decoder.feature_layers
         self._features: tuple[Buffer, ...] = ()
         self._rotary = RotaryTable(list(decoder.rotaries))  # type: ignore[arg-type]
+        expert_memory = memory_for_experts(library, decoder.expected_bytes)
         self._layers = [
-            PackedLayer(library, layer)  # type: ignore[arg-type]
+            PackedLayer(library, layer, expert_memory)  # type: ignore[arg-type]
             for layer in decoder.layers
         ]
         self._norm = decoder.norm
@@ -89,10 +96,11 @@ class CpuDecoder:
         self._embedding = (
             self._head.matrix if self.config.is_tied else _pack_table(library, decoder.embed_tokens)
         )
-        self._num_weights = sum(layer.num_weights for layer in self._layers)
-        self._num_bytes = sum(layer.num_bytes for layer in self._layers)
+        # What one token takes, which decides how many threads do.
+        self._num_weights = sum(layer.num_active_weights for layer in self._layers)
+        self._num_bytes = sum(layer.num_active_bytes for layer in self._layers)
         tables = {self._head.matrix, self._embedding}
-        self.weight_bytes = self._num_bytes + sum(each.num_bytes for each in tables)
+        self.weight_bytes = sum(each.num_bytes for each in (*self._layers, *tables))
         self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
         self._program = Program(library)
         self._recorded_for = (0, 0)
@@ -253,9 +261,16 @@ class CpuDecoder:
 
 
 class PackedLayer:
-    """The weights of one layer, and its part of the program."""
+    """The weights of one layer, and its part of the program.
 
-    def __init__(self, library: CpuLibrary, layer: DecoderLayer) -> None:
+    Attributes:
+        num_bytes: of its matrices.
+        num_active_weights, num_active_bytes: of those that one token needs.
+    """
+
+    def __init__(
+        self, library: CpuLibrary, layer: DecoderLayer, expert_memory: WeightMemory
+    ) -> None:
         def pack(linear: Linear) -> CpuLinear:
             return pack_linear(library, linear, linear.bias)
 
@@ -263,23 +278,21 @@ class PackedLayer:
         self.post_attention_norm = layer.post_attention_layernorm
         self.is_parallel = layer.is_parallel
         self.attention = PackedAttention(layer.self_attn, pack, rope=layer.rope)
-        self.mlp = PackedMLP(layer.mlp, pack)
+        self.mlp: PackedMLP | PackedMixture
+        if isinstance(layer.mlp, MixtureOfExperts):
+            shared = layer.mlp.shared_expert
+            packed = PackedMLP(shared, pack) if isinstance(shared, GatedMLP) else None
+            self.mlp = PackedMixture(library, layer.mlp, packed, expert_memory)
+        else:
+            self.mlp = PackedMLP(layer.mlp, pack)
         self._attention_end = _End(layer.attention_post_norm, layer.residual_scale)
         self._mlp_end = _End(layer.mlp_post_norm, layer.residual_scale)
-
-    @property
-    def num_weights(self) -> int:
-        """Number of values in its matrices."""
-        return sum(each.in_features * each.out_features for each in self._linears)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its matrices."""
-        return sum(each.num_bytes for each in self._linears)
-
-    @property
-    def _linears(self) -> tuple[CpuLinear, ...]:
-        return *self.attention.linears, *self.mlp.linears
+        linears = self.attention.linears
+        self.num_bytes = self.num_active_bytes = sum(each.num_bytes for each in linears)
+        self.num_active_weights = sum(each.in_features * each.out_features for each in linears)
+        self.num_bytes += self.mlp.num_bytes
+        self.num_active_bytes += self.mlp.num_active_bytes
+        self.num_active_weights += self.mlp.num_active_weights
 
     def write(self, program: Program, y: Buffer, x: Buffer, cache: Tensor) -> None:
         """y = the residual stream x with this layer added to it; y may be x. Another buffer holds
@@ -290,12 +303,13 @@ class PackedLayer:
         """
         attended = program.buffer("attended", x.size)
         normed = _write_normed(program, "normed", x, self.input_norm)
-        self.attention.write(program, attended, normed, cache, residual=x, end=self._attention_end)
+        attend = partial(self.attention.write, program, x=normed, cache=cache)
+        self._attention_end.write(program, attended, x, attend)
         if not self.is_parallel:
             normed = _write_normed(program, "normed", attended, self.post_attention_norm)
         elif self.post_attention_norm is not None:
             normed = _write_normed(program, "normed", x, self.post_attention_norm)
-        self.mlp.write(program, y, normed, residual=attended, end=self._mlp_end)
+        self._mlp_end.write(program, y, attended, partial(self.mlp.write, program, x=normed))
 
 
 class _End:
@@ -310,14 +324,18 @@ class _End:
         self._norm, self._scale = norm, scale
 
     def write(
-        self, program: Program, y: Buffer, x: Buffer, linear: CpuLinear, residual: Buffer
+        self, program: Program, y: Buffer, residual: Buffer, write: Callable[..., None]
     ) -> None:
-        """y = x · matrix, and so on, + residual"""
+        """y = the output, and so on, + residual
+
+        Args:
+            write: adds the operations that give the output (y=…, residual=…).
+        """
         if self._norm is None and self._scale == 1.0:
-            linear.write(program, y, x, residual=residual)
+            write(y=y, residual=residual)
             return
         product = program.buffer("product", y.size)
-        linear.write(program, product, x)
+        write(y=product, residual=None)
         added = _write_normed(program, "normed", product, self._norm)
         program.add("scale_add", y=y, x=added, residual=residual, factor=self._scale, size=y.size)
 
@@ -333,9 +351,9 @@ class PackedAttention:
         self.linears = (self._qkv_proj, self._o_proj)
 
     def write(
-        self, program: Program, y: Buffer, x: Buffer, cache: Tensor, *, residual: Buffer, end: _End
+        self, program: Program, *, y: Buffer, x: Buffer, cache: Tensor, residual: Buffer | None
     ) -> None:
-        """y = attention(x) + residual"""
+        """y = attention(x) (+ residual)"""
         module = self._module
         qkv = program.buffer("qkv", self._qkv_proj.out_features)
         query = program.buffer("query", self._o_proj.in_features)
@@ -363,7 +381,7 @@ class PackedAttention:
             qkv = self._write_norms(program, qkv)
         program.add("rope_store", qkv=qkv, rope=self._rope, **norms, **heads)
         program.add("attention", out=mixed, **options, **heads)
-        end.write(program, y, mixed, self._o_proj, residual)
+        self._o_proj.write(program, y, mixed, residual=residual)
 
     def _write_norms(self, program: Program, qkv: Buffer) -> Buffer:
         """Add the norms of queries and keys; the buffer that then has them."""
@@ -386,9 +404,11 @@ class PackedMLP:
         self._up_proj = pack(mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj)
         self._down_proj = pack(mlp.down_proj)
         self.linears = (self._up_proj, self._down_proj)
+        self.num_bytes = self.num_active_bytes = sum(each.num_bytes for each in self.linears)
+        self.num_active_weights = sum(each.in_features * each.out_features for each in self.linears)
 
-    def write(self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer, end: _End) -> None:
-        """y = MLP(x) + residual"""
+    def write(self, program: Program, y: Buffer, x: Buffer, *, residual: Buffer | None) -> None:
+        """y = MLP(x) (+ residual)"""
         up = program.buffer("gate_up", self._up_proj.out_features)
         active = program.buffer("gated", self._down_proj.in_features)
         self._up_proj.write(program, up, x)
@@ -399,7 +419,7 @@ class PackedMLP:
                 "activate", y=active, x=up, size=active.size, kind=self._kind,
                 is_gated=self._is_gated,
             )  # fmt: skip
-        end.write(program, y, active, self._down_proj, residual)
+        self._down_proj.write(program, y, active, residual=residual)
 
 
 def _write_normed(program: Program, name: str, x: Buffer, norm: Norm | None) -> Buffer:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.engine.layers.adapters import LayerAdapters
 from penstock.engine.layers.attention import Attention, ForwardContext
+from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
 from penstock.engine.layers.linear import (
     Embedding,
     Linear,
@@ -121,9 +122,10 @@ class GatedMLP(nn.Module):
     """activation(gate(x)) · up(x), projected (Shazeer, "GLU Variants Improve Transformer",
     2020)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, *, size: int | None = None) -> None:
+        """size: None: intermediate_size."""
         super().__init__()
-        size, has_bias = config.intermediate_size, config.has_mlp_bias
+        size, has_bias = size or config.intermediate_size, config.has_mlp_bias
         self.activation = config.activation
         self.gate_up_proj = Linear(config.hidden_size, (size, size), has_bias=has_bias)
         self.down_proj = Linear(size, (config.hidden_size,), has_bias=has_bias)
@@ -148,6 +150,14 @@ class PlainMLP(nn.Module):
         return output
 
 
+def make_mlp(config: DecoderConfig, layer: int) -> GatedMLP | PlainMLP | MixtureOfExperts:
+    experts = config.experts
+    if experts is None or not experts.layers[layer]:
+        return GatedMLP(config) if config.is_gated else PlainMLP(config)
+    shared = GatedMLP(config, size=experts.shared_size) if experts.shared_size else None
+    return MixtureOfExperts(experts, config.hidden_size, shared)
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each adding to the residual stream.
 
@@ -170,7 +180,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config, layer)
         self.attention_post_norm = _norm(config) if config.has_post_norms else None
         self.post_attention_layernorm = _norm(config) if has_mlp_norm else None
-        self.mlp = GatedMLP(config) if config.is_gated else PlainMLP(config)
+        self.mlp = make_mlp(config, layer)
         self.mlp_post_norm = _norm(config) if config.has_post_norms else None
 
     def forward(
@@ -332,6 +342,15 @@ class Decoder(nn.Module):
     @property
     def matrix_layers(self) -> list[MatrixLayer]:
         return [module for module in self.modules() if isinstance(module, MatrixLayer)]
+
+    @property
+    def expert_matrices(self) -> list[ExpertMatrices]:
+        return [module for module in self.modules() if isinstance(module, ExpertMatrices)]
+
+    @property
+    def expected_bytes(self) -> int:
+        """Size of the experts that are still to be read."""
+        return sum(each.expected_bytes for each in self.expert_matrices if each.read is not None)
 
     @property
     def weight_bytes(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from penstock.engine.config_fields import ConfigFields
+from penstock.engine.layers.experts import ExpertsConfig
 from penstock.engine.layers.rotary import NO_ROPE, ROPE_TYPES, RopeConfig, RopeType
 from penstock.kernels.activation import Activation
 
@@ -19,6 +20,7 @@ from penstock.kernels.activation import Activation
 _MAX_SIZE, _MAX_HEADS, _MAX_LAYERS, _MAX_CONTEXT = 1 << 24, 1 << 16, 1 << 10, 1 << 27
 # From here on the frequencies of float32 are still numbers that differ.
 _MIN_THETA, _MAX_THETA = 1.001, 1e15
+MAX_EXPERTS = 1 << 10  # as in kernels/cpu/experts.inc.c
 _MAX_SCALE = 100.0  # of cosines and sines, which float16 must hold
 
 
@@ -62,6 +64,7 @@ class DecoderConfig:
         embedding_scale, residual_scale, logit_scale: factors of the embedding, of what a layer's
             attention and MLP add to the stream, and of the logits.
         logit_soft_cap: bounds the logits.
+        experts: of the MLPs that have some; None: of none.
     """
 
     vocab_size: int
@@ -105,6 +108,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -192,6 +196,49 @@ def read_decoder_config(fields: ConfigFields, choices: DecoderChoices) -> Decode
         has_output_bias=choices.has_output_bias,
         has_mlp_bias=choices.has_mlp_bias,
         has_qk_norm=choices.has_qk_norm,
+    )
+
+
+def read_experts_config(
+    fields: ConfigFields,
+    *,
+    num_experts: str,
+    size: str,
+    shared_size: str | None = None,
+    experts_per_token: int = 2,
+    is_normalized: bool = True,
+) -> ExpertsConfig | None:
+    """The experts of a model; None if no layer has some.
+
+    `decoder_sparse_step` and `mlp_only_layers`, where they are given, say which layers have.
+
+    Args:
+        num_experts, size, shared_size: the names of these fields.
+        experts_per_token: unless the config says it.
+
+    Raises:
+        ModelLoadError.
+    """
+    count = fields.integer(num_experts, minimum=0, maximum=MAX_EXPERTS)
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.integers("mlp_only_layers", minimum=0)
+    layers = tuple(
+        count > 0 and layer not in dense and (layer + 1) % step == 0
+        for layer in range(read_num_layers(fields))
+    )
+    if not any(layers):
+        return None
+    if read_activation(fields, "silu") != "silu":
+        raise fields.error(
+            "hidden_act", "experts with another activation than silu are not supported"
+        )
+    return ExpertsConfig(
+        num_experts=count,
+        experts_per_token=fields.integer("num_experts_per_tok", experts_per_token, maximum=count),
+        intermediate_size=fields.integer(size, maximum=_MAX_SIZE),
+        shared_size=0 if shared_size is None else fields.integer(shared_size, maximum=_MAX_SIZE),
+        is_normalized=is_normalized,
+        layers=layers,
     )
 
 

@@ -72,6 +72,11 @@ class TorchModel(LanguageModel, Protocol):
     quantization: str  # how the weights are stored: see `EngineInfo`
 
     @property
+    def expected_bytes(self) -> int:
+        """Size of weights that are still to be read."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
     @property

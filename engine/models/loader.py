@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from penstock.engine.config import DType, EngineConfig, ModelConfig
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
+from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import Embedding, Linear, MatrixLayer, constant
 from penstock.engine.layers.norm import HeadNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
@@ -32,10 +33,22 @@ from penstock.engine.models.eagle3_head import (
     read_eagle3_config,
 )
 from penstock.engine.models.language_model import TorchModel
-from penstock.engine.models.names import EACH_HEAD, Names, is_ignorable, row_orders
-from penstock.engine.models.registry import is_native, own_dtype, read_model_config
+from penstock.engine.models.names import (
+    EACH_HEAD,
+    LLAMA_NAMES,
+    Names,
+    is_ignorable,
+    row_orders,
+)
+from penstock.engine.models.registry import (
+    Architecture,
+    is_native,
+    own_dtype,
+    read_model_config,
+)
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
+from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
 from penstock.engine.weights.formats import FORMATS, format_of, open_checkpoint
 from penstock.engine.weights.formats.dense import read_transposed
 from penstock.engine.weights.formats.gguf import GgufCheckpoint
@@ -53,32 +66,42 @@ _DTYPES = {
 }
 _MAX_VOCAB_DIFFERENCE = 128  # of a draft model, as in llama.cpp: padding, a few special tokens
 _DUMMY_STD = 0.02
+# Bits that a number takes after `--quantization`, its part of a scale included.
+_EXPECTED_BITS = {"int8": 8.25, "int4": 4.5, "fp8": 8.1}
 _NUM_DUMMY = 1_048_583  # a prime, so that the rows of a matrix that repeats the numbers differ
 
 DraftingModel: TypeAlias = Decoder | Eagle3Head
 
 
 def load_model(
-    config: ModelConfig, path: Path, device: torch.device
+    config: ModelConfig, path: Path, device: torch.device, *, defers_experts: bool = False
 ) -> Decoder | TransformersModel:
     """The model in directory `path`, with the checkpoint's weights or, for `dummy`, random ones.
+
+    Args:
+        defers_experts: on a CPU, leave reading the experts to `ExpertMatrices.load`, so that not
+            all of them are in memory before they are packed.
 
     Raises:
         ModelLoadError: names the invalid file, field or tensor.
         ConfigError: --quantization-override or -exclude names modules that there are not.
     """
     if is_native(config, path):
-        return load_decoder(config, path, device)
+        return load_decoder(config, path, device, defers_experts=defers_experts)
     return _load_through_transformers(config, path, device)
 
 
-def load_decoder(config: ModelConfig, path: Path, device: torch.device) -> Decoder:
+def load_decoder(
+    config: ModelConfig, path: Path, device: torch.device, *, defers_experts: bool = False
+) -> Decoder:
     """The same of a native family."""
     architecture, decoder_config = read_model_config(path)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
     checkpoint, hold, like = weights.checkpoint, weights.hold, weights.like
-    names = architecture.names if checkpoint is None else architecture.names.found_in(checkpoint)
+    names = architecture.names
+    if checkpoint is not None:
+        names = _with_fused_experts(architecture, checkpoint).found_in(checkpoint)
     if decoder_config.is_tied:
         (table,) = names("embed_tokens")
         weights.quantize.aliases[table] = "lm_head"
@@ -92,7 +115,7 @@ def load_decoder(config: ModelConfig, path: Path, device: torch.device) -> Decod
         model = _allocate(model, path, device)
         _fill_random(model, config.seed)
         for name, module in model.named_modules():
-            if isinstance(module, MatrixLayer):
+            if isinstance(module, MatrixLayer) and not isinstance(module, ExpertMatrices):
                 sources = names(name)
                 parts = torch.split(module.weight.data, _sizes(module, sources))
                 hold(module, sources, list(map(DenseMatrix, parts)))
@@ -102,6 +125,13 @@ def load_decoder(config: ModelConfig, path: Path, device: torch.device) -> Decod
         for index, layer in enumerate(model.layers):
             (prefix,) = names(f"layers.{index}.self_attn")
             _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
+    is_transposed = architecture.has_transposed_experts
+    for experts in _expert_readers(
+        model, weights, names, seed=config.seed, is_transposed=is_transposed
+    ):
+        if not defers_experts or device.type != "cpu":
+            experts.load()
+    if checkpoint is not None:
         ignored = {f"{names('lm_head')[0]}.weight"} if decoder_config.is_tied else set()
         ignored |= {"score.weight"} if architecture.is_headless else set()
         checkpoint.check_all_read(lambda name: name in ignored or is_ignorable(name))
@@ -195,7 +225,8 @@ class _Weights:
 
     def hold(self, module: MatrixLayer, names: Sequence[str], parts: Sequence[Matrix]) -> None:
         """Give a module the matrix that is made of these parts, in the checkpoint's names."""
-        matrix = self.quantize(names, parts, self.like)
+        is_router = isinstance(module, Router)
+        matrix = stack(parts, self.like) if is_router else self.quantize(names, parts, self.like)
         module.hold(matrix, rounds_inputs=self.rounds_inputs, like=self.like)
 
     def describe(self) -> str:
@@ -376,6 +407,58 @@ def _check_room(model: nn.Module, path: Path, device: torch.device) -> None:
         )
 
 
+def _expert_readers(
+    model: Decoder, weights: _Weights, module_names: Names, *, seed: int, is_transposed: bool
+) -> Iterator[ExpertMatrices]:
+    """The experts' matrices, each with a way to be read."""
+    checkpoint, quantize, like = weights.checkpoint, weights.quantize, weights.like
+
+    def hold(module: ExpertMatrices, source: CheckpointExperts | DummyExperts) -> None:
+        parts = [quantize(names, matrices, like) for names, matrices in source.read()]
+        matrix, orders = stack_experts(parts, like)
+        module.hold(matrix, rounds_inputs=weights.rounds_inputs, like=like)
+        module.orders = None if orders is None else orders.to(like.device)
+
+    is_dense = checkpoint is None or format_of(checkpoint) == "dense"
+    for index, (name, module) in enumerate(model.named_modules()):
+        if not isinstance(module, ExpertMatrices):
+            continue
+        names, size = module_names(name), module.in_features
+        source: CheckpointExperts | DummyExperts
+        if checkpoint is None:
+            shape = (sum(module.part_sizes), size)
+            source = DummyExperts(
+                names, num_experts=module.num_experts, part_sizes=module.part_sizes,
+                draw=partial(_draw_matrix, like, shape, seed, index),
+                quantize=partial(quantize, like=like),
+            )  # fmt: skip
+        else:
+            source = CheckpointExperts(
+                checkpoint, name, names, num_experts=module.num_experts,
+                part_sizes=module.part_sizes, in_features=size,
+                is_transposed=is_transposed,
+            )  # fmt: skip
+            if module.bias is not None:
+                module.bias = constant(concatenate([source.read_bias()], like))
+        kinds = {quantize.kind(each) for own in source.names for each in own}
+        if is_dense:
+            bits = max(_EXPECTED_BITS.get(kind, like.itemsize * 8.0) for kind in kinds)
+            module.expected_bytes = int(module.out_features * size * bits / 8)
+        else:
+            module.expected_bytes = source.num_bytes
+        module.read = partial(hold, module, source)
+        yield module
+
+
+def _with_fused_experts(architecture: Architecture, checkpoint: Checkpoint) -> Names:
+    """Where one tensor has all experts of a layer, Mixtral's modules too have Llama's names."""
+    fused = "mlp.experts.gate_up_proj"
+    is_fused = any(name.endswith(fused) for name in checkpoint.unread)
+    if is_fused and not architecture.has_transposed_experts:
+        return LLAMA_NAMES
+    return architecture.names
+
+
 def _fill_random(model: nn.Module, seed: int) -> None:
     """Small normal numbers; norms are ones and biases zeros, as in a fresh model.
 
@@ -385,11 +468,21 @@ def _fill_random(model: nn.Module, seed: int) -> None:
         if parameter.dim() < 2:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        generator = torch.Generator().manual_seed((seed << 16) + index)
-        period = min(parameter.numel(), _NUM_DUMMY)
-        numbers = torch.randn(period, generator=generator).mul(_DUMMY_STD).to(parameter)
-        for part in torch.split(parameter.data.flatten(), period):
-            part.copy_(numbers[: len(part)])
+        _draw(parameter.data, seed, index)
+
+
+def _draw_matrix(like: Tensor, shape: tuple[int, int], seed: int, index: int) -> Tensor:
+    return _draw(like.new_empty(shape), seed, index)
+
+
+def _draw(values: Tensor, seed: int, index: int) -> Tensor:
+    """Fill a matrix with small normal numbers."""
+    generator = torch.Generator().manual_seed((seed << 16) + index)
+    period = min(values.numel(), _NUM_DUMMY)
+    numbers = torch.randn(period, generator=generator).mul(_DUMMY_STD).to(values)
+    for part in torch.split(values.flatten(), period):
+        part.copy_(numbers[: len(part)])
+    return values
 
 
 def _no_orders(_: str) -> tuple[None, ...]:
@@ -414,9 +507,11 @@ def _fill_from(
     is_transposed = isinstance(module_names, Names) and module_names.is_transposed
     for name, module in list(model.named_modules()):
         prefixes = module_names(name)
+        if isinstance(module, ExpertMatrices):
+            continue
         if isinstance(module, MatrixLayer):
             sizes, biases, parts = _sizes(module, prefixes), [], []
-            has_bias = isinstance(module, Linear | Embedding) and module.bias is not None
+            has_bias = isinstance(module, Linear | Embedding | Router) and module.bias is not None
             for prefix, size, order in zip(prefixes, sizes, orders(name), strict=False):
                 shape = (size, module.in_features)
                 is_turned = is_transposed and isinstance(module, Linear)

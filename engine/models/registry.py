@@ -10,7 +10,16 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.config_fields import ConfigFields, read_model_fields
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.eagle3_head import EAGLE3_ARCHITECTURES
-from penstock.engine.models.families import alibi, cohere, gemma, gpt, llama, phi, post_norm
+from penstock.engine.models.families import (
+    alibi,
+    cohere,
+    experts,
+    gemma,
+    gpt,
+    llama,
+    phi,
+    post_norm,
+)
 from penstock.engine.models.names import LLAMA_NAMES, Names
 
 
@@ -25,6 +34,7 @@ class Architecture:
         takes_adapters: nobody has tried others, whose rows may have another order.
         is_headless: it makes vectors or scores; the embedding takes the place of an output head,
             which is never used.
+        has_transposed_experts: their tensors are as gpt-oss's.
     """
 
     read_config: Callable[[ConfigFields], DecoderConfig]
@@ -32,6 +42,7 @@ class Architecture:
     has_gguf_names: bool = False
     takes_adapters: bool = False
     is_headless: bool = False
+    has_transposed_experts: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -46,6 +57,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen3ForCausalLM": Architecture(
         read_config=llama.read_qwen3_config, has_gguf_names=True, takes_adapters=True
+    ),
+    "GptOssForCausalLM": Architecture(
+        read_config=experts.read_gpt_oss_config,
+        names=experts.GPT_OSS_NAMES,
+        has_transposed_experts=True,
+    ),
+    "GraniteMoeForCausalLM": Architecture(
+        read_config=experts.read_granite_moe_config, names=experts.GRANITE_MOE_NAMES
+    ),
+    "MixtralForCausalLM": Architecture(
+        read_config=experts.read_mixtral_config, names=experts.MIXTRAL_NAMES
+    ),
+    "OlmoeForCausalLM": Architecture(read_config=experts.read_olmoe_config),
+    "Qwen2MoeForCausalLM": Architecture(
+        read_config=experts.read_qwen2_moe_config, has_gguf_names=True
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        read_config=experts.read_qwen3_moe_config, has_gguf_names=True
     ),
     "BloomForCausalLM": Architecture(read_config=alibi.read_bloom_config, names=alibi.BLOOM_NAMES),
     "CohereForCausalLM": Architecture(read_config=cohere.read_cohere_config),

@@ -433,6 +433,7 @@ class TransformersModel(nn.Module):
 
     can_be_captured = False
     needs_prompt_lens = False
+    expected_bytes = 0
 
     def __init__(self, inspected: Inspected, *, max_model_len: int | None) -> None:
         super().__init__()

@@ -84,7 +84,9 @@ def available_bytes(
     """Bytes for the KV pool on the model's device."""
     device = model.device
     if device.type != "cuda":
-        return cpu_pool_bytes(free_cpu_bytes())
+        free = free_cpu_bytes()
+        # Experts that are still to be read; where they are too many, they will be mapped.
+        return cpu_pool_bytes(max(free - model.expected_bytes, free // _CPU_SHARE))
     peak = _profile_peak_bytes(config, model, shape)
     peak += _profile_graphs_bytes(config, model, shape, max_model_len)
     torch.cuda.empty_cache()

@@ -112,7 +112,7 @@ class ModelRunner:
     ) -> None:
         self._device = select_device(config.device)
         check_kv_dtype(config.cache, self._device)
-        model = load_model(config.model, model_path, self._device)
+        model = load_model(config.model, model_path, self._device, defers_experts=True)
         self.adapters = adapter_slots(config, model, model_path)
         dtype, quantization = model.dtype, model.quantization
         max_model_len = resolve_max_model_len(config.model, model.context_len)

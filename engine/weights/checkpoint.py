@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from penstock.engine.json_file import check_file, is_present, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I64": 8}
 FLOATS = ("BF16", "F16", "F32")  # as safetensors names them
 
 
@@ -46,6 +50,7 @@ class Checkpoint:
         else:
             raise ModelLoadError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
         self.unread = set(self._where)
+        self._sorted: list[str] = []
 
     def read(
         self, name: str, shape: tuple[int, ...], *, dtypes: tuple[str, ...] = FLOATS
@@ -92,6 +97,18 @@ class Checkpoint:
         """The dtype of a tensor that is there, as safetensors names it."""
         found: str = self._slice(name).get_dtype()
         return found
+
+    def num_bytes(self, name: str) -> int:
+        """Size of a tensor that is there."""
+        view = self._slice(name)
+        return int(math.prod(view.get_shape())) * _ITEM_BYTES.get(view.get_dtype(), 4)
+
+    def within(self, prefix: str) -> list[str]:
+        """The names of all tensors that start so."""
+        if not self._sorted:
+            self._sorted = sorted(self._where)
+        first = bisect_left(self._sorted, prefix)
+        return list(takewhile(lambda name: name.startswith(prefix), self._sorted[first:]))
 
     def fault(self, name: str, what: str) -> ModelLoadError:
         """An error that names a tensor and its file."""

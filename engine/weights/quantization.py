@@ -114,6 +114,15 @@ class Quantizer:
         """
         return stack([self._part(*each, like) for each in zip(names, parts, strict=True)], like)
 
+    def kind(self, name: str) -> Quantization:
+        """What a module becomes; the pattern that says so has been used."""
+        modules = (name, self.aliases.get(name, name))
+        matched = [
+            pattern for pattern in self.rules if any(_matches(each, pattern) for each in modules)
+        ]
+        self.unused.difference_update(matched)
+        return self.rules[matched[0]] if matched else self.default
+
     def check_patterns(self) -> None:
         """
         Raises:
@@ -126,12 +135,7 @@ class Quantizer:
             raise ConfigError(f"--quantization-{flag} {pattern} matches no module")
 
     def _part(self, name: str, part: Matrix, like: Tensor) -> Matrix:
-        modules = (name, self.aliases.get(name, name))
-        matched = [
-            pattern for pattern in self.rules if any(_matches(each, pattern) for each in modules)
-        ]
-        self.unused.difference_update(matched)
-        kind = self.rules[matched[0]] if matched else self.default
+        kind = self.kind(name)
         if kind == "none" or not isinstance(part, DenseMatrix):
             return part
         if self.kept is None:

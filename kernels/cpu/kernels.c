@@ -141,6 +141,7 @@ INLINE long num_attention_items(
 #include "linear.inc.c"
 #include "linear_quantized.inc.c"
 #include "lora.inc.c"
+#include "experts.inc.c"
 #include "sampling.inc.c"
 
 /* Logits that penalties changed are floats, whatever the dtype. */

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import CDLL, Structure, byref
 
 import torch
@@ -74,6 +76,15 @@ class CpuLibrary:
             ctypes.c_int64(out_features),
         )
         return packed
+
+    @contextmanager
+    def packing_into(self, memory: WeightMemory) -> Iterator[None]:
+        """What is packed meanwhile lies in this memory."""
+        own, self.memory = self.memory, memory
+        try:
+            yield
+        finally:
+            self.memory = own
 
     def structure(self, name: str, **members: Argument) -> Structure:
         """A structure of `ops.h`, to be kept, as what its members point to, until it is used.

@@ -24,6 +24,13 @@ static __attribute__((noinline)) void NAME(write_last_columns)(
 
 INLINE void NAME(write_columns)(const struct linear_args *a, long row, long column, vec sum) {
     long at = row * output_stride(a) + column;
+    if (a->is_float) { /* for routers: neither bias nor residual */
+        float sums[LANES];
+        store_f32(sums, sum);
+        const long left = a->out_features - column < LANES ? a->out_features - column : LANES;
+        memcpy((float *)a->y + at, sums, left * sizeof *sums);
+        return;
+    }
     if (column + LANES > a->out_features) {
         float sums[LANES];
         store_f32(sums, sum);
@@ -90,20 +97,25 @@ INLINE void NAME(rows_of_group)(
 #undef TILE
 }
 
-static void NAME(linear_item)(const void *args, long item) {
-    const struct linear_args *a = args;
-    const long num_rows = *a->num_rows, parts = num_row_parts(num_rows);
-    const long group = group_of_item(item / parts, num_groups(a->out_features)), next = group + 1;
-    const long row = item % parts * ROWS_PER_ITEM;
-    const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
-    const char *ahead = NULL;
-    if (parts == 1 && next < num_groups(a->out_features))
-        ahead = (const char *)((const DTYPE *)a->weight + next * GROUP * LANES * a->in_features);
+/* The same of a group of any width. has_next: prefetch the one after it. */
+static __attribute__((noinline)) void NAME(linear_rows)(
+    const struct linear_args *a, long row, long end, long group, int has_next) {
+    const long next = (group + 1) * GROUP * LANES * a->in_features;
+    const char *ahead = has_next ? (const char *)((const DTYPE *)a->weight + next) : NULL;
     switch (num_panels_of_group(a->out_features, group)) {
 #define CASE(n) case n: NAME(rows_of_group)(a, row, end, group, n < GROUP ? n : GROUP, ahead); break;
         CASE(1) CASE(2) CASE(3)
 #undef CASE
     }
+}
+
+static void NAME(linear_item)(const void *args, long item) {
+    const struct linear_args *a = args;
+    const long num_rows = *a->num_rows, parts = num_row_parts(num_rows);
+    const long group = group_of_item(item / parts, num_groups(a->out_features));
+    const long row = item % parts * ROWS_PER_ITEM;
+    const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
+    NAME(linear_rows)(a, row, end, group, parts == 1 && group + 1 < num_groups(a->out_features));
 }
 
 struct job NAME(linear)(const void *args) {

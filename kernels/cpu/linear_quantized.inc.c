@@ -354,12 +354,9 @@ INLINE void NAME(quantized_rows_of_group)(
 #undef TILE
 }
 
-static void NAME(linear_quantized_item)(const void *args, long item) {
-    const struct linear_quantized_args *a = args;
-    const long num_rows = *a->linear.num_rows, parts = num_row_parts(num_rows);
-    const long row = item % parts * ROWS_PER_ITEM, groups = num_groups(a->linear.out_features);
-    const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
-    const long group = group_of_item(item / parts, groups);
+/* The same of any codes and rows. */
+static __attribute__((noinline)) void NAME(quantized_rows)(
+    const struct linear_quantized_args *a, long row, long end, long group) {
     if (a->x_scales) {
         if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 0);
         else NAME(quantized_rows_of_group)(a, row, end, group, 8, 0);
@@ -367,6 +364,14 @@ static void NAME(linear_quantized_item)(const void *args, long item) {
         if (a->format.code_bits == 4) NAME(quantized_rows_of_group)(a, row, end, group, 4, 1);
         else NAME(quantized_rows_of_group)(a, row, end, group, 8, 1);
     }
+}
+
+static void NAME(linear_quantized_item)(const void *args, long item) {
+    const struct linear_quantized_args *a = args;
+    const long num_rows = *a->linear.num_rows, parts = num_row_parts(num_rows);
+    const long row = item % parts * ROWS_PER_ITEM, groups = num_groups(a->linear.out_features);
+    const long end = row + ROWS_PER_ITEM < num_rows ? row + ROWS_PER_ITEM : num_rows;
+    NAME(quantized_rows)(a, row, end, group_of_item(item / parts, groups));
 }
 
 struct job NAME(linear_quantized)(const void *args) {

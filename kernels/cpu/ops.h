@@ -27,6 +27,7 @@ struct linear_args {
     const int64_t *num_rows;
     int64_t in_features, out_features;
     int64_t stride; /* from row to row of y and residual; 0: out_features */
+    int64_t is_float; /* y holds floats, whatever the dtype; without bias and residual */
 };
 
 /* How a matrix is stored by pack_quantized: see linear_quantized.inc.c. */
@@ -195,6 +196,85 @@ struct cap_logits_args {
     const int64_t *num_rows;
     int64_t size;
     double factor, soft_cap;
+};
+
+/* The experts of each row, by falling logit, of equal ones the lower number first, and their weights: a softmax
+ * over these (is_normalized) or over all experts. */
+struct route_args {
+    int32_t *experts;    /* [num_rows, experts_per_token] */
+    float *weights;      /* [num_rows, experts_per_token] */
+    const float *logits; /* [num_rows, stride], of which num_experts count */
+    const void *bias;    /* [num_experts], added to them; may be null */
+    const int64_t *num_rows;
+    int64_t num_experts, experts_per_token, stride, is_normalized;
+};
+
+/* A slot is a row at one of its experts: row · experts_per_token + rank. Sorts the slots by expert. */
+struct group_slots_args {
+    int32_t *slots;  /* [num_slots], sorted */
+    int32_t *places; /* [num_slots], where each slot is in these */
+    int32_t *tiles;  /* [num_tiles, 3]: an expert, and where some of its rows in `slots` begin and end */
+    int64_t *counts; /* num_slots, num_tiles */
+    const int32_t *experts;
+    const int64_t *num_rows;
+    int64_t num_experts, experts_per_token;
+};
+
+/* y[rows, size] = g · sigmoid(alpha · g) · (u + 1), g and u being x's halves, clamped */
+struct clamped_swiglu_args {
+    void *y;
+    const void *x; /* [rows, 2 · size] */
+    const int64_t *num_rows;
+    int64_t size;
+    double alpha, limit; /* g is at most `limit`, u between -limit and limit */
+};
+
+/* y[i] = x[slots[i] / experts_per_token] */
+struct gather_slots_args {
+    void *y;
+    const void *x;
+    const int32_t *slots;
+    const int64_t *num_slots;
+    int64_t row_bytes, experts_per_token;
+};
+
+/* y[i, j] = x[i, indices[expert of i, j]] */
+struct permute_slots_args {
+    void *y;
+    const void *x; /* [num_slots, size] */
+    const int64_t *indices; /* [num_experts, size] */
+    const int32_t *tiles;
+    const int64_t *num_tiles;
+    int64_t size;
+};
+
+/* Which rows the experts multiply, by which weights. */
+struct experts_rows {
+    const int32_t *tiles;
+    const int64_t *num_tiles;
+    const int64_t *weights; /* [num_experts], addresses of packed matrices */
+};
+
+/* linear, row by row of x by the matrix, and bias [num_experts, out_features], of its expert */
+struct experts_linear_args {
+    struct linear_args linear; /* without weight and num_rows */
+    struct experts_rows rows;
+};
+
+struct experts_linear_quantized_args {
+    struct linear_quantized_args linear; /* likewise */
+    struct experts_rows rows;
+};
+
+/* y[t] = Σ weights[t, rank] · x[places[t, rank]] (+ sigmoid(shared_logits[t]) · shared[t]) (+ residual[t], after
+ * rounding the sum) */
+struct combine_slots_args {
+    void *y;
+    const void *x, *residual, *shared; /* [rows, size]; residual and shared may be null */
+    const int32_t *places;
+    const float *weights, *shared_logits; /* shared_logits: one every `stride` */
+    const int64_t *num_rows;
+    int64_t size, experts_per_token, stride;
 };
 
 /* y[r, size] = x[sampled_tokens[r]], of num_sampled rows */

@@ -20,6 +20,7 @@ BENCHES: dict[str, str] = {
     "engine": "the engine alone: tokens per second, and where a step's time goes",
     "kernels": "the kernels alone: their time compared with the machine's limits and with torch",
     "quantization": "quantized weights beside the model's own dtype: logits, tokens per second",
+    "experts": "a mixture of experts beside a dense model that reads as many bytes for a token",
     "speculation": "drafts: tokens per second with them beside those without, and which were right",
     "adapters": "adapters (LoRA): tokens per second with them beside those without",
     "structured": "structured outputs: schemas accepted, masks, validity, and what they cost",

@@ -30,6 +30,15 @@ ARCHITECTURES = {
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 20}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {}),
+    "experts": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
 }
 SCHEDULES = {
     "whole": (SchedulerConfig(max_num_batched_tokens=512, enable_chunked_prefill=False), 400),

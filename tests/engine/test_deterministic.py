@@ -48,6 +48,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_cache_dtype": "int8",
     },
     "window": {"architecture": "MistralForCausalLM", "dtype": "bfloat16", "sliding_window": 40},
+    "experts": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "dtype": "bfloat16",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "dynamic": {  # rotary frequencies that depend on the length
         "architecture": "LlamaForCausalLM",
         "dtype": "bfloat16",

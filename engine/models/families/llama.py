@@ -39,7 +39,7 @@ def read_mistral_config(fields: ConfigFields) -> DecoderConfig:
 
 def read_qwen2_config(fields: ConfigFields) -> DecoderConfig:
     """`Qwen2ForCausalLM`: biases on queries, keys and values; windows on upper layers."""
-    choices = DecoderChoices(num_kv_heads=32, windows=_windows(fields), has_qkv_bias=True)
+    choices = DecoderChoices(num_kv_heads=32, windows=read_windows(fields), has_qkv_bias=True)
     return read_decoder_config(fields, choices)
 
 
@@ -49,7 +49,7 @@ def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
     choices = DecoderChoices(
         num_kv_heads=32,
         head_dim=128,
-        windows=_windows(fields),
+        windows=read_windows(fields),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         has_qk_norm=True,
@@ -57,7 +57,7 @@ def read_qwen3_config(fields: ConfigFields) -> DecoderConfig:
     return read_decoder_config(fields, choices)
 
 
-def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
+def read_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on, or those listed in `layer_types`, have a window."""
     window = None
     if fields.boolean("use_sliding_window", False):
@@ -87,7 +87,7 @@ def read_smollm3_config(fields: ConfigFields) -> DecoderConfig:
             num_kv_heads=4,
             theta=2_000_000.0,
             is_tied=True,
-            windows=_windows(fields),
+            windows=read_windows(fields),
             has_qkv_bias=has_attention_bias,
             has_output_bias=has_attention_bias,
             has_mlp_bias=fields.boolean("mlp_bias", False),

@@ -45,6 +45,7 @@ FORMATS: dict[str, ReadMatrix] = {
     "gguf": read_gguf,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
+    "mxfp4": read_dense,  # gpt-oss: all but the experts, which `CheckpointExperts` reads
 }
 
 

@@ -7,6 +7,7 @@ K-quants become affine blocks of 16 or 32 columns.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,14 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 _LAYER = "model.layers."
 # Llama's queries and keys are stored with the two halves of a head interleaved.
@@ -54,6 +63,7 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         # Not by the base class, which opens safetensors.
+        self._sorted = []
         self.path, self.config = path, read_model_fields(path)
         file = path / GGUF_FILE
         check_file(file)
@@ -79,13 +89,13 @@ class GgufCheckpoint(Checkpoint):
             raise ModelLoadError(f"{self.path / GGUF_FILE}: the file has no tensor {stored}")
         tensor = self._tensors.section(stored)
         found = tensor.integers("shape")
-        if found != shape:
+        if found != shape and (1, *found) != shape:
             raise self.fault(name, f"has shape {list(found)}, expected {list(shape)} by its config")
         start, size = tensor.integer("offset", minimum=0), tensor.integer("size")
         if start + size > len(self._bytes):
             raise self.fault(name, "ends after the file")
         self.unread.discard(stored)
-        num_rows = shape[0] if len(shape) == 2 else 1
+        num_rows = math.prod(shape[:-1])
         return self._bytes[start : start + size].view(num_rows, -1), tensor.text("type")
 
     @property
@@ -95,6 +105,12 @@ class GgufCheckpoint(Checkpoint):
         for tensor in map(self._tensors.section, self._tensors):
             sizes[tensor.text("type")] += tensor.integer("size")
         return tuple(kind for kind, size in sizes.most_common() if 10 * size >= sizes.total())
+
+    def num_bytes(self, name: str) -> int:
+        return self._tensors.section(_stored_name(name)).integer("size")
+
+    def ignore(self, *names: str) -> None:
+        super().ignore(*map(_stored_name, names))
 
     def fault(self, name: str, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path / GGUF_FILE}: tensor {_stored_name(name)} {what}")
@@ -112,7 +128,8 @@ def _stored_name(name: str) -> str:
     return f"blk.{layer}.{_NAMES.get(part, part)}.{kind}"
 
 
-def read_gguf(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Matrix:
+def read_gguf(checkpoint: Checkpoint, prefix: str, shape: tuple[int, ...]) -> Matrix:
+    """shape: of a matrix, or of as many as the first number says, one below the other."""
     assert isinstance(checkpoint, GgufCheckpoint)
     name = f"{prefix}.weight"
     rows, kind = checkpoint.rows(name, shape)
@@ -120,7 +137,7 @@ def read_gguf(checkpoint: Checkpoint, prefix: str, shape: tuple[int, int]) -> Ma
     if heads is not None:
         rows = rows[_order_of_halves(shape[0], checkpoint.config.integer(heads))]
     if kind in _DTYPES:
-        return DenseMatrix(rows.view(_DTYPES[kind]).view(shape))
+        return DenseMatrix(rows.view(_DTYPES[kind]).view(-1, shape[-1]))
     if kind not in _TYPES:
         raise checkpoint.fault(name, f"is {kind}; supported: {', '.join((*_DTYPES, *_TYPES))}")
     return _TYPES[kind].decode(rows)

@@ -66,7 +66,7 @@ def test_no_kernel_leaves_its_tensors(environment):
             ),
             *(
                 str(TESTS / f"test_{name}.py")
-                for name in ("kernels", "linear_quantized", "lora", "sampling")
+                for name in ("experts", "kernels", "linear_quantized", "lora", "sampling")
             ),
         ],
         cwd=ROOT,

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from penstock.engine.config import Quantization
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.layers.experts import ExpertsConfig
+from penstock.engine.layers.linear import constant
 from penstock.engine.layers.rotary import RopeConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.decoder_config import DecoderConfig
@@ -180,6 +182,26 @@ def test_every_family(name, device, tmp_path, monkeypatch):
         by_kernels = logits(model, device, [0, 4, 5], num_padded=1)
     assert in_torch.std() > 0.1
     torch.testing.assert_close(by_kernels, in_torch, atol=2e-4, rtol=1e-3)
+
+
+EXPERTS = ExpertsConfig(
+    num_experts=5, experts_per_token=2, intermediate_size=40, shared_size=32, layers=(True,)
+)
+
+
+def test_experts(device, monkeypatch):
+    """The logits of torch, beside whatever padding holds."""
+    plain = decoder(torch.float32, has_qk_norm=True, head_dim=16)
+    model = Decoder(replace(plain.config, experts=EXPERTS, num_layers=1, windows=(None,)))
+    for matrices in model.expert_matrices:
+        matrices.weight = constant(torch.empty(matrices.out_features, matrices.in_features))
+    filled(model)
+    in_torch = logits(model, "cpu")
+    if not HAS_GPU:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with np.errstate(all="ignore"):
+        by_kernels = logits(model, device, [0, 14, STEPS[-1]])
+    torch.testing.assert_close(by_kernels, in_torch, atol=1e-3, rtol=1e-3)
 
 
 def quantized(

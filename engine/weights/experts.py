@@ -1,0 +1,262 @@
+"""The matrices of a layer's experts, from a checkpoint.
+
+Either each expert has modules of its own, in whatever format, or one tensor holds a projection of
+all of them, which is dense, or blocks of a GGUF file:
+
+    ….experts.7.gate_proj.weight [out, in]      ….experts.gate_up_proj [num_experts, out, in]
+                                                ….input_linear.weight  [num_experts, out, in]
+                                                blk.3.ffn_gate_exps.weight
+
+gpt-oss has inputs before outputs, and gate and up in turns; or in MXFP4
+
+    ….gate_up_proj_blocks uint8 [num_experts, out, in / 32, 16]
+    ….gate_up_proj_scales uint8 [num_experts, out, in / 32]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from penstock.engine.errors import ModelLoadError
+from penstock.engine.weights.checkpoint import Checkpoint
+from penstock.engine.weights.formats import FORMATS, format_of
+from penstock.engine.weights.formats.gguf import GgufCheckpoint, read_gguf
+from penstock.engine.weights.formats.packing import FP4, e8m0, unpack_nibbles
+from penstock.engine.weights.matrix import (
+    DenseMatrix,
+    Matrix,
+    QuantizedMatrix,
+    StackedMatrix,
+    concatenate,
+    stack,
+)
+
+_MX_GROUP = 32  # numbers that share a scale in MXFP4
+
+# Names of modules in the checkpoint, and their matrices: the parts of one expert's matrix.
+NamedParts = tuple[tuple[str, ...], tuple[Matrix, ...]]
+
+
+class CheckpointExperts:
+    """One projection of a layer's experts.
+
+    Its tensors count as read from now on, until they are.
+
+    Args:
+        module: of the decoder: the projection is its last name.
+        names: of the modules in the checkpoint that make up one expert's, without its number.
+        part_sizes: outputs of each.
+        is_transposed: the tensors are as gpt-oss's.
+
+    Attributes:
+        names: of each expert's modules.
+        num_bytes: of the tensors.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        module: str,
+        names: Sequence[str],
+        *,
+        num_experts: int,
+        part_sizes: Sequence[int],
+        in_features: int,
+        is_transposed: bool,
+    ) -> None:
+        self._checkpoint, self._part_sizes = checkpoint, tuple(part_sizes)
+        self._num_experts, self._in_features = num_experts, in_features
+        parent, projection = names[0].rpartition(".")[0], module.rpartition(".")[2]
+        wholes = (f"{parent}.{projection}", f"{names[0]}.weight")
+        self._wholes: tuple[str, ...] = tuple(name for name in wholes if name in checkpoint)[:1]
+        self._is_transposed, self._stem = is_transposed, wholes[0]
+        if isinstance(checkpoint, GgufCheckpoint):
+            self._wholes = tuple(f"{name}.weight" for name in names)
+        elif is_transposed:
+            blocks = f"{self._stem}_blocks"
+            self._wholes = (blocks if blocks in checkpoint else self._stem,)
+            self._num_turns, self._part_sizes = len(part_sizes), (sum(part_sizes),)
+            names = (self._stem,)
+        elif self._wholes:
+            self._part_sizes = (sum(part_sizes),)
+            names = (f"{parent}.{projection}",)
+        self.names = [numbered(names, expert) for expert in range(num_experts)]
+        own = {*self._wholes, f"{self._stem}_scales"}
+        own = {name for name in own if name in checkpoint}
+        if not self._wholes:
+            lasts = (name.rpartition(".")[2] for name in names)
+            own = {name for last in lasts for name in _of(checkpoint, parent, last)}
+        self.num_bytes = sum(map(checkpoint.num_bytes, own))
+        self._tensors = frozenset(checkpoint.unread)
+        checkpoint.ignore(*own)
+        self._tensors -= checkpoint.unread
+
+    def read(self) -> Iterator[NamedParts]:
+        """Expert by expert.
+
+        Raises:
+            ModelLoadError: names the tensor that is missing, or wrong, or of no expert.
+        """
+        checkpoint = self._checkpoint
+        checkpoint.unread |= self._tensors
+        read_parts = self._parts_of_wholes if self._wholes else self._parts_of_modules
+        yield from zip(self.names, read_parts(), strict=True)
+        surplus = checkpoint.unread & self._tensors
+        if surplus:
+            raise ModelLoadError(
+                f"{checkpoint.path}: {len(surplus)} tensors belong to no expert of the "
+                f"{self._num_experts} that config.json says, such as {min(surplus)}"
+            )
+
+    def _parts_of_modules(self) -> Iterator[tuple[Matrix, ...]]:
+        read_matrix = FORMATS[format_of(self._checkpoint)]
+        shapes = [(size, self._in_features) for size in self._part_sizes]
+        for names in self.names:
+            yield tuple(map(read_matrix, repeat(self._checkpoint), names, shapes))
+
+    def _parts_of_wholes(self) -> Iterator[tuple[Matrix, ...]]:
+        wholes = list(map(self._read_whole, self._wholes, self._part_sizes))
+        for expert in range(self._num_experts):
+            yield tuple(map(_rows_of, wholes, repeat(expert), self._part_sizes))
+
+    def _read_whole(self, name: str, size: int) -> Matrix:
+        """All experts' rows."""
+        checkpoint, shape = self._checkpoint, (self._num_experts, size, self._in_features)
+        if isinstance(checkpoint, GgufCheckpoint):
+            return read_gguf(checkpoint, name.removesuffix(".weight"), shape)
+        if self._is_transposed:
+            return self._read_transposed(name, shape)
+        return DenseMatrix(checkpoint.read(name, shape).flatten(0, 1))
+
+    def _read_transposed(self, name: str, shape: tuple[int, int, int]) -> Matrix:
+        checkpoint, (num_experts, size, in_features) = self._checkpoint, shape
+        if name == self._stem:
+            values = checkpoint.read(name, (num_experts, in_features, size)).transpose(1, 2)
+            return DenseMatrix(self._in_halves(values).flatten(0, 1))
+        groups = -(-in_features // _MX_GROUP)
+        blocks = checkpoint.read(name, (*shape[:2], groups, _MX_GROUP // 2), dtypes=("U8",))
+        scales = checkpoint.read(f"{self._stem}_scales", (*shape[:2], groups), dtypes=("U8",))
+        return QuantizedMatrix(
+            codes=unpack_nibbles(self._in_halves(blocks.flatten(2)).flatten(0, 1)),
+            scales=e8m0(self._in_halves(scales).flatten(0, 1)),
+            codebook=FP4,
+            columns_per_scale=_MX_GROUP,
+        )
+
+    def read_bias(self) -> Tensor:
+        """[num_experts, outputs]"""
+        shape = (self._num_experts, self._part_sizes[0])
+        return self._in_halves(self._checkpoint.read(f"{self._stem}_bias", shape))
+
+    def _in_halves(self, values: Tensor) -> Tensor:
+        """[num_experts, outputs, …] whose outputs took turns → first all of one part."""
+        num_experts, size = values.shape[:2]
+        turns = values.reshape(num_experts, size // self._num_turns, self._num_turns, -1)
+        return turns.transpose(1, 2).reshape(values.shape)
+
+
+def _rows_of(whole: Matrix, expert: int, size: int) -> Matrix:
+    rows = slice(expert * size, (expert + 1) * size)
+    if isinstance(whole, DenseMatrix):
+        return DenseMatrix(whole.values[rows])
+    assert isinstance(whole, QuantizedMatrix), "one tensor has one layout"
+    scales, offsets = whole.block_values()
+    return replace(
+        whole,
+        codes=whole.codes[rows],
+        scales=scales[rows],
+        offsets=None if offsets is None else offsets[rows],
+        rows_per_scale=1,
+    )
+
+
+class DummyExperts:
+    """The same of random numbers: those of one expert, whose rows each other expert has in another
+    order, since drawing and rounding billions takes minutes.
+
+    Args:
+        draw: gives one expert's matrix.
+        quantize: as a `Quantizer`.
+    """
+
+    num_bytes = 0
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        num_experts: int,
+        part_sizes: Sequence[int],
+        draw: Callable[[], Tensor],
+        quantize: Callable[[Sequence[str], Sequence[Matrix]], Matrix],
+    ) -> None:
+        self.names = [numbered(names, expert) for expert in range(num_experts)]
+        self._part_sizes, self._draw, self._quantize = list(part_sizes), draw, quantize
+
+    def read(self) -> Iterator[NamedParts]:
+        parts = torch.split(self._draw(), self._part_sizes)
+        first = [
+            self._quantize((name,), (DenseMatrix(part),))
+            for name, part in zip(self.names[0], parts, strict=True)
+        ]
+        for expert, names in enumerate(self.names):
+            yield names, tuple(_rolled(part, expert) for part in first)
+
+
+def numbered(names: Sequence[str], expert: int) -> tuple[str, ...]:
+    """`….experts.gate_proj` → `….experts.7.gate_proj`"""
+    parts = (name.rpartition(".") for name in names)
+    return tuple(f"{parent}.{expert}.{last}" for parent, _, last in parts)
+
+
+def _of(checkpoint: Checkpoint, parent: str, last: str) -> Iterator[str]:
+    """The tensors of `parent.<number>.last`."""
+    for name in checkpoint.within(f"{parent}."):
+        number, _, rest = name.removeprefix(f"{parent}.").partition(".")
+        if number.isdigit() and rest.startswith(f"{last}."):
+            yield name
+
+
+def stack_experts(matrices: Sequence[Matrix], like: Tensor) -> tuple[Matrix, Tensor | None]:
+    """The experts' matrices as one with one layout, dense if there is none for all.
+
+    Args:
+        like: as in `stack`.
+
+    Returns:
+        The matrix, and the order of each expert's inputs, int64 [num_experts, in_features], if it
+        is not that of the columns.
+    """
+    plain, orders = list(matrices), None
+    if any(isinstance(each, QuantizedMatrix) and each.permutation is not None for each in matrices):
+        plain = [
+            replace(each, permutation=None) if isinstance(each, QuantizedMatrix) else each
+            for each in matrices
+        ]
+        orders = torch.stack([_order(each) for each in matrices])
+    whole = stack(plain, like)
+    if isinstance(whole, StackedMatrix) or (isinstance(whole, DenseMatrix) and orders is not None):
+        values = concatenate([each.dequantize() for each in matrices], like)
+        return DenseMatrix(values), None
+    return whole, orders
+
+
+def _order(matrix: Matrix) -> Tensor:
+    if isinstance(matrix, QuantizedMatrix) and matrix.permutation is not None:
+        return matrix.permutation
+    return torch.arange(matrix.dequantize().shape[1])
+
+
+def _rolled(matrix: Matrix, num_rows: int) -> Matrix:
+    """The same rows, starting with another one."""
+    if isinstance(matrix, DenseMatrix):
+        return DenseMatrix(matrix.values.roll(num_rows, 0))
+    assert isinstance(matrix, QuantizedMatrix), "one part is one matrix"
+    scales, _ = matrix.block_values()
+    codes = matrix.codes.roll(num_rows, 0)
+    return replace(matrix, codes=codes, scales=scales.roll(num_rows, 0), rows_per_scale=1)
