@@ -13,6 +13,7 @@ from penstock.engine.config import CacheConfig, ModelConfig
 from penstock.engine.config_fields import read_model_fields
 from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
+from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import MatrixLayer
 from penstock.engine.model_files import resolve_model
 from penstock.engine.models.loader import build_without_weights
@@ -41,7 +42,8 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
     use_kv_dtype(model, kv_dtype)
     shape = KVShape.of(model.kv_spec, 1)
     context, free = resolve_max_model_len(config, model.context_len), free_cpu_bytes()
-    weights = _weight_bytes(config, path, list(model.modules()), model.weight_bytes)
+    matrices = [each for each in model.modules() if isinstance(each, MatrixLayer)]
+    weights = _weight_bytes(config, path, matrices, model.weight_bytes)
     left = max(0, free - weights)
     num_tokens = cpu_pool_bytes(left) // shape.bytes_per_block
     kv_name = str(kv_dtype).removeprefix("torch.")
@@ -52,25 +54,48 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
         "weights": f"{weights:,} bytes",
         "KV cache": f"{shape.bytes_per_block:,} bytes per token ({kv_name})",
         "free memory": f"{free:,} bytes",
-        "fits": _fitting(num_tokens, context, has_room=weights <= free),
+        "fits": _fitting(
+            num_tokens,
+            context,
+            has_room=weights <= free,
+            has_experts=any(isinstance(each, ExpertMatrices) for each in matrices),
+        ),
     }
     return "\n".join(f"{name:<13} {text}" for name, text in lines.items())
 
 
-def _weight_bytes(config: ModelConfig, path: Path, modules: list[object], dense_bytes: int) -> int:
-    """Of the weights in memory: as the files have them, or quantized at load."""
+def _weight_bytes(
+    config: ModelConfig, path: Path, matrices: list[MatrixLayer], known_bytes: int
+) -> int:
+    """Of the weights in memory: as the files have them, or quantized at load.
+
+    Args:
+        known_bytes: of all but experts, which have no tensors before they are read.
+    """
     fields = read_model_fields(path)
     files = [each.stat().st_size for pattern in _WEIGHTS for each in path.glob(pattern)]
     if files and ("quantization_config" in fields or next(path.glob("*.gguf"), None)):
         return sum(files)
+    experts = [each for each in matrices if isinstance(each, ExpertMatrices)]
+    dense_bytes = known_bytes + sum(_num_values(each) * each.weight.itemsize for each in experts)
     if config.quantization == "none":
         return dense_bytes
-    matrices = [each.weight for each in modules if isinstance(each, MatrixLayer)]
-    saved = sum(each.nbytes - each.numel() * _BITS[config.quantization] / 8 for each in matrices)
+    num_bytes = _BITS[config.quantization] / 8
+    saved = sum(
+        _num_values(each) * (each.weight.itemsize - num_bytes)
+        for each in matrices
+        if not isinstance(each, Router)
+    )
     return dense_bytes - int(saved)
 
 
-def _fitting(num_tokens: int, context: int, *, has_room: bool) -> str:
+def _num_values(matrix: MatrixLayer) -> int:
+    return matrix.out_features * matrix.in_features
+
+
+def _fitting(num_tokens: int, context: int, *, has_room: bool, has_experts: bool) -> str:
+    if not has_room and has_experts:
+        return "in part: experts are read from a file in the cache"
     if not has_room:
         return "no: the weights alone take more"
     if num_tokens < context:

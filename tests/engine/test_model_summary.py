@@ -27,7 +27,11 @@ def num_bytes(found: dict[str, str]) -> int:
 
 @pytest.mark.parametrize(
     ("architecture", "how"),
-    [("LlamaForCausalLM", "natively"), ("ArceeForCausalLM", "through transformers")],
+    [
+        ("LlamaForCausalLM", "natively"),
+        ("MixtralForCausalLM", "natively"),
+        ("ArceeForCausalLM", "through transformers"),
+    ],
 )
 def test_it_says_what_the_engine_does(
     architecture: str, how: str, tiny_checkpoint: TinyCheckpoint
