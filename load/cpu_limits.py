@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from penstock.engine.config import Quantization
-from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.transport.messages import EngineInfo
 from penstock.kernels.cpu.library import CpuLibrary
@@ -54,26 +53,13 @@ def read_weights(info: EngineInfo) -> ReadWeights:
     itemsize: int = getattr(torch, info.dtype).itemsize
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.num_layers * config.hidden_size * (2 * query + 2 * kv)
-    read, held = (attention + _num_in_mlps(config, is_read=is_read) for is_read in (True, False))
+    read, held = (attention + config.num_mlp_weights(is_read=is_read) for is_read in (True, False))
     table = config.vocab_size * config.hidden_size
     num_bytes = (read + table) * itemsize
     if info.quantization != "none":
         num_tables = 1 if config.is_tied else 2
         num_bytes = info.weight_bytes * (read + table) // (held + num_tables * table)
     return ReadWeights(num_in_layers=read, num_in_head=table, num_bytes=num_bytes)
-
-
-def _num_in_mlps(config: DecoderConfig, *, is_read: bool) -> int:
-    """The numbers in the matrices of all MLPs, or of those that one token reads."""
-    experts = config.experts
-    if experts is None:
-        return config.num_layers * 3 * config.hidden_size * config.intermediate_size
-    count = experts.experts_per_token if is_read else experts.num_experts
-    sizes = 3 * (count * experts.intermediate_size + experts.shared_size) + experts.num_experts
-    num_sparse = sum(experts.layers)
-    num_dense = config.num_layers - num_sparse
-    dense = num_dense * 3 * config.intermediate_size
-    return config.hidden_size * (num_sparse * sizes + dense)
 
 
 def products_per_s(

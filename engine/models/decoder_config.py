@@ -115,6 +115,18 @@ class DecoderConfig:
         """The different ones."""
         return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
 
+    def num_mlp_weights(self, *, is_read: bool) -> int:
+        """The numbers in the matrices of all MLPs, or of those that one token reads."""
+        experts, num_matrices = self.experts, 3 if self.is_gated else 2
+        dense = num_matrices * self.intermediate_size
+        if experts is None:
+            return self.num_layers * self.hidden_size * dense
+        count = experts.experts_per_token if is_read else experts.num_experts
+        sizes = count * experts.intermediate_size + experts.shared_size
+        sparse = num_matrices * sizes + experts.num_experts
+        num_sparse = sum(experts.layers)
+        return self.hidden_size * (num_sparse * sparse + (self.num_layers - num_sparse) * dense)
+
     def rope_of(self, layer: int) -> RopeConfig:
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
