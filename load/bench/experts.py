@@ -122,14 +122,15 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def configs(shape: Mapping[str, Any], num_layers: int) -> dict[str, dict[str, Any]]:
-    """`config.json` of the mixture, and of the dense model."""
+    """`config.json` of the dense model and of the mixture, in the order in which they are built:
+    a dense model takes more room while it is quantized than it does afterwards."""
     mixture = {**_COMMON, **shape, "intermediate_size": shape["moe_intermediate_size"]}
     if num_layers:
         mixture["num_hidden_layers"] = num_layers
     width = shape["num_experts_per_tok"] * shape["moe_intermediate_size"]
     return {
-        "experts": mixture | {"architectures": ["Qwen3MoeForCausalLM"]},
         "dense": mixture | {"architectures": ["Qwen3ForCausalLM"], "intermediate_size": width},
+        "experts": mixture | {"architectures": ["Qwen3MoeForCausalLM"]},
     }
 
 
