@@ -83,12 +83,15 @@ class _Record:
 class Program:
     """Operations in the order in which they run.
 
+    Args:
+        step: of another program, to share its inputs.
+
     Attributes:
         step: `struct step`, which all operations share: the inputs that change from step to step.
     """
 
-    def __init__(self, library: CpuLibrary) -> None:
-        self.step = library.structure("step")
+    def __init__(self, library: CpuLibrary, step: Structure | None = None) -> None:
+        self.step = library.structure("step") if step is None else step
         self._library = library
         self._records: list[_Record] = []
         self._buffers: dict[str, Buffer] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,6 +37,7 @@ from penstock.engine.models.transformers_backend import TransformersModel
 from penstock.engine.models.transformers_cpu import Part
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.startup import build_core
+from penstock.kernels.cpu.program import Program
 
 TinyCheckpoint = Callable[..., Path]
 
@@ -233,8 +235,45 @@ def test_a_layers_modules_are_one_call_each(tiny_checkpoint: TinyCheckpoint) -> 
     model = model_of(build(tiny_checkpoint("Qwen3ForCausalLM")))
     for layer in model.causal_lm.model.layers:
         assert isinstance(layer.mlp.forward, Part)
-        for module in (layer.self_attn, layer.input_layernorm):
+        for module in (layer, layer.self_attn, layer.input_layernorm):
             assert "forward" in vars(module)
+
+
+def test_layers_are_one_call_together(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = build(tiny_checkpoint("LlamaForCausalLM"))
+    runs: list[int] = []
+    run_part = Program.run_part
+
+    def count(program: Program, *args: Any, **others: Any) -> None:
+        runs.append(1)
+        run_part(program, *args, **others)
+
+    monkeypatch.setattr(Program, "run_part", count)
+    core.add(Request(request_id="0", prompt_token_ids=(5,), sampling_params=SamplingParams()))
+    core.step()
+    assert len(runs) <= 3  # the embedding, the layers, the output head
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_model_does_between_its_layers_counts(
+    in_place: bool, tiny_checkpoint: TinyCheckpoint
+) -> None:
+    def halve(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        (x, *others) = given
+        return (x.mul_(0.5) if in_place else 0.5 * x, *others)
+
+    path = tiny_checkpoint("LlamaForCausalLM", num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    plain = expected_tokens(model)
+    model.model.layers[2].register_forward_pre_hook(halve)
+    expected = expected_tokens(model)
+    core = build(path)
+    assert run(core) == plain != expected
+    core = build(path)
+    model_of(core).causal_lm.model.layers[2].register_forward_pre_hook(halve)
+    assert run(core) == run(core) == expected
 
 
 def test_a_model_that_mixes_rows_is_refused(
