@@ -25,6 +25,7 @@ BENCHES: dict[str, str] = {
     "adapters": "adapters (LoRA): tokens per second with them beside those without",
     "structured": "structured outputs: schemas accepted, masks, validity, and what they cost",
     "embeddings": "texts to vectors: texts per second and cosines, beside Hugging Face",
+    "backend": "a model through transformers: tokens per second and start, beside our own code's",
     "startup": "a server's start: seconds to ready and to a first token, memory of each process",
     "turns": "conversations: time to the first token of a later turn, and of its new tokens alone",
     "soak": "minutes of mixed and hostile traffic: checks every stream, and for leaks",
