@@ -39,7 +39,7 @@ class ModelConfig:
         model: a directory, a GGUF file, a Hugging Face Hub id, or `demo` for the built-in model.
         revision: branch, tag or commit on the Hub.
         model_impl: `native` is one of our own families, `transformers` the library's code over our
-            cache and products; `auto` is the first where there is one.
+            cache and products; `auto` is the first where there is one that has the model's options.
         trust_remote_code: run Python code that comes with the model, where `transformers` does not
             know its architecture.
         quantization: of a dense checkpoint's matrices at load.

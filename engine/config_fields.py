@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.errors import ModelLoadError
+from penstock.engine.errors import ModelLoadError, UnsupportedOptionError
 from penstock.engine.json_file import read_json
 
 MAX_INTEGER = (1 << 31) - 1  # positions are kept in 32 bits
@@ -128,11 +128,11 @@ class ConfigFields:
     def require(self, name: str, value: bool | None) -> None:
         """
         Raises:
-            ModelLoadError: the field is there, and another value.
+            UnsupportedOptionError: the field is there, and another value.
         """
         found = self._values.get(self._own(name))
         if found is not None and found != value:
-            raise self.error(name, f"{shown(found)} is not supported; only {value} is")
+            raise self.unsupported(name, f"{shown(found)} is not supported; only {value} is")
 
     def token_ids(self, name: str, *, num_tokens: int, lowest: int = 0) -> tuple[int, ...]:
         """An id or a list of ids, each from `lowest` to below `num_tokens`; empty if absent."""
@@ -154,6 +154,9 @@ class ConfigFields:
 
     def error(self, name: str, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {self._prefix}{self._own(name)}: {message}")
+
+    def unsupported(self, name: str, message: str) -> UnsupportedOptionError:
+        return UnsupportedOptionError(f"{self.path}: {self._prefix}{self._own(name)}: {message}")
 
     def _own(self, name: str) -> str:
         return self._names.get(name, name)

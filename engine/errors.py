@@ -37,6 +37,10 @@ class ModelLoadError(ConfigError):
     """Model files are missing, corrupt, or of an unsupported architecture."""
 
 
+class UnsupportedOptionError(ModelLoadError):
+    """A configuration makes sense, but has an option that our own code has not."""
+
+
 class InvalidRequestError(EngineError):
     """One request is invalid; others are not affected.
 

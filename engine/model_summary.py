@@ -17,7 +17,7 @@ from penstock.engine.layers.experts import ExpertMatrices, Router
 from penstock.engine.layers.linear import MatrixLayer
 from penstock.engine.model_files import resolve_model
 from penstock.engine.models.loader import build_without_weights
-from penstock.engine.models.registry import is_native
+from penstock.engine.models.registry import is_native, missing_option
 from penstock.engine.pooling import read_pooling
 from penstock.engine.runner.device import resolve_kv_dtype, resolve_max_model_len, use_kv_dtype
 from penstock.engine.runner.kv_cache import KVShape
@@ -49,7 +49,7 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
     kv_name = str(kv_dtype).removeprefix("torch.")
     lines = {
         "architecture": ", ".join(names),
-        "runs": "natively" if is_native(config, path) else "through transformers",
+        "runs": _how(config, path),
         "context": f"{context:,} tokens",
         "weights": f"{weights:,} bytes",
         "KV cache": f"{shape.bytes_per_block:,} bytes per token ({kv_name})",
@@ -62,6 +62,13 @@ def summarise(config: ModelConfig, cache: CacheConfig) -> str:
         ),
     }
     return "\n".join(f"{name:<13} {text}" for name, text in lines.items())
+
+
+def _how(config: ModelConfig, path: Path) -> str:
+    if is_native(config, path):
+        return "natively"
+    missing = missing_option(config, path)
+    return "through transformers" + ("" if missing is None else f", since natively {missing}")
 
 
 def _weight_bytes(

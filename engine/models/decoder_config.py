@@ -297,7 +297,7 @@ def read_activation(fields: ConfigFields, default: str) -> Activation:
     name = fields.text("hidden_act", default)
     if name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        raise fields.error("hidden_act", f"{name!r} is not supported; supported: {known}")
+        raise fields.unsupported("hidden_act", f"{name!r} is not supported; supported: {known}")
     return _ACTIVATIONS[name]
 
 
@@ -332,7 +332,7 @@ def _read_rotary_dim(
         if name in section:
             read = section.number(name, maximum=1.0)
             if read != 1.0 and choices.rotary_factor is None:
-                raise section.error(name, "partly rotated heads are not supported")
+                raise section.unsupported(name, "partly rotated heads are not supported")
             factor = read
     if factor is None or factor == 1.0:
         return None
@@ -397,7 +397,7 @@ def _rope_type(scaling: ConfigFields) -> RopeType:
     value = scaling.text(name, "default")
     if value not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
-        raise scaling.error(name, f"{value!r} is not supported; supported: {supported}")
+        raise scaling.unsupported(name, f"{value!r} is not supported; supported: {supported}")
     return value
 
 

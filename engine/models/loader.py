@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,7 @@ from penstock.engine.models.names import (
 from penstock.engine.models.registry import (
     Architecture,
     is_native,
+    missing_option,
     own_dtype,
     read_model_config,
 )
@@ -58,6 +60,7 @@ from penstock.engine.weights.quantization import Quantizer
 if TYPE_CHECKING:
     from penstock.engine.models.transformers_backend import TransformersModel
 
+_log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -186,7 +189,15 @@ def _build_through_transformers(config: ModelConfig, path: Path) -> Transformers
     from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
 
     dtype = _resolve_dtype(config, own_dtype(read_model_fields(path)), path)
-    inspected = inspect_model(path, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    missing = missing_option(config, path)
+    try:
+        inspected = inspect_model(path, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    except ModelLoadError as error:
+        if missing is None:
+            raise
+        raise ModelLoadError(f"{missing}; {error}") from error
+    if missing is not None:
+        _log.warning("runs through transformers, which is slower: %s", missing)
     return TransformersModel(inspected, max_model_len=config.max_model_len)
 
 

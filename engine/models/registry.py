@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.config_fields import ConfigFields, read_model_fields
+from penstock.engine.errors import ModelLoadError, UnsupportedOptionError
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.eagle3_head import EAGLE3_ARCHITECTURES
 from penstock.engine.models.families import (
@@ -134,7 +135,25 @@ def is_native(config: ModelConfig, path: Path) -> bool:
         return config.model_impl == "native"
     names = read_model_fields(path).texts("architectures")
     ours = {*ARCHITECTURES, *EAGLE3_ARCHITECTURES}  # a head is refused by its name
-    return not names or any(each in ours or _family_of(each) for each in names)
+    if names and not any(each in ours or _family_of(each) for each in names):
+        return False
+    return missing_option(config, path) is None
+
+
+def missing_option(config: ModelConfig, path: Path) -> UnsupportedOptionError | None:
+    """Why the model of a native family in directory `path` runs through transformers all the same;
+    None: it does not, or nobody has to say why."""
+    fields = read_model_fields(path)
+    is_family = any(each in ARCHITECTURES for each in fields.texts("architectures"))
+    if config.model_impl != "auto" or not is_family or not (path / "config.json").is_file():
+        return None
+    try:
+        read_model_config(path)
+    except UnsupportedOptionError as error:
+        return error
+    except ModelLoadError:  # the same for everybody
+        return None
+    return None
 
 
 def _family_of(name: str) -> str:

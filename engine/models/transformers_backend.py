@@ -102,11 +102,10 @@ def inspect_model(path: Path, *, dtype: torch.dtype, trust_remote_code: bool = F
         _check_config(config, names)
         return _inspect(_build(config, dtype, trust_remote_code=trust_remote_code))
     except _UnsupportedError as error:
-        raise fields.error(
-            "architectures",
-            f"{', '.join(names) or 'none'} is not supported: native are "
-            f"{', '.join(ARCHITECTURES)}, and through transformers {error}",
-        ) from error
+        about = f"{', '.join(names) or 'none'} is not supported"
+        if not set(names) & set(ARCHITECTURES):
+            about += f": native are {', '.join(ARCHITECTURES)}, and"
+        raise fields.error("architectures", f"{about} through transformers: {error}") from error
 
 
 def _read_config(path: Path, fields: ConfigFields, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -230,6 +229,8 @@ class _Inspection:
         name = self.names[module]
         if id(mask) not in self.windows:
             raise _UnsupportedError(f"{name} attends with a mask of its own")
+        if not getattr(module, "is_causal", True):
+            raise _UnsupportedError(f"{name} is not causal")
         if any(layer.module == name for layer in self.layers):
             raise _UnsupportedError(f"{name} attends twice for a token")
         sizes = {each.shape[0] * each.shape[2] for each in (query, key, value)}

@@ -282,7 +282,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "model": (
         Flag("revision", None, "branch, tag or commit of a model on the Hub"),
         Flag("model-impl", _MODEL.model_impl, "native: one of our own families; transformers: the "
-             "library's code over our cache and matrix products; auto: native where there is one",
+             "library's code over our cache and matrix products; auto: native where there is one "
+             "that has the model's options",
              choices=MODEL_IMPLS),
         Flag("trust-remote-code", False, "run Python code that comes with a model. Read it first: "
              "it may do whatever this user may"),

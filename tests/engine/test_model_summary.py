@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.engine.errors import ModelLoadError
 from penstock.engine.model_summary import summarise
 from penstock.engine.startup import build_core
 from penstock.gateway.launch.cli import main
@@ -46,6 +48,23 @@ def test_it_says_what_the_engine_does(
     assert found["KV cache"].startswith(f"{info.bytes_per_block // info.block_size:,} bytes per")
     assert found["fits"].startswith("yes")
     assert core.has_work() is False
+
+
+def test_an_option_that_a_family_has_not_is_left_to_transformers(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    path = tiny_checkpoint("LlamaForCausalLM", hidden_act="quick_gelu")
+    config = ModelConfig(model=str(path), dtype="float32")
+    assert facts(config)["runs"].startswith("through transformers, since natively")
+    assert "hidden_act: 'quick_gelu' is not supported" in facts(config)["runs"]
+    with pytest.raises(ModelLoadError, match="hidden_act: 'quick_gelu' is not supported"):
+        facts(replace(config, model_impl="native"))
+
+
+def test_what_neither_has_is_refused_with_both_reasons(tiny_checkpoint: TinyCheckpoint) -> None:
+    path = tiny_checkpoint("MistralForCausalLM", hidden_act="quick_gelu")
+    with pytest.raises(ModelLoadError, match=r"hidden_act: .* through transformers: .* dropped"):
+        facts(ModelConfig(model=str(path)))
 
 
 def test_quantization_and_cache_count(tiny_checkpoint: TinyCheckpoint) -> None:

@@ -23,7 +23,7 @@ def read_gemma_config(fields: ConfigFields) -> DecoderConfig:
     """`GemmaForCausalLM` (Gemma Team, 2024)."""
     config = _read(fields, num_kv_heads=16)
     if config.activation not in ("gelu", "gelu_tanh"):
-        raise fields.error("hidden_act", f"{config.activation!r} is not supported here")
+        raise fields.unsupported("hidden_act", f"{config.activation!r} is not supported here")
     return replace(config, activation="gelu_tanh")  # "gelu" in early checkpoints means it, too
 
 

@@ -181,7 +181,7 @@ def read_opt_config(fields: ConfigFields) -> DecoderConfig:
         ),
     )
     if fields.integer("word_embed_proj_dim", config.hidden_size) != config.hidden_size:
-        raise fields.error("word_embed_proj_dim", "projected embeddings are not supported")
+        raise fields.unsupported("word_embed_proj_dim", "projected embeddings are not supported")
     return replace(
         config,
         norm="layer",

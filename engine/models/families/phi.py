@@ -70,7 +70,7 @@ def read_phi3_config(fields: ConfigFields) -> DecoderConfig:
         ),
     )
     if config.rope.rope_type != "default":  # the earliest checkpoints call longrope "yarn"
-        raise fields.error("rope_scaling", f"{config.rope.rope_type!r} is not supported here")
+        raise fields.unsupported("rope_scaling", f"{config.rope.rope_type!r} is not supported here")
     return config
 
 

@@ -201,6 +201,12 @@ def test_refused_by_name_before_weights_are_read(kind: str, tmp_path: Path) -> N
     assert REFUSED[kind] in str(caught.value)
 
 
+def test_attention_to_both_sides_is_refused(tiny_checkpoint: TinyCheckpoint) -> None:
+    path = tiny_checkpoint("GemmaForCausalLM", use_bidirectional_attention=True)
+    with pytest.raises(ModelLoadError, match=r"use_bidirectional_attention.* is not causal"):
+        build(path, model_impl="auto")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -274,6 +280,24 @@ def test_what_a_model_does_between_its_layers_counts(
     core = build(path)
     model_of(core).causal_lm.model.layers[2].register_forward_pre_hook(halve)
     assert run(core) == run(core) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "option"),
+    [
+        ("LlamaForCausalLM", {"hidden_act": "quick_gelu"}),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 32}),
+        ("OlmoForCausalLM", {"clip_qkv": 0.5}),
+    ],
+)
+def test_an_option_that_a_family_has_not_is_left_to_transformers(
+    architecture: str, option: dict[str, Any], tiny_checkpoint: TinyCheckpoint
+) -> None:
+    path = tiny_checkpoint(architecture, **option)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    assert run(build(path, model_impl="auto")) == expected_tokens(model)
 
 
 def test_a_model_that_mixes_rows_is_refused(
