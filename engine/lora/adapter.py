@@ -30,11 +30,13 @@ class ModuleShape:
 
     Attributes:
         is_table: an embedding, from which rows are looked up.
+        is_linear: neither this nor the output head: what 'all-linear' means.
     """
 
     in_features: int
     out_features: int
     is_table: bool = False
+    is_linear: bool = True
 
 
 def read_matrices(
@@ -73,7 +75,9 @@ class _Matrices:
         names: dict[str, dict[str, str]] = {}  # by module and matrix
         for name in self._tensors.keys():  # noqa: SIM118 (no mapping)
             self._sort(name, names)
-        for module in self._config.expected(self._modules):
+        for module in self._config.expected(
+            {name: shape.is_linear for name, shape in self._modules.items()}
+        ):
             names.setdefault(module, {})
         if not names:
             raise ModelLoadError(f"{self._file} has no matrices of adapters")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,15 @@ class AdapterConfig:
         alpha = _matched(self.alpha_pattern, module, self.lora_alpha)
         return float(alpha / (rank**0.5 if self.use_rslora else rank))
 
-    def expected(self, modules: Iterable[str]) -> list[str]:
-        """Those of a model's modules that the adapter must have matrices for."""
-        return [module for module in modules if self._is_target(module)]
+    def expected(self, modules: Mapping[str, bool]) -> list[str]:
+        """Those of a model's modules that the adapter must have matrices for.
 
-    def _is_target(self, module: str) -> bool:
+        Args:
+            modules: whether each is neither the embedding nor the output head.
+        """
+        return [module for module, linear in modules.items() if self._is_target(module, linear)]
+
+    def _is_target(self, module: str, is_linear: bool) -> bool:
         if self.target_modules is None or _is_among(self.exclude_modules, module):
             return False
         if self.layers_to_transform is not None and self.target_modules != "all-linear":
@@ -76,7 +80,7 @@ class AdapterConfig:
             if number is None or int(number[1]) not in self.layers_to_transform:
                 return False
         if self.target_modules == "all-linear":
-            return module.rpartition(".")[2] not in ("embed_tokens", "lm_head")
+            return is_linear
         return _is_among(self.target_modules, module)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.layers.adapters import LowRank
 from penstock.engine.lora.adapter import ModuleShape, read_matrices
 from penstock.engine.lora.files import content_digest, read_config
-from penstock.engine.models.adapters import HEAD, AdaptedModel
+from penstock.engine.models.adapters import HEAD, TABLE, AdaptedModel
 from penstock.engine.request import Adapter
 from penstock.kernels.cpu.weight_memory import WeightMemory
 from penstock.kernels.lora_reference import LoraRows
@@ -52,9 +55,12 @@ class AdapterSlots:
         self._max_rank = max_rank
         self._modules = {
             module: ModuleShape(
-                in_features=layer.in_features, out_features=size, is_table=layer.is_table
+                in_features=layer.in_features,
+                out_features=size,
+                is_table=layer.is_table,
+                is_linear=name not in (HEAD, TABLE),
             )
-            for layer in model.layers.values()
+            for name, layer in model.layers.items()
             for module, size in zip(layer.modules, layer.part_sizes, strict=True)
         }
         self._loaded: dict[str, Packed] = {}  # by digest
@@ -84,7 +90,13 @@ class AdapterSlots:
         matrices = read_matrices(path, config, self._modules, self._model.dtype)
         memory = WeightMemory()
         packed = {
-            name: layer.adapters.pack([matrices.get(module) for module in layer.modules], memory)
+            name: layer.adapters.pack(
+                [
+                    _in_order(matrices.get(module), order)
+                    for module, order in zip(layer.modules, layer.row_orders, strict=True)
+                ],
+                memory,
+            )
             for name, layer in self._model.layers.items()
         }
         return {name: each for name, each in packed.items() if each is not None}
@@ -159,3 +171,8 @@ class AdapterSlots:
         if not len(slots) or slots.max() < 0:
             return None
         return LoraRows.of(slots).to(self._model.device)
+
+
+def _in_order(update: LowRank | None, order: Tensor | None) -> LowRank | None:
+    """With the rows that the model has in another order than the checkpoint."""
+    return update if update is None or order is None else replace(update, b=update.b[order])

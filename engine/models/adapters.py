@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.adapters import LayerAdapters, StepRows, TorchAdapters
@@ -14,6 +15,7 @@ from penstock.engine.layers.linear import Linear
 from penstock.engine.models.cpu_adapters import CpuAdapters, CpuRows
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import TorchModel
+from penstock.engine.models.names import Names, row_orders
 from penstock.kernels.cpu.library import CpuLibrary
 
 
@@ -23,9 +25,11 @@ class AdaptedLayer:
 
     Attributes:
         modules: the checkpoint's names of its parts.
+        row_orders: of each part, which of the checkpoint's rows is each row here; None: in order.
     """
 
     modules: tuple[str, ...]
+    row_orders: tuple[Tensor | None, ...]
     part_sizes: tuple[int, ...]
     in_features: int
     is_table: bool
@@ -41,19 +45,19 @@ class AdaptedModel:
         sampled_rows: for the head.
     """
 
-    layers: Mapping[str, AdaptedLayer]  # by name; the output head's is HEAD
+    layers: Mapping[str, AdaptedLayer]  # by name; the embedding's is TABLE, the output head's HEAD
     rows: StepRows
     sampled_rows: StepRows
     dtype: torch.dtype
     device: torch.device
 
 
-HEAD = "lm_head"
+HEAD, TABLE = "lm_head", "embed_tokens"
 
 
 def make_room(
     model: TorchModel,
-    module_names: Callable[[str], tuple[str, ...]],
+    names: Names,
     *,
     num_slots: int,
     max_rank: int,
@@ -62,7 +66,7 @@ def make_room(
     """Give each matrix of a decoder room for adapters; before its weights are packed.
 
     Args:
-        module_names: as in `Architecture`.
+        names: as in `Architecture`.
         max_rank: the largest rank of an adapter.
         library: the CPU kernels, if they run the model.
 
@@ -82,6 +86,10 @@ def make_room(
         *,
         is_table: bool = False,
     ) -> LayerAdapters:
+        # PEFT has transformers' name of the head, whatever old checkpoints call it.
+        modules = (HEAD,) if name == HEAD else names(name)
+        if len(modules) == 1:  # one matrix in the checkpoint, too
+            part_sizes = (sum(part_sizes),)
         room: dict[str, Any] = {"num_slots": num_slots, "max_rank": max_rank}
         adapters: LayerAdapters
         if isinstance(rows, CpuRows):
@@ -90,7 +98,8 @@ def make_room(
             like = torch.empty(0, dtype=model.dtype, device=model.device)
             adapters = TorchAdapters(part_sizes, in_features, rows=rows, like=like, **room)
         layers[name] = AdaptedLayer(
-            modules=(HEAD,) if name == HEAD else module_names(name),
+            modules=modules,
+            row_orders=row_orders(names, model.config, name),
             part_sizes=part_sizes,
             in_features=in_features,
             is_table=is_table,
@@ -102,9 +111,7 @@ def make_room(
         if isinstance(module, Linear):
             module.adapters = add(name, module.part_sizes, module.in_features, rows)
     vocab_size, hidden_size = model.config.vocab_size, model.config.hidden_size
-    model.embed_tokens.adapters = add(
-        "embed_tokens", (hidden_size,), vocab_size, rows, is_table=True
-    )
+    model.embed_tokens.adapters = add(TABLE, (hidden_size,), vocab_size, rows, is_table=True)
     model.head_adapters = add(HEAD, (vocab_size,), hidden_size, sampled_rows)
     model.can_be_captured = False  # the rows of a graph would stay the same
     return AdaptedModel(

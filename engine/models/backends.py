@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.engine.errors import ConfigError, ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
-from penstock.engine.layers.adapters import TorchAdapters
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.cpu_decoder import CpuDecoder, StepOutput, can_run
 from penstock.engine.models.decoder import Decoder
@@ -119,9 +118,7 @@ def run_step(
         return model.step(input_ids, context, sampled_tokens, parameters, draws, masks)
     hidden = model(input_ids, context)
     rows = hidden if sampled_tokens is None else hidden[sampled_tokens]
-    logits = model.logits(rows)
     if not isinstance(model, Decoder):
-        return StepOutput(hidden=hidden, logits=logits)
-    if isinstance(model.head_adapters, TorchAdapters):
-        model.head_adapters.add(logits, rows)
+        return StepOutput(hidden=hidden, logits=model.logits(rows))
+    logits = model.logits(rows, are_sampled=True)
     return StepOutput(hidden=hidden, logits=logits, features=model.features)

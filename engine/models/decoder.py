@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.layers.adapters import LayerAdapters
+from penstock.engine.layers.adapters import LayerAdapters, TorchAdapters
 from penstock.engine.layers.attention import Attention, ForwardContext
 from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
 from penstock.engine.layers.linear import (
@@ -295,10 +295,16 @@ class Decoder(nn.Module):
             x = x + self.embed_positions(context.positions)
         return self.embed_norm(x) if self.config.has_embedding_norm else x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]"""
+    def logits(self, hidden: Tensor, *, are_sampled: bool = False) -> Tensor:
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]
+
+        Args:
+            are_sampled: these are the rows that `head_adapters` are for.
+        """
         head = self.embed_tokens if self.config.is_tied else self.lm_head
         logits = head.logits(hidden)
+        if are_sampled and isinstance(self.head_adapters, TorchAdapters):
+            self.head_adapters.add(logits, hidden)
         cap = self.config.logit_soft_cap
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale

@@ -32,7 +32,6 @@ class Architecture:
         read_config: `config.json` → the decoder's configuration.
         names: of the checkpoint's modules.
         has_gguf_names: GGUF files of it are read, too.
-        takes_adapters: nobody has tried others, whose rows may have another order.
         is_headless: it makes vectors or scores; the embedding takes the place of an output head,
             which is never used.
         has_transposed_experts: their tensors are as gpt-oss's.
@@ -41,24 +40,15 @@ class Architecture:
     read_config: Callable[[ConfigFields], DecoderConfig]
     names: Names = LLAMA_NAMES
     has_gguf_names: bool = False
-    takes_adapters: bool = False
     is_headless: bool = False
     has_transposed_experts: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(
-        read_config=llama.read_llama_config, has_gguf_names=True, takes_adapters=True
-    ),
-    "MistralForCausalLM": Architecture(
-        read_config=llama.read_mistral_config, has_gguf_names=True, takes_adapters=True
-    ),
-    "Qwen2ForCausalLM": Architecture(
-        read_config=llama.read_qwen2_config, has_gguf_names=True, takes_adapters=True
-    ),
-    "Qwen3ForCausalLM": Architecture(
-        read_config=llama.read_qwen3_config, has_gguf_names=True, takes_adapters=True
-    ),
+    "LlamaForCausalLM": Architecture(read_config=llama.read_llama_config, has_gguf_names=True),
+    "MistralForCausalLM": Architecture(read_config=llama.read_mistral_config, has_gguf_names=True),
+    "Qwen2ForCausalLM": Architecture(read_config=llama.read_qwen2_config, has_gguf_names=True),
+    "Qwen3ForCausalLM": Architecture(read_config=llama.read_qwen3_config, has_gguf_names=True),
     "GptOssForCausalLM": Architecture(
         read_config=experts.read_gpt_oss_config,
         names=experts.GPT_OSS_NAMES,

@@ -15,7 +15,6 @@ import torch
 
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import EngineConfig
-from penstock.engine.errors import ConfigError
 from penstock.engine.layers.attention import Attention
 from penstock.engine.lora.slots import NO_ADAPTERS, AdapterSlots, NoAdapters
 from penstock.engine.models.adapters import make_room
@@ -259,8 +258,6 @@ def adapter_slots(
     if not lora.enable_lora:
         return NO_ADAPTERS
     architecture, _ = read_model_config(model_path)
-    if not architecture.takes_adapters:
-        raise ConfigError("--enable-lora: adapters of this model's family are not supported")
     room = make_room(
         model,
         architecture.names,

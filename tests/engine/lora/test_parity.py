@@ -30,6 +30,8 @@ from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import Adapter, Request, SamplingParams
 from penstock.engine.startup import build_core
+from tests.engine.model_families import FAMILIES
+from tests.engine.models.test_experts import VARIANTS as EXPERTS
 from tests.support.peft_models import PeftAnswers, write_adapter
 
 NUM_NEW = 16
@@ -222,6 +224,48 @@ def test_another_adapter_under_the_same_name_has_its_own_tokens(
     known = (*token_ids, *expected)
     assert core.drop_prefix(known) == 0
     assert core.drop_prefix(known, adapter=new.digest) > 0
+
+
+# A family of each layout of matrices, and what its adapter changes.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"fan_in_fan_out": True, "target_modules": ["c_attn", "c_fc", "c_proj", "wte"]},
+    "opt": {},
+    "gptj": {},  # rows of queries and keys are turned
+    "pythia": {"target_modules": ["query_key_value", "dense_h_to_4h", "lm_head"]},  # by head
+    "falcon 40b": {},
+    "bloom": {},
+    "mpt": {},
+    "phi2": {},
+    "phi3": {},
+    "glm4": {},  # turned, and two matrices in one
+    "cohere": {"target_modules": ["q_proj", "k_proj", "down_proj", "embed_tokens"]},
+    "qwen2 shared": {"target_modules": r".*(q_proj|v_proj|o_proj|shared_expert.(up|down)_proj)"},
+}
+
+
+@pytest.mark.parametrize("in_torch", [False, True], ids=["C", "torch"])
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_adapters_of_each_layout_of_matrices(
+    tiny_checkpoint, make_adapter, peft_tokens, family, in_torch
+):
+    architecture, options = (FAMILIES | EXPERTS)[family]
+    base = tiny_checkpoint(architecture, **options)
+    path = make_adapter(base, 3, **LAYOUTS[family])
+    core = engine(base, in_torch=in_torch)
+    token_ids = prompt(2, 21)
+    given = {None: "base", path: "adapted"}
+    requests = [
+        Request(
+            request_id=name,
+            prompt_token_ids=tuple(token_ids),
+            sampling_params=replace(GREEDY, max_tokens=8),
+            adapter=None if each is None else find_adapter(name, str(each)),
+        )
+        for each, name in given.items()
+    ]
+    expected = {name: peft_tokens(base, each, token_ids, 8) for each, name in given.items()}
+    assert run(core, requests) == expected
+    assert expected["adapted"] != expected["base"]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from tests.engine.model_families import FAMILIES
 from tests.support.isas import usable_isas
 
-from penstock.engine.config import DeviceConfig, EngineConfig, LoraConfig, ModelConfig
-from penstock.engine.errors import ConfigError, ModelLoadError
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import ModelLoadError
 from penstock.engine.models.families.llama import read_llama_config
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.registry import ARCHITECTURES, Architecture
-from penstock.engine.startup import build_core
 
 NUM_TOKENS = 45
 CHUNKS = [16, 1, 13, *[1] * 15]
@@ -115,17 +114,6 @@ def test_names_without_the_models_own(name, tiny_checkpoint, tmp_path):
     save_file(bare, path / "model.safetensors")
     found = load_model(ModelConfig(), path, torch.device("cpu")).state_dict()
     assert all(torch.equal(found[each], tensor) for each, tensor in expected.items())
-
-
-def test_adapters_are_refused(tiny_checkpoint):
-    """Rows in another order would make them wrong."""
-    model = ModelConfig(model=str(tiny_checkpoint(FAMILIES["gptj"][0], **FAMILIES["gptj"][1])))
-    with pytest.raises(ConfigError, match="--enable-lora"):
-        build_core(
-            EngineConfig(
-                model=model, lora=LoraConfig(enable_lora=True), device=DeviceConfig(device="cpu")
-            )
-        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
