@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -124,6 +125,17 @@ class ConfigFields:
             kind = "positive integers" if minimum == 1 else f"integers from {minimum} on"
             raise self.error(name, f"expected a list of {kind}, not {shown(values)}")
         return tuple(values)
+
+    def numbers(self, name: str, *, count: int) -> tuple[float, ...]:
+        """A list of `count` positive numbers."""
+        values = self._get(name, None)
+        if not isinstance(values, list | tuple) or len(values) != count:
+            raise self.error(name, f"expected a list of {count} numbers, not {shown(values)}")
+        for value in values:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
+                raise self.error(name, f"expected positive numbers, not {shown(value)}")
+        return tuple(map(float, values))
 
     def require(self, name: str, value: bool | None) -> None:
         """

@@ -17,7 +17,7 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
-from penstock.engine.models.registry import is_native
+from penstock.engine.models.registry import is_native, read_model_config
 from penstock.engine.pooling import read_pooling
 from penstock.engine.request import Adapter
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
@@ -134,4 +134,6 @@ def _cache_root(config: EngineConfig, path: Path, device: RunnerInfo) -> bytes:
     )
     if not is_native(model, path):  # other code rounds elsewhere
         types += " transformers"
+    elif read_model_config(path, max_model_len=model.max_model_len)[1].has_long_rope:
+        types += " longrope"  # the same weights turn other keys for shorter sequences
     return weights + f" {types} {device.block_size}".encode()

@@ -8,7 +8,7 @@ rotated in `kernels.rotary_store_kv`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 import torch
@@ -64,7 +64,7 @@ class RotaryEmbedding(nn.Module):
         return cosines.to(dtype), sines.to(dtype)
 
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 
 
@@ -78,10 +78,14 @@ class RopeConfig:
         is_interleaved: a checkpoint's pairs are dimensions 2i and 2i + 1, not i and
             i + rotary_dim / 2. Rows are reordered at load (`rotary_order`), so that here a pair is
             always i and i + head_dim / 2.
-        original_max_position_embeddings: the context before scaling (dynamic, yarn, llama3).
+        original_max_position_embeddings: the context before scaling (dynamic, yarn, llama3,
+            longrope).
         factor: by which the context is extended (all except default).
         low_freq_factor, high_freq_factor: llama3.
-        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: yarn.
+        beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
+        attention_factor: yarn, longrope; None: as `attention_factor` computes it.
+        short_factors, long_factors: longrope: what each pair's frequency is divided by.
+        is_long: longrope: sequences may exceed the original context, so the long factors count.
     """
 
     rope_type: RopeType = "default"
@@ -98,6 +102,15 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
+
+    def within(self, num_tokens: int) -> RopeConfig:
+        """That of sequences of at most so many tokens."""
+        if self.rope_type != "longrope":
+            return self
+        return replace(self, is_long=num_tokens > self.original_max_position_embeddings)
 
 
 NO_ROPE = RopeConfig(rotary_dim=0)
@@ -125,6 +138,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         return _yarn(config, head_dim)
     if config.rope_type == "llama3":
         return _llama3(config, frequencies)
+    if config.rope_type == "longrope":
+        return _longrope(config, head_dim)
     return frequencies
 
 
@@ -154,11 +169,15 @@ def _exponents(head_dim: int, device: torch.device | None = None) -> Tensor:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """Factor of cosines and sines; 1 except for yarn (Peng et al., §3.4)."""
-    if config.rope_type != "yarn":
+    """Factor of cosines and sines; 1 except for yarn (Peng et al., §3.4) and longrope (Ding et al.,
+    "LongRoPE", 2024), which has it for short sequences too."""
+    if config.rope_type not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.rope_type == "longrope":
+        original = config.original_max_position_embeddings
+        return math.sqrt(1 + math.log(config.factor) / math.log(original))
     if config.mscale and config.mscale_all_dim:
         return _yarn_scale(config.factor, config.mscale) / _yarn_scale(
             config.factor, config.mscale_all_dim
@@ -191,6 +210,17 @@ def _yarn_dimension(config: RopeConfig, head_dim: int, num_rotations: float) -> 
     return (head_dim * math.log(context / (num_rotations * 2 * math.pi))) / (
         2 * math.log(config.theta)
     )
+
+
+def _longrope(config: RopeConfig, head_dim: int) -> Tensor:
+    """Each pair of dimensions is stretched by a factor of its own (Ding et al., 2024, §3).
+
+    Other libraries choose the factors by the longest sequence so far. Here the keys of a block
+    serve every sequence that starts with its tokens, so one choice holds for all sequences.
+    """
+    factors = config.long_factors if config.is_long else config.short_factors
+    powers: Tensor = torch.tensor(factors) * config.theta ** _exponents(head_dim)
+    return 1.0 / powers
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:

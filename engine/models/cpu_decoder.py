@@ -379,6 +379,8 @@ class PackedAttention:
         if module.has_qk_norm and module.qk_norm != "head":
             norms = {"values": qkv}
             qkv = self._write_norms(program, qkv)
+        if module.qkv_limit is not None:
+            qkv = self._write_limit(program, qkv, norms.pop("values", qkv), module.qkv_limit)
         program.add("rope_store", qkv=qkv, rope=self._rope, **norms, **heads)
         program.add("attention", out=mixed, **options, **heads)
         self._o_proj.write(program, y, mixed, residual=residual)
@@ -393,6 +395,21 @@ class PackedAttention:
         ):
             _write_norm(program, normed.columns(start), qkv.columns(start), norm, stride=qkv.size)
         return normed
+
+    def _write_limit(self, program: Program, qkv: Buffer, values: Buffer, limit: float) -> Buffer:
+        """Add what bounds queries, keys and values; the buffer that then has them.
+
+        Args:
+            values: where the values are.
+        """
+        module, limited = self._module, program.buffer("limited_qkv", qkv.size)
+        start = (module.num_heads + module.num_kv_heads) * module.head_dim
+        for x, first, last in ((qkv, 0, start), (values, start, qkv.size)):
+            program.add(
+                "clamp", y=limited.columns(first), x=x.columns(first), size=last - first,
+                stride=qkv.size, limit=limit,
+            )  # fmt: skip
+        return limited
 
 
 class PackedMLP:

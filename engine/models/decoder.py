@@ -73,6 +73,7 @@ class SelfAttention(nn.Module):
         if self.has_qk_norm:
             self.q_norm = _head_norm(config, self.num_heads)
             self.k_norm = _head_norm(config, self.num_kv_heads)
+        self.qkv_limit = config.qkv_limit
         self.sinks = (
             nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
             if config.has_sinks
@@ -103,12 +104,14 @@ class SelfAttention(nn.Module):
         return output
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """With queries and keys normalised, where that is not a part of the rotation."""
-        if not self.has_qk_norm or self.qk_norm == "head":
-            return qkv
-        query, key, value = torch.split(qkv, list(self.qkv_proj.part_sizes), dim=1)
-        normed = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
-        return torch.cat((*normed, value), dim=1)
+        """With queries and keys normalised, where that is not a part of the rotation, and all
+        within their limit."""
+        if self.has_qk_norm and self.qk_norm != "head":
+            query, key, value = torch.split(qkv, list(self.qkv_proj.part_sizes), dim=1)
+            normed = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+            qkv = torch.cat((*normed, value), dim=1)
+        limit = self.qkv_limit
+        return qkv if limit is None else qkv.clamp(-limit, limit)
 
     @property
     def _qk_norm(self) -> QKNorm | None:

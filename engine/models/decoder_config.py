@@ -58,6 +58,7 @@ class DecoderConfig:
         has_qk_norm_bias: only a layer norm can have one.
         attention_scale: of scores; None: head_dim^-0.5.
         attention_soft_cap: bounds attention's scores; None leaves them unbounded.
+        qkv_limit: of the magnitude of queries, keys (as normalised, not yet rotated) and values.
         has_sinks: each head has a logit without a value in its softmax.
         alibi_slopes: of each head: what is added to its scores for each position between query
             and key (Press et al., "Train Short, Test Long", 2022); empty: nothing is.
@@ -102,6 +103,7 @@ class DecoderConfig:
     has_qk_norm_bias: bool = False
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
+    qkv_limit: float | None = None
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] = ()
     embedding_scale: float = 1.0
@@ -126,6 +128,16 @@ class DecoderConfig:
         sparse = num_matrices * sizes + experts.num_experts
         num_sparse = sum(experts.layers)
         return self.hidden_size * (num_sparse * sparse + (self.num_layers - num_sparse) * dense)
+
+    @property
+    def has_long_rope(self) -> bool:
+        return any(each.is_long for each in self.ropes)
+
+    def within(self, max_model_len: int | None) -> DecoderConfig:
+        """That of sequences of at most so many tokens; None: of the whole context."""
+        num_tokens = max_model_len or self.context_len
+        ropes = tuple(each.within(num_tokens) for each in self.layer_ropes)
+        return replace(self, rope=self.rope.within(num_tokens), layer_ropes=ropes)
 
     def rope_of(self, layer: int) -> RopeConfig:
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
@@ -321,6 +333,13 @@ def read_rope_config(
         scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
     rope = _read_scaling(fields, scaling, choices)
     rotary_dim = _read_rotary_dim(fields, scaling, choices, head_dim)
+    if rope.rope_type == "longrope":
+        num_pairs = (head_dim if rotary_dim is None else rotary_dim) // 2
+        rope = replace(
+            rope,
+            short_factors=scaling.numbers("short_factor", count=num_pairs),
+            long_factors=scaling.numbers("long_factor", count=num_pairs),
+        )
     return replace(rope, rotary_dim=rotary_dim, is_interleaved=choices.is_interleaved)
 
 
@@ -353,6 +372,8 @@ def _read_scaling(
         return RopeConfig(theta=theta, original_max_position_embeddings=context)
     if rope_type == "yarn":
         return _yarn(fields, scaling, theta)
+    if rope_type == "longrope":
+        return _longrope(fields, scaling, theta, context)
     if rope_type == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
         if low >= high:
@@ -395,6 +416,8 @@ def scaled_context(fields: ConfigFields, rope: RopeConfig, default: int | None =
 def _rope_type(scaling: ConfigFields) -> RopeType:
     name = "rope_type" if "rope_type" in scaling else "type"
     value = scaling.text(name, "default")
+    if value == "su" or (value == "yarn" and "short_factor" in scaling):  # its former names
+        return "longrope"
     if value not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
         raise scaling.unsupported(name, f"{value!r} is not supported; supported: {supported}")
@@ -419,6 +442,23 @@ def _yarn(fields: ConfigFields, scaling: ConfigFields, theta: float) -> RopeConf
         mscale_all_dim=scaling.optional_number("mscale_all_dim", maximum=_MAX_SCALE),
         truncate=scaling.boolean("truncate", True),
     )
+
+
+def _longrope(
+    fields: ConfigFields, scaling: ConfigFields, theta: float, context: int
+) -> RopeConfig:
+    original = _original_context(fields, scaling)
+    factor = scaling.number("factor", max(1.0, context / original), minimum=1.0)
+    attention_factor = scaling.optional_number("attention_factor", maximum=_MAX_SCALE)
+    if original < 2 and attention_factor is None:
+        raise scaling.error("attention_factor", "is needed where the original context is 1")
+    return RopeConfig(
+        rope_type="longrope",
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+    ).within(context)
 
 
 def _original_context(fields: ConfigFields, scaling: ConfigFields) -> int:

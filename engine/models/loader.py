@@ -98,7 +98,7 @@ def load_decoder(
     config: ModelConfig, path: Path, device: torch.device, *, defers_experts: bool = False
 ) -> Decoder:
     """The same of a native family."""
-    architecture, decoder_config = read_model_config(path)
+    architecture, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
     checkpoint, hold, like = weights.checkpoint, weights.hold, weights.like
@@ -179,7 +179,7 @@ def build_without_weights(config: ModelConfig, path: Path) -> Decoder | Transfor
     """
     if not is_native(config, path):
         return _build_through_transformers(config, path)
-    _, decoder_config = read_model_config(path)
+    _, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
     with torch.device("meta"):
         return Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
 

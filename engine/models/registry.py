@@ -153,8 +153,13 @@ def _family_of(name: str) -> str:
     return found if found in ARCHITECTURES else ""
 
 
-def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
+def read_model_config(
+    path: Path, *, max_model_len: int | None = None
+) -> tuple[Architecture, DecoderConfig]:
     """The architecture and configuration of the model in directory `path`.
+
+    Args:
+        max_model_len: of all sequences; None: the whole context.
 
     Raises:
         ModelLoadError: no readable `config.json`, an unsupported architecture, or a field that is
@@ -171,10 +176,11 @@ def read_model_config(path: Path) -> tuple[Architecture, DecoderConfig]:
             )
         if name in ARCHITECTURES:
             architecture = ARCHITECTURES[name]
-            return architecture, architecture.read_config(fields)
+            return architecture, architecture.read_config(fields).within(max_model_len)
         if family := _family_of(name):
             architecture = replace(ARCHITECTURES[family], is_headless=True)
-            return architecture, replace(architecture.read_config(fields), is_tied=True)
+            config = architecture.read_config(fields).within(max_model_len)
+            return architecture, replace(config, is_tied=True)
     raise fields.error(
         "architectures",
         f"{', '.join(names) or 'none'} is not native; native are {', '.join(ARCHITECTURES)}; "

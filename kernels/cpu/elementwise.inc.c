@@ -254,6 +254,20 @@ struct job NAME(scale_add)(const void *args) {
     return (struct job){NAME(scale_add_item), args, *((const struct scale_add_args *)args)->num_rows, 0};
 }
 
+static void NAME(clamp_item)(const void *args, long row) {
+    const struct clamp_args *a = args;
+    const DTYPE *x = (const DTYPE *)a->x + row * a->stride;
+    DTYPE *y = (DTYPE *)a->y + row * a->stride;
+    const vec limit = splat((float)a->limit);
+    long i = 0;
+    for (; i + LANES <= a->size; i += LANES) STORE(y + i, -vmax(-vmax(LOAD(x + i), -limit), -limit));
+    for (; i < a->size; i++) PUT(y + i, (-vmax(-vmax(splat(GET(x + i)), -limit), -limit))[0]);
+}
+
+struct job NAME(clamp)(const void *args) {
+    return (struct job){NAME(clamp_item), args, *((const struct clamp_args *)args)->num_rows, 0};
+}
+
 static void NAME(add_positions_item)(const void *args, long token) {
     const struct add_positions_args *a = args;
     const DTYPE *x = (const DTYPE *)a->x + token * a->size;

@@ -181,6 +181,15 @@ struct scale_add_args {
     double factor;
 };
 
+/* y[rows, size] = x, from -limit to limit */
+struct clamp_args {
+    void *y;
+    const void *x;
+    const int64_t *num_rows;
+    int64_t size, stride; /* from row to row of x and y */
+    double limit;
+};
+
 /* y[t, size] = x[t] + table[position of t] */
 struct add_positions_args {
     void *y;

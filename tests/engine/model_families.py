@@ -116,6 +116,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi2": ("PhiForCausalLM", {"num_key_value_heads": 4}),
     "phi with normed keys": ("PhiForCausalLM", {"qk_layernorm": True}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 9, "pad_token_id": 0}),
+    "phi3 128k": (
+        "Phi3ForCausalLM",
+        {
+            "pad_token_id": 0,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 1,  # what `generate` computes first is long, too
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 6,
+                "long_factor": [1.0, 1.3, 1.1, 2.0, 3.0, 9.0],
+                "attention_factor": 1.2,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
     "gemma": ("GemmaForCausalLM", {"hidden_act": "gelu"}),
     "gemma2": (
         "Gemma2ForCausalLM",
@@ -143,8 +158,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bloom": ("BloomForCausalLM", {}),
     "mpt": ("MptForCausalLM", {}),
-    "mpt of six heads": ("MptForCausalLM", {"num_attention_heads": 6, "hidden_size": 96}),
-    "olmo": ("OlmoForCausalLM", {}),
+    "mpt of six heads": (
+        "MptForCausalLM",
+        {"num_attention_heads": 6, "hidden_size": 96, "attn_config": {"clip_qkv": 0.5}},
+    ),
+    "olmo": ("OlmoForCausalLM", {"clip_qkv": 1.5}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "granite": (
         "GraniteForCausalLM",

@@ -94,7 +94,6 @@ def read_mpt_config(fields: ConfigFields) -> DecoderConfig:
     attention.require("alibi", True)
     attention.require("qk_ln", False)
     attention.require("prefix_lm", False)
-    attention.require("clip_qkv", None)
     if attention.text("attn_type", "multihead_attention") != "multihead_attention":
         raise attention.error("attn_type", "only 'multihead_attention' is supported")
     config = read_decoder_config(
@@ -113,6 +112,7 @@ def read_mpt_config(fields: ConfigFields) -> DecoderConfig:
         config,
         norm="layer",
         is_gated=False,
+        qkv_limit=attention.optional_number("clip_qkv", maximum=1e6),
         attention_scale=attention.optional_number("softmax_scale", maximum=1e6),
         alibi_slopes=_mpt_slopes(config.num_heads, steepest),
     )

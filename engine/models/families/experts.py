@@ -82,7 +82,6 @@ def read_qwen3_moe_config(fields: ConfigFields) -> DecoderConfig:
 
 def read_olmoe_config(fields: ConfigFields) -> DecoderConfig:
     """`OlmoeForCausalLM`: Llama with experts, whose queries and keys are normalised as a whole."""
-    fields.require("clip_qkv", None)
     has_attention_bias = fields.boolean("attention_bias", False)
     choices = DecoderChoices(
         norm_eps=1e-5,
@@ -97,7 +96,12 @@ def read_olmoe_config(fields: ConfigFields) -> DecoderConfig:
         experts_per_token=8,
         is_normalized=fields.boolean("norm_topk_prob", False),
     )
-    return replace(read_decoder_config(fields, choices), qk_norm="row", experts=experts)
+    return replace(
+        read_decoder_config(fields, choices),
+        qk_norm="row",
+        qkv_limit=fields.optional_number("clip_qkv", maximum=1e6),
+        experts=experts,
+    )
 
 
 def read_granite_moe_config(fields: ConfigFields) -> DecoderConfig:

@@ -57,8 +57,8 @@ PHI_NAMES = Names(
 
 
 def read_phi3_config(fields: ConfigFields) -> DecoderConfig:
-    """`Phi3ForCausalLM`, Phi-3 and Phi-4: Llama with fused matrices. Those with longrope are not
-    supported: their frequencies depend on the length."""
+    """`Phi3ForCausalLM`, Phi-3 and Phi-4: Llama with fused matrices; longrope in those with
+    128 k tokens."""
     window = fields.integer("sliding_window") if "sliding_window" in fields else None
     config = read_decoder_config(
         fields,
@@ -69,7 +69,7 @@ def read_phi3_config(fields: ConfigFields) -> DecoderConfig:
             windows=(window,) * read_num_layers(fields),
         ),
     )
-    if config.rope.rope_type != "default":  # the earliest checkpoints call longrope "yarn"
+    if config.rope.rope_type not in ("default", "longrope"):
         raise fields.unsupported("rope_scaling", f"{config.rope.rope_type!r} is not supported here")
     return config
 

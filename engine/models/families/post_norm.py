@@ -18,9 +18,9 @@ from penstock.engine.models.names import Names
 
 def read_olmo_config(fields: ConfigFields) -> DecoderConfig:
     """`OlmoForCausalLM`: Llama with layer norms without weights (Groeneveld et al., 2024)."""
-    fields.require("clip_qkv", None)
     fields = fields.renamed(rms_norm_eps="")  # always the default
-    return replace(_read_olmo(fields), norm="layer")
+    limit = fields.optional_number("clip_qkv", maximum=1e6)
+    return replace(_read_olmo(fields), norm="layer", qkv_limit=limit)
 
 
 OLMO_NAMES = Names(

@@ -72,6 +72,24 @@ def test_dynamic_frequencies_follow_the_length(head_dim):
     torch.testing.assert_close(rows[:3], plain.expand(3, -1), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("length", [2048, 2049])
+def test_longrope_follows_the_longest_sequence_that_there_may_be(length):
+    factors = {
+        "short_factor": [1 + i / 9 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+    }
+    theirs, scale = _theirs(
+        16, length, rope_type="longrope", rope_theta=1e4, factor=8.0,
+        original_max_position_embeddings=CONTEXT, **factors,
+    )  # fmt: skip
+    config = RopeConfig(
+        rope_type="longrope", factor=8.0, original_max_position_embeddings=CONTEXT,
+        short_factors=tuple(factors["short_factor"]), long_factors=tuple(factors["long_factor"]),
+    ).within(length)  # fmt: skip
+    torch.testing.assert_close(inverse_frequencies(config, 16), theirs, rtol=1e-6, atol=0)
+    assert attention_factor(config) == pytest.approx(scale, rel=1e-12)
+
+
 class _OfOneDevice(TorchDispatchMode):
     """Every tensor that an operation takes or gives is on this device."""
 

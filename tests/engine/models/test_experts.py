@@ -48,7 +48,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.5,
         },
     ),
-    "olmoe": ("OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.8},
+    ),
     "gpt-oss": ("GptOssForCausalLM", GPT_OSS),
     "qwen2 shared": (QWEN2, SHARED),
     "qwen2 normalized": (QWEN2, SHARED | {"norm_topk_prob": True}),

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests.engine.model_families import FAMILIES
 from tests.support.isas import usable_isas
 
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import DeviceConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ModelLoadError
+from penstock.engine.layers.rotary import theta_frequencies
 from penstock.engine.models.families.llama import read_llama_config
 from penstock.engine.models.loader import load_model
 from penstock.engine.models.registry import ARCHITECTURES, Architecture
+from penstock.engine.startup import build_core
 
 NUM_TOKENS = 45
 CHUNKS = [16, 1, 13, *[1] * 15]
@@ -102,6 +104,23 @@ def test_rounded_weights_of_reordered_rows(name, tiny_checkpoint):
         torch.testing.assert_close(weight, exact_layer.weight.data, atol=5e-3, rtol=0.02)
 
 
+def test_longrope_follows_the_maximum_length(tiny_checkpoint, tmp_path):
+    """And no block of keys is taken for one of the other factors."""
+    architecture, options = FAMILIES["phi3 128k"]
+    path = tiny_checkpoint(architecture, **options | {"original_max_position_embeddings": 64})
+    lengths, roots = {64: False, 65: True, None: True}, {}
+    for max_model_len, is_long in lengths.items():
+        model = ModelConfig(model=str(path), max_model_len=max_model_len)
+        core, _ = build_core(EngineConfig(model=model, device=DeviceConfig(device="cpu")))
+        roots.setdefault(is_long, set()).add(core.scheduler.blocks._prefixes._cache_root)
+        rope = load_model(model, path, torch.device("cpu")).rotaries[0]
+        factors = rope.config.long_factors if is_long else rope.config.short_factors
+        plain = theta_frequencies(rope.config.theta, 12)
+        torch.testing.assert_close(rope.inverse_frequencies, plain / torch.tensor(factors))
+    assert len(roots[True]) == len(roots[False]) == 1
+    assert roots[True] != roots[False]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "falcon 40b"])
 def test_names_without_the_models_own(name, tiny_checkpoint, tmp_path):
     """As the first checkpoints on the Hub have them."""
@@ -136,9 +155,15 @@ def test_random_weights_need_no_checkpoint(name, tiny_checkpoint):
         ("GPT2LMHeadModel", {"n_embd": "64"}, ["n_embd"]),
         ("OPTForCausalLM", {"do_layer_norm_before": False}, ["do_layer_norm_before", "True"]),
         ("OPTForCausalLM", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim"]),
-        ("MptForCausalLM", {"attn_config": {"clip_qkv": 6}}, ["attn_config.clip_qkv", "6"]),
-        ("OlmoForCausalLM", {"clip_qkv": 8.0}, ["clip_qkv"]),
-        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, ["rope_scaling.type"]),
+        ("MptForCausalLM", {"attn_config": {"qk_ln": True}}, ["attn_config.qk_ln", "False"]),
+        ("MptForCausalLM", {"attn_config": {"alibi": False}}, ["attn_config.alibi", "True"]),
+        ("OlmoForCausalLM", {"clip_qkv": "8"}, ["clip_qkv", "'8'"]),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, ["rope_scaling.short_factor"]),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "su", "short_factor": [1] * 8, "long_factor": [1] * 7 + [0]}},
+            ["rope_scaling.long_factor", "0"],
+        ),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4}}, ["rope_scaling"]),
         ("GPTJForCausalLM", {"rotary_dim": 3}, ["rotary_dim"]),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, ["no_rope_layers"]),

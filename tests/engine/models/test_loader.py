@@ -69,7 +69,7 @@ def assert_refused(path: Path, *words: str) -> None:
         ({"num_hidden_layers": 0}, ("num_hidden_layers", "0")),
         ({"num_key_value_heads": 3}, ("num_key_value_heads", "3")),
         ({"head_dim": 15}, ("head_dim", "15")),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ("rope_type", "'longrope'", "yarn")),
+        ({"rope_parameters": {"rope_type": "polar"}}, ("rope_type", "'polar'", "yarn")),
         ({"rope_scaling": {"type": "mrope"}}, ("rope_scaling.type", "'mrope'")),
         ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor", "missing")),
         ({"rope_parameters": [1]}, ("rope_parameters", "object")),

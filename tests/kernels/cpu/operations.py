@@ -9,6 +9,7 @@ from typing import get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.activation import Activation
@@ -243,6 +244,18 @@ def scale_add(library: CpuLibrary, x: Tensor, residual: Tensor | None, factor: f
     rows, size = ctypes.c_int64(len(x)), x.shape[1]
     library.run("scale_add", y=y, x=x, residual=residual, num_rows=rows, size=size, factor=factor)
     return y
+
+
+def clamp(library: CpuLibrary, x: Tensor, limit: float) -> Tensor:
+    """Between columns that it leaves as they are."""
+    x, size = F.pad(x, (1, 1)), x.shape[1]
+    y = torch.full_like(x, torch.nan)
+    library.run(
+        "clamp", y=y[:, 1:], x=x[:, 1:], num_rows=ctypes.c_int64(len(x)), size=size,
+        stride=size + 2, limit=limit,
+    )  # fmt: skip
+    assert y[:, [0, -1]].isnan().all()
+    return y[:, 1:-1]
 
 
 def add_positions(library: CpuLibrary, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:

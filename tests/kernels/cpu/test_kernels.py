@@ -193,6 +193,7 @@ def test_what_is_scaled_and_added(library, size):
     x, residual = random(5, size, dtype=dtype), random(5, size, seed=1, dtype=dtype)
     assert torch.equal(operations.scale_add(library, x, None, 0.3), x * 0.3)
     assert torch.equal(operations.scale_add(library, x, residual, 0.3), x * 0.3 + residual)
+    assert torch.equal(operations.clamp(library, x, 0.3), x.clamp(-0.3, 0.3))
     table, positions = random(9, size, seed=2, dtype=dtype), torch.tensor([8, 0, 3, 3, 5])
     found = operations.add_positions(library, x, table, positions)
     assert torch.equal(found, x + table[positions])
