@@ -21,8 +21,13 @@ from penstock.engine.json_file import GGUF_MAGIC, check_file, is_present, weight
 from penstock.kernels.cpu.build import BuildError, cache_dir
 
 GGUF_FILE, GGUF_INDEX = "model.gguf", "model.gguf.json"
-_VERSION = 1  # of what is written; a change makes other directories
+_VERSION = 2  # of what is written; a change makes other directories
 ROPE_FACTORS = "rope_freqs.weight"
+# Fields of experts that transformers leaves at their defaults, and the file's names for them.
+_EXPERT_SIZES = {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
 _EOS_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
@@ -100,6 +105,9 @@ def _write(file: Path, folder: Path) -> None:
     kind = config["model_type"]
     config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)]
     config["dtype"] = "bfloat16"
+    for name, own in _EXPERT_SIZES.items():
+        if name in config and (size := fields.get(f"{fields['general.architecture']}.{own}")):
+            config[name] = size
     tensors = {
         each.name: {
             "type": each.tensor_type.name,

@@ -2,8 +2,8 @@
 
     python gguf_model.py MODEL_DIRECTORY FILE.gguf
 
-It knows only the two architectures of `models.py` and their byte-level tokenizer. Weights stay
-bf16; norms and biases become float32, as llama.cpp expects.
+It knows only the architectures of `models.py` and their byte-level tokenizer. Weights stay bf16;
+norms, biases, positions and routers become float32, as llama.cpp expects.
 """
 
 from __future__ import annotations
@@ -30,29 +30,53 @@ _LAYER_NAMES = {
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.gate_proj.weight": "ffn_gate_exps.weight",
+    "mlp.experts.up_proj.weight": "ffn_up_exps.weight",
+    "mlp.experts.down_proj.weight": "ffn_down_exps.weight",
+}
+_GPT2_LAYER_NAMES = {
+    f"{name}.{kind}": f"{theirs}.{kind}"
+    for kind in ("weight", "bias")
+    for name, theirs in {
+        "ln_1": "attn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "ln_2": "ffn_norm",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    }.items()
 }
 _NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
+    "transformer.wte.weight": "token_embd.weight",
+    "transformer.wpe.weight": "position_embd.weight",
+    "transformer.ln_f.weight": "output_norm.weight",
+    "transformer.ln_f.bias": "output_norm.bias",
 }
+_ARCHITECTURES = {"qwen3_moe": "qwen3moe"}  # there, where it is not the model type
+_IN_FLOAT32 = ("position_embd.weight", "ffn_gate_inp.weight")
 
 
 def convert(source: Path, target: Path, types: Callable[[str], str] = lambda _: "BF16") -> None:
     """types: a matrix's name there → its type, which `gguf` must be able to write."""
     config = json.loads((source / "config.json").read_text("utf-8"))
     architecture = config["model_type"]
-    writer = gguf.GGUFWriter(target, architecture)
+    writer = gguf.GGUFWriter(target, _ARCHITECTURES.get(architecture, architecture))
     _write_shape(writer, config)
     _write_tokenizer(writer, source)
-    for name, weights in _tensors(source / "model.safetensors"):
-        turned = _turned(name, weights, config)
-        if turned.ndim == 1:
-            writer.add_tensor(_name(name), (turned.astype(np.uint32) << 16).view(np.float32))
+    for name, weights in _with_whole_experts(_tensors(source / "model.safetensors")):
+        turned, there = _turned(name, weights, config), _name(name)
+        numbers = (turned.astype(np.uint32) << 16).view(np.float32)
+        if turned.ndim == 1 or there.endswith(_IN_FLOAT32):
+            writer.add_tensor(there, numbers)
         else:
-            kind = gguf.GGMLQuantizationType[types(_name(name))]
-            numbers = (turned.astype(np.uint32) << 16).view(np.float32)
-            writer.add_tensor(_name(name), gguf.quantize(numbers, kind), raw_dtype=kind)
+            kind = gguf.GGMLQuantizationType[types(there)]
+            writer.add_tensor(there, gguf.quantize(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -60,6 +84,16 @@ def convert(source: Path, target: Path, types: Callable[[str], str] = lambda _: 
 
 
 def _write_shape(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "gpt2":
+        writer.add_block_count(config["n_layer"])
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(4 * config["n_embd"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     writer.add_block_count(config["num_hidden_layers"])
@@ -71,8 +105,13 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    if "head_dim" in config:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _write_tokenizer(writer: Any, source: Path) -> None:
@@ -105,15 +144,35 @@ def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield name, data[first:last].view(np.uint16).reshape(entry["shape"])
 
 
+def _with_whole_experts(
+    tensors: Iterator[tuple[str, np.ndarray]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The same with all experts of a layer in one tensor per projection."""
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, weights in tensors:
+        before, is_expert, after = name.partition(".experts.")
+        if not is_expert:
+            yield name, weights
+            continue
+        number, _, rest = after.partition(".")
+        experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = weights
+    for name, parts in experts.items():
+        yield name, np.stack([parts[number] for number in sorted(parts)])
+
+
 def _name(name: str) -> str:
     if name in _NAMES:
         return _NAMES[name]
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[rest]}"
+    names = _GPT2_LAYER_NAMES if name.startswith("transformer.") else _LAYER_NAMES
+    return f"blk.{layer}.{names[rest]}"
 
 
 def _turned(name: str, weights: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """Rows of Llama's q and k in llama.cpp's order: pairs that rotate together are neighbours."""
+    """Rows of Llama's q and k in llama.cpp's order: pairs that rotate together are neighbours.
+    GPT-2's matrices as [out, in]."""
+    if name.startswith("transformer.h.") and weights.ndim == 2:
+        return weights.T.copy()
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     key = next((heads[part] for part in heads if part in name), None)
     if key is None or config["model_type"] != "llama":

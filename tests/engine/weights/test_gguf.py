@@ -72,28 +72,43 @@ def mixed(name: str) -> str:
     return {"attn_v": "Q5_0", "ffn_down": "Q4_1", "attn_q": "Q5_1"}.get(name.split(".")[2], "Q4_0")
 
 
-@pytest.fixture(scope="module")
-def qwen2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen2 with biases, which are not zero, and a head of its own."""
+EXPERTS = {
+    "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "norm_topk_prob": True,  # as llama.cpp has it always
+}  # fmt: skip
+
+
+def source_of(architecture: str, path: Path) -> Path:
+    """Llama, or a model with a head of its own."""
+    if architecture == "llama":
+        return DEMO_MODEL_PATH
     shape = dict(zip(models._FIELDS, (4096, 64, 96, 2, 4, 2, False), strict=True))
+    shape |= EXPERTS if architecture == "qwen3_moe" else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(models.SHAPES, "Q", Shape("qwen2", shape))  # type: ignore[arg-type]
-        return models.make("Q", tmp_path_factory.mktemp("qwen2") / "model")
+        patch.setitem(models.SHAPES, "Q", Shape(architecture, shape))  # type: ignore[arg-type]
+        return models.make("Q", path)
 
 
-@pytest.mark.parametrize("types", [lambda _: "F32", lambda _: "BF16", lambda _: "Q8_0", mixed])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("architecture", "types"),
+    [
+        ("llama", lambda _: "BF16"),
+        ("llama", mixed),
+        ("qwen2", lambda _: "F32"),
+        ("qwen2", lambda _: "Q8_0"),
+        ("qwen3_moe", lambda _: "Q8_0"),
+    ],
+)
 def test_logits_are_those_of_transformers(
-    architecture: str, types: Callable[[str], str], qwen2_directory: Path, tmp_path: Path
+    architecture: str, types: Callable[[str], str], tmp_path: Path
 ):
-    file = tmp_path / "some.gguf"
-    source = DEMO_MODEL_PATH if architecture == "llama" else qwen2_directory
+    file, source = tmp_path / "some.gguf", source_of(architecture, tmp_path / "model")
     convert(source, file, types)
     directory = resolve_model(ModelConfig(model=str(file)), weights=True)
     exact = load(directory, "none", quantize_activations=False)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     for name, parameter in reference.named_parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() > 1 and not name.endswith("mlp.gate.weight"):
             kind = gguf.GGMLQuantizationType[types(_stored_name(name))]
             numbers = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)
             parameter.data = torch.from_numpy(numbers)
