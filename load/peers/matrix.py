@@ -99,7 +99,9 @@ def _per_1k(
 # -- the matrix ---------------------------------------------------------------------------------
 
 # Within an hour in total; S has the most important workloads.
-_DEFAULT_REPEATS = {"T": 2, "S": 2, "M": 1, "S-cycles": 2, "M-cycles": 2}
+_DEFAULT_REPEATS = {
+    "T": 2, "S": 2, "M": 1, "GPT2": 1, "MOE": 1, "S-cycles": 2, "M-cycles": 2,
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -215,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = Report.begin(is_real_time=is_real_time, comparison=comparison)
     matrix = Matrix(rivals, report, parsed.out)
     began_s = time.monotonic()
-    usual = ["S-cycles", "M-cycles"] if parsed.speculation else ["T", "S", "M"]
+    usual = ["S-cycles", "M-cycles"] if parsed.speculation else ["T", "S", "M", "GPT2", "MOE"]
     chosen = parsed.models or usual
     matrix.prepare(chosen)
     for model in chosen:
@@ -239,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--speculation", action="store_true", help="each system with its own and without")
     add("--models", nargs="+", choices=_DEFAULT_REPEATS, help="default: by comparison")
     add("--workloads", nargs="+", choices=workloads.WORKLOADS, help="default: by model")
-    add("--repeats", type=int, help="rounds; default: 2, and 1 of the largest model")
+    add("--repeats", type=int, help="rounds; default: 2 of T and S, 1 of others")
     add("--out", type=Path, default=Path("load/results"), help="folder for the results")
     return parser
 

@@ -1,7 +1,10 @@
 """The compared models: random weights of known shape, made on the spot.
 
-T is nearly nothing, so that the front end is measured; S and M are sizes that a CPU serves. A
-conversation sends its answers back as text, and a cache finds its history only if that text
+T is nearly nothing, so that the front end is measured; S and M are sizes that a CPU serves. GPT2
+has the shape of GPT-2 with 124 M parameters and a longer context. MOE is a small mixture of
+experts, of which a token needs an eighth.
+
+A conversation sends its answers back as text, and a cache finds its history only if that text
 becomes the generated tokens again. So the tokenizer consists of words that are one token each,
 and the output layer's rows of all other tokens are zero: greedy decoding never picks one.
 
@@ -73,8 +76,18 @@ _RANDOM: Mapping[str, Shape] = {
         ("M", "qwen2", (32000, 896, 4864, 24, 14, 2, True)),
     )
 }
+_FAMILIES: Mapping[str, Shape] = {
+    "GPT2": Shape("gpt2", {"vocab_size": 32000}),  # the defaults but for this
+    "MOE": Shape(
+        "qwen3_moe",
+        dict(zip(_FIELDS, (8192, 512, 1536, 6, 8, 2, False), strict=True))
+        | {"head_dim": 64, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
+}
 SHAPES: Mapping[str, Shape] = {
     **_RANDOM,
+    **_FAMILIES,
     **{f"{name}-cycles": shape.with_known_text(1.0) for name, shape in _RANDOM.items()},
     **{
         f"{name}-draft": _RANDOM["T"].with_known_text(
@@ -170,11 +183,14 @@ def _write_weights(shape: Shape, word_ids: range, path: Path) -> None:
     else:
         cycles.decide_text(model, cycles.next_words(word_ids, shape.agreement))
     model.save_pretrained(path)
-    # Releases before 5 look for the base here.
+    # Older releases of transformers look here for the base and for the number of experts.
     file = path / "config.json"
     saved = json.loads(file.read_text("utf-8"))
-    theta = saved.get("rope_theta") or saved["rope_parameters"]["rope_theta"]
-    file.write_text(json.dumps({**saved, "rope_theta": theta}, indent=2), encoding="utf-8")
+    if "rope_parameters" in saved:
+        saved.setdefault("rope_theta", saved["rope_parameters"]["rope_theta"])
+    if "num_local_experts" in saved:
+        saved.setdefault("num_experts", saved["num_local_experts"])
+    file.write_text(json.dumps(saved, indent=2), encoding="utf-8")
 
 
 def _write_tokenizer(vocabulary: Vocabulary, path: Path) -> None:

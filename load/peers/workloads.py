@@ -57,6 +57,8 @@ SIZES: Mapping[str, Size] = {
     "T": Size(num_single=8, num_c8=48, num_c32=96, turn_tokens=64),
     "S": Size(num_single=8, num_c8=32, num_c32=64, turn_tokens=32),
     "M": Size(num_single=2, num_c8=12, num_c32=32, turn_tokens=16),
+    "GPT2": Size(num_single=4, num_c8=16, num_c32=32, turn_tokens=32),
+    "MOE": Size(num_single=8, num_c8=16, num_c32=32, turn_tokens=32),
     "S-cycles": Size(num_single=6, num_c8=32, num_c32=64, turn_tokens=32),
     "M-cycles": Size(num_single=3, num_c8=12, num_c32=32, turn_tokens=16),
 }
@@ -66,6 +68,8 @@ DEFAULT_WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "T": ("front128",),
     "S": ("single", "c8", "c32", "turns1", "turns8"),
     "M": ("single", "c8", "c32"),
+    "GPT2": ("single", "c8"),
+    "MOE": ("single", "c8"),
     "S-cycles": ("echo", "novel"),
     "M-cycles": ("echo", "novel"),
 }
