@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from penstock.engine.errors import ConfigError
 
@@ -269,6 +269,7 @@ class DeviceConfig:
             batches between attention calls; `piecewise`, all batches between attention calls;
             `none`. `auto` is `full` on a GPU.
         enforce_eager: no graphs, whatever `cudagraph_mode` says.
+        num_sharing: engines that share this machine's memory and cores.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -276,6 +277,7 @@ class DeviceConfig:
     deterministic: bool = False
     cudagraph_mode: CudagraphMode = "auto"
     enforce_eager: bool = False
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +314,19 @@ class LoraConfig:
     def modules(self) -> dict[str, str]:
         """Paths by name."""
         return {name: path for name, _, path in (each.partition("=") for each in self.lora_modules)}
+
+
+class TlsFiles(NamedTuple):
+    """PEM files for connections between gateways and engines.
+
+    Attributes:
+        cert, key: of this process; `cert` may be a chain.
+        ca: the authorities whose certificates are accepted.
+    """
+
+    cert: str
+    key: str
+    ca: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 The supervisor passes three environment variables: `PENSTOCK_CONFIG_FD` (a pipe with one JSON
 object, so that no secret shows in a process list), `PENSTOCK_STATUS_FD` (a pipe for JSON lines
-about start-up) and `PENSTOCK_SUPERVISOR_PID`. A child that must show signs of life also gets
+about start-up) and `PENSTOCK_SUPERVISOR_PID`. A child that accepts connections gets the socket as
+`PENSTOCK_LISTEN_FD`. A child that must show signs of life also gets
 `PENSTOCK_PULSE_FD`, a pipe for one byte each.
 """
 
@@ -26,6 +27,7 @@ CONFIG_FD = "PENSTOCK_CONFIG_FD"
 STATUS_FD = "PENSTOCK_STATUS_FD"
 SUPERVISOR_PID = "PENSTOCK_SUPERVISOR_PID"
 PULSE_FD = "PENSTOCK_PULSE_FD"
+LISTEN_FD = "PENSTOCK_LISTEN_FD"
 EXIT_WRONG_OPTION = 2  # exit code of the command; a restart would not help
 EXIT_STUCK = 70  # exit code of an engine whose step hung
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -9,12 +9,15 @@ import faulthandler
 import gc
 import os
 import signal
+import socket
+import ssl
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.engine.config import (
@@ -24,27 +27,34 @@ from penstock.engine.config import (
     LoraConfig,
     ModelConfig,
     SchedulerConfig,
+    TlsFiles,
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.logs import LogWriter, configure_logging
-from penstock.engine.process import PULSE_FD, Status, run_child
+from penstock.engine.process import LISTEN_FD, PULSE_FD, Status, run_child
 from penstock.engine.request import FinishReason, Request, RequestOutput, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import (
+    SHORT_KEY_BYTES,
     Abort,
+    CachedKeys,
     DropPrefix,
     EngineInfo,
     EngineStats,
     Epoch,
     Submit,
     UnloadAdapter,
+    WantKeys,
 )
 from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
+from penstock.engine.transport.tls import engine_context
 from penstock.engine.watchdog import Watchdog, life_line
+from penstock.kernels.cpu.cores import share_of_cores
 
 _STATS_INTERVAL_S = 0.1  # while no request starts or ends
+_LEAVE_S = 0.1  # for what gateways sent before they heard that the engine drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +65,25 @@ class _Owner:
 
 
 class EngineServer:
-    """Steps a core while there is work, and blocks while there is none."""
+    """Steps a core while there is work, and blocks while there is none.
 
-    def __init__(self, core: EngineCore, info: EngineInfo, address: str) -> None:
+    Args:
+        remote: see `Transport`.
+        drain_s: how long `stop` waits for the gateways to take their requests elsewhere.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        info: EngineInfo,
+        address: str,
+        *,
+        remote: tuple[socket.socket, ssl.SSLContext] | None = None,
+        drain_s: float = 0.0,
+    ) -> None:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
-        self._transport = Transport(address, info)
+        self._transport = Transport(address, info, remote=remote)
         core.adapters.wake = self._transport.interrupt
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
@@ -68,7 +91,12 @@ class EngineServer:
         self._request_ids: dict[str, str] = {}  # by name
         # By request id, while its grammar is compiled: branches that were aborted meanwhile.
         self._left_branches: dict[str, list[int]] = {}
+        self._num_keys: dict[GatewayId, int] = {}  # messages that each gateway that wants keys got
+        self._drain_s = drain_s
+        self._num_stops = 0
         self._is_stopping = False
+        self._end_s: float | None = None  # when draining ends; None: it has not begun
+        self._may_end_s = 0.0  # when it may end, if no request is left
         self._stats_due_s = 0.0
 
     def start(self) -> None:
@@ -77,8 +105,10 @@ class EngineServer:
         self._transport.start()
 
     def stop(self) -> None:
-        """End `run` after the current step; safe in a signal handler."""
-        self._is_stopping = True
+        """End `run` after the current step, or once the requests have left; the second call waits
+        for nothing. Safe in a signal handler."""
+        self._num_stops += 1
+        self._is_stopping = self._num_stops > 1 or not self._drain_s
         self._transport.interrupt()
 
     def run(self) -> None:
@@ -89,7 +119,10 @@ class EngineServer:
                 has_work = self._core.has_work()
                 if not has_work:
                     self._transport.last_step_s = None
-                for inbound in self._transport.receive(timeout_s=0.0 if has_work else None):
+                    self._publish_keys()
+                if self._num_stops and self._has_drained():
+                    break
+                for inbound in self._transport.receive(timeout_s=self._patience_s(has_work)):
                     if self._transport.last_step_s is None:
                         self._transport.last_step_s = time.monotonic()
                     self._handle(inbound)
@@ -137,12 +170,29 @@ class EngineServer:
             )
         elif isinstance(message, UnloadAdapter):
             self._core.adapters.unload(message.name)
+        elif isinstance(message, WantKeys):
+            self._publish_all_keys(gateway_id)
         elif isinstance(message, GatewayGone):
+            self._num_keys.pop(gateway_id, None)
             for request_id in list(self._owners):
                 if self._is_owner(gateway_id, request_id):
                     self._abort(request_id)
         self._publish_stats()
         self._stats_due_s = 0.0  # the next step's stats show the effect
+
+    def _patience_s(self, has_work: bool) -> float | None:
+        """How long to wait for messages; None: for ever."""
+        if has_work:
+            return 0.0
+        return None if self._end_s is None else _LEAVE_S / 4
+
+    def _has_drained(self) -> bool:
+        """Whether the engine, which was told to stop, may end."""
+        now_s = time.monotonic()
+        if self._end_s is None:
+            self._end_s = now_s + self._drain_s
+            self._may_end_s = now_s + (_LEAVE_S if self._transport.drain() else 0.0)
+        return now_s >= self._end_s or (not self._owners and now_s >= self._may_end_s)
 
     def _is_owner(self, gateway_id: GatewayId, request_id: str) -> bool:
         owner = self._owners.get(request_id)
@@ -242,6 +292,7 @@ class EngineServer:
                 self._stats_due_s = 0.0
         if time.monotonic() >= self._stats_due_s:
             self._publish_stats()
+            self._publish_keys()
         for gateway_id, frame in frames.items():
             self._transport.send(gateway_id, tuple(frame))
 
@@ -253,6 +304,39 @@ class EngineServer:
             num_grammars=len(self._core.grammars),
         )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
+
+    # -- keys of cached blocks, for gateways that ask -----------------------------------------
+
+    def _publish_keys(self) -> None:
+        """Send what has changed to those who want it."""
+        if not self._num_keys:
+            return
+        journal = self._core.scheduler.blocks.tiers.cache.journal
+        if not journal:
+            return
+        changes = journal.take()
+        added, removed = map(_short, changes) if changes is not None else (b"", b"")
+        # A gateway that has not got everything finds a gap, and asks again.
+        step = 1 if changes is not None else 2
+        for gateway_id in self._num_keys:
+            self._num_keys[gateway_id] += step
+            number = self._num_keys[gateway_id]
+            self._transport.publish(
+                gateway_id, CachedKeys(number=number, added=added, removed=removed)
+            )
+
+    def _publish_all_keys(self, gateway_id: GatewayId) -> None:
+        self._publish_keys()  # so that the next change follows on what is sent now, for all
+        cache = self._core.scheduler.blocks.tiers.cache
+        if not self._num_keys:
+            cache.journal.take()
+        number = self._num_keys[gateway_id] = self._num_keys.get(gateway_id, 0) + 1
+        snapshot = CachedKeys(number=number, added=_short(cache.keys()), is_snapshot=True)
+        self._transport.publish(gateway_id, snapshot)
+
+
+def _short(keys: Iterable[bytes]) -> bytes:
+    return b"".join(key[:SHORT_KEY_BYTES] for key in keys)
 
 
 def parse_config(values: Mapping[str, Any]) -> EngineConfig:
@@ -272,8 +356,15 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     # On SIGUSR1 from the supervisor, write all stacks to the log; this does not need the GIL.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     log = configure_logging(config["log_level"], config["log_format"])
-    core, info = build_core(parse_config(config["engine"]))
-    server = EngineServer(core, info, config["address"])
+    engine = parse_config(config["engine"])
+    _take_share(config.get("index", 0), engine.device.num_sharing)
+    remote = None
+    if config.get("tls") is not None:  # before loading, as a mistake ends the start
+        context = engine_context(TlsFiles(*config["tls"]))
+        remote = socket.socket(fileno=int(os.environ[LISTEN_FD])), context
+    core, info = build_core(engine)
+    drain_s = config.get("drain_s", 0.0)
+    server = EngineServer(core, info, config["address"], remote=remote, drain_s=drain_s)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Objects made at start-up live as long as the process: keep the collector from scanning them.
     gc.collect()
@@ -289,6 +380,23 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
         kv_cache_tokens=info.num_blocks * info.block_size,
     )
     server.run()
+
+
+def _take_share(index: int, num: int) -> None:
+    """Use one share of this machine's cores or GPUs, of several engines on it."""
+    if num == 1:
+        return
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share_of_cores(index, num))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(_num_gpus())]
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+
+
+def _num_gpus() -> int:
+    """The machine's, without asking torch, which would then not see the choice."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _watch(server: EngineServer, step_timeout_s: float, log: LogWriter) -> None:

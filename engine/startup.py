@@ -46,6 +46,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         device = runner.info
         overlaps = device.overlaps_steps
         executor = OverlappedExecutor(runner) if overlaps else InProcessExecutor(runner)
+    cache_root = _cache_root(config, path, device)
     scheduler = Scheduler(
         config.scheduler,
         BlockManager(
@@ -53,7 +54,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
             block_size=device.block_size,
             num_host_blocks=device.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching,
-            cache_root=_cache_root(config, path, device),
+            cache_root=cache_root,
             is_length_bound=device.needs_prompt_lens,
         ),
         eos_token_ids=eos_token_ids,
@@ -88,6 +89,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         quantization=device.quantization,
         weight_bytes=device.weight_bytes,
         adapters=adapters,
+        cache_root=cache_root,
+        is_length_bound=device.needs_prompt_lens,
     )
     return core, info
 

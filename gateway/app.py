@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from penstock.engine.logs import LogWriter
+from penstock.engine.transport.tls import gateway_context
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas
@@ -46,7 +48,9 @@ from penstock.gateway.auth.guard import Guard
 from penstock.gateway.auth.keys import KeyRing
 from penstock.gateway.auth.tickets import MemoryTickets, Tickets
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.engines.discovery import Discovery, Find, resolve
 from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_link import Tls
 from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.adapters import AdapterChanges, AdapterRegistry, MemoryChanges
 from penstock.gateway.generation.generator import Generator
@@ -100,7 +104,7 @@ def create_app(
         ModelLoadError: the model's tokenizer or settings cannot be read.
     """
     model = model or load_model(config)
-    engine = EngineClient(config.engine_address, engine_wait_s=config.engine_wait_s)
+    engine = _engine_client(config)
     metrics = Metrics(engine, model.name, _workers(config))
     health = _redis_health(config)
     gate = make_gate(config, engine, health)
@@ -117,6 +121,7 @@ def create_app(
         max_prompt_bytes=config.max_prompt_bytes,
     )
 
+    discovery, close_discovery = _discovery(config, engine, model.name, health)
     stores = make_stores(config, health)
     service = ResponseService(
         generator,
@@ -134,6 +139,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
+        discovery.start()
         adapters.start()
         await metrics.start()
         await service.start()
@@ -142,7 +148,9 @@ def create_app(
             yield
         finally:
             starting.cancel()
+            await discovery.close()
             await engine.close()
+            await close_discovery()
             await adapters.close()
             await gate.aclose()
             await service.close()
@@ -396,6 +404,33 @@ def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth) -> Store
     )
 
 
+def _engine_client(config: GatewayConfig) -> EngineClient:
+    addresses, files = config.engine_addresses, config.tls_files
+    tls = None if files is None else Tls(gateway_context(files), config.tls_server_name)
+    return EngineClient(
+        *((config.engine_address,) if addresses is None else addresses),
+        engine_wait_s=config.engine_wait_s,
+        routing=config.routing,
+        tls=tls,
+    )
+
+
+def _discovery(
+    config: GatewayConfig, engine: EngineClient, model_name: str, health: RedisHealth | None
+) -> tuple[Discovery, Callable[[], Coroutine[None, None, None]]]:
+    """Where engines on other machines are found, and what closes its connections."""
+    finds: list[Find] = [partial(resolve, endpoint) for endpoint in config.remote_engines]
+    if config.redis_url is None or not config.discover:
+        return Discovery(engine, finds), _nothing
+    from penstock.gateway.storage.redis_engines import RedisEngines
+    from penstock.gateway.storage.redis_link import RedisLink
+    from penstock.gateway.storage.redis_url import RedisAddress
+
+    link = RedisLink(RedisAddress.parse(config.redis_url), health=health)
+    registered = RedisEngines(link, model_name)
+    return Discovery(engine, [*finds, registered.addresses]), registered.close
+
+
 def _adapter_changes(config: GatewayConfig, health: RedisHealth | None) -> AdapterChanges:
     if config.redis_url is None or not config.enable_lora:
         return MemoryChanges()
@@ -404,7 +439,9 @@ def _adapter_changes(config: GatewayConfig, health: RedisHealth | None) -> Adapt
     from penstock.gateway.storage.redis_url import RedisAddress
 
     link = RedisLink(RedisAddress.parse(config.redis_url), health=health)
-    return RedisAdapterChanges(link, server=config.engine_address)
+    # Gateways that discover the same engines have the same adapters.
+    server = f"engines of {config.model_names[0]}" if config.discover else config.engine_address
+    return RedisAdapterChanges(link, server=server)
 
 
 async def _nothing() -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import ModelConfig, TlsFiles
 from penstock.engine.errors import ConfigError
+
+Routing = Literal["prefix", "least-loaded", "round-robin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,14 @@ class GatewayConfig:
     """What a gateway needs to know.
 
     Attributes:
-        engine_address: path of the Unix socket at which the engine listens.
+        engine_address: path of the Unix socket at which the engine listens; in the server's own
+            folder, and the same for all its gateways.
+        engine_addresses: the same for several engines, which may be none; None: only that one.
+        remote_engines: HOST:PORT of engines on other machines. A name may stand for several.
+        discover: use engines that have registered in Redis for this model.
+        tls_cert, tls_key, tls_ca: PEM files for engines on other machines.
+        tls_server_name: what their certificates must name; None: the host of their address.
+        routing: which engine gets a request.
         host: the address the listening socket is bound to; on loopback the Host header is
             checked.
         host_name: the same as the user wrote it.
@@ -77,6 +86,14 @@ class GatewayConfig:
     """
 
     engine_address: str
+    engine_addresses: tuple[str, ...] | None = None
+    remote_engines: tuple[str, ...] = ()
+    discover: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    tls_server_name: str | None = None
+    routing: Routing = "prefix"
     host: str = "127.0.0.1"
     host_name: str = "localhost"
     worker_index: int = 0
@@ -130,13 +147,23 @@ class GatewayConfig:
     def from_settings(cls, settings: Mapping[str, Any]) -> GatewayConfig:
         """Read the options of `serve` by key; those of other parts are ignored."""
         values = {name: settings[name] for name in _PLAIN_FIELDS if name in settings}
+        addresses = settings.get("engine_addresses")
         return cls(
             **values,
+            engine_addresses=None if addresses is None else tuple(addresses),
+            remote_engines=tuple(settings.get("engine") or ()),
             api_keys=tuple(settings.get("api_key") or ()),
             allowed_origins=tuple(_origin(text) for text in settings.get("allowed_origins") or ()),
             served_model_names=tuple(settings.get("served_model_name") or ()),
             model=ModelConfig(**settings["model"]),
         )
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """For engines on other machines."""
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -153,6 +180,14 @@ def is_loopback(address: str) -> bool:
     """Whether an IP address reaches this machine only; False for a name."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_any(address: str) -> bool:
+    """Whether a socket bound to this IP address is reached at all of the machine's."""
+    try:
+        return ipaddress.ip_address(address).is_unspecified
     except ValueError:
         return False
 
@@ -177,8 +212,8 @@ def _origin(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-_PLAIN_FIELDS = tuple(
-    item.name
-    for item in fields(GatewayConfig)
-    if item.name not in {"api_keys", "allowed_origins", "served_model_names", "model"}
-)
+_READ_APART = {
+    "api_keys", "allowed_origins", "served_model_names", "model", "engine_addresses",
+    "remote_engines",
+}  # fmt: skip
+_PLAIN_FIELDS = tuple(item.name for item in fields(GatewayConfig) if item.name not in _READ_APART)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _TOKEN_BYTES = 4
@@ -66,21 +66,82 @@ def root_key(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+def chain_root(
+    cache_root: bytes, *, cache_salt: str, adapter: str | None, num_prompt_tokens: int
+) -> bytes:
+    """The start of a request's chain.
+
+    Args:
+        cache_root: everything that KV depends on and that no request can change.
+        adapter: the digest of its adapter, not its name: another one may get the same name.
+        num_prompt_tokens: 0 where KV does not depend on the prompt's length.
+    """
+    return root_key(
+        cache_root,
+        cache_salt.encode(),
+        (adapter or "").encode(),
+        num_prompt_tokens.to_bytes(8, "little"),
+    )
+
+
 def block_key(parent: bytes, tokens: bytes) -> bytes:
     """The key of a full block of packed tokens."""
     return hashlib.sha256(parent + tokens).digest()
+
+
+class KeyJournal:
+    """Which full blocks came and went since it was last read; empty until it is first read.
+
+    It says which prefixes an engine has, to those who route requests. Of a key that came and went,
+    only what happened last is kept, and of more than `max_keys` keys nothing: then the reader must
+    ask for all keys again.
+    """
+
+    def __init__(self, max_keys: int = 1 << 16) -> None:
+        self._max_keys = max_keys
+        self._is_on = False
+        self._changes: dict[bytes, bool] = {}
+        self._is_whole = False
+
+    def __bool__(self) -> bool:
+        """Whether there is something to read."""
+        return bool(self._changes) or not self._is_whole
+
+    def note(self, key: bytes, *, is_cached: bool) -> None:
+        if self._is_on:
+            self._changes[key] = is_cached
+            if len(self._changes) > self._max_keys:
+                self._changes.clear()
+                self._is_whole = False
+
+    def take(self) -> tuple[list[bytes], list[bytes]] | None:
+        """The keys that came, and those that went; None if that is not known."""
+        changes, self._changes = self._changes, {}
+        was_whole, self._is_whole = self._is_whole, True
+        self._is_on = True
+        if not was_whole:
+            return None
+        return (
+            [key for key, is_cached in changes.items() if is_cached],
+            [key for key, is_cached in changes.items() if not is_cached],
+        )
 
 
 class PrefixCache:
     """The cached contents, by key and by parent."""
 
     def __init__(self) -> None:
+        self.journal = KeyJournal()
         self._by_key: dict[bytes, CachedBlock] = {}
         self._children: dict[bytes, dict[CachedBlock, None]] = {}  # oldest first
 
     def __iter__(self) -> Iterator[CachedBlock]:
         for children in self._children.values():
             yield from children
+
+    def keys(self) -> Iterable[bytes]:
+        """Those of all full blocks."""
+        return self._by_key.keys()
 
     def get(self, key: bytes) -> CachedBlock | None:
         """The content of a full block."""
@@ -91,6 +152,7 @@ class PrefixCache:
         if block.key is not None:
             assert block.key not in self._by_key, "a key stands for one content"
             self._by_key[block.key] = block
+            self.journal.note(block.key, is_cached=True)
         self._children.setdefault(block.parent, {})[block] = None
 
     def remove(self, block: CachedBlock) -> None:
@@ -101,6 +163,7 @@ class PrefixCache:
             del self._children[block.parent]
         if block.key is not None:
             del self._by_key[block.key]
+            self.journal.note(block.key, is_cached=False)
 
     def has_children(self, key: bytes) -> bool:
         return key in self._children

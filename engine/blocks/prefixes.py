@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-from penstock.engine.blocks.prefix_cache import CachedBlock, Tag, block_key, pack, root_key
+from penstock.engine.blocks.prefix_cache import CachedBlock, Tag, block_key, chain_root, pack
 from penstock.engine.blocks.tiers import Tiers
 from penstock.engine.request import Retention, Sequence, SequenceStatus
 
@@ -76,7 +76,6 @@ class Prefixes:
     def root_of(self, sequence: Sequence) -> bytes:
         """The root of the sequence's chain."""
         request = sequence.request
-        # Its content, not its name: another one may get the same name.
         adapter = None if request.adapter is None else request.adapter.digest
         return self._root(request.cache_salt, adapter, num_prompt_tokens=sequence.num_prompt_tokens)
 
@@ -242,12 +241,11 @@ class Prefixes:
     # -- keys -------------------------------------------------------------------------------
 
     def _root(self, cache_salt: str, adapter: str | None, *, num_prompt_tokens: int) -> bytes:
-        length = num_prompt_tokens if self._is_length_bound else 0
-        return root_key(
+        return chain_root(
             self._cache_root,
-            cache_salt.encode(),
-            (adapter or "").encode(),
-            length.to_bytes(8, "little"),
+            cache_salt=cache_salt,
+            adapter=adapter,
+            num_prompt_tokens=num_prompt_tokens if self._is_length_bound else 0,
         )
 
     def _key(self, table: BlockTable, token_ids: Ordered[int], number: int) -> bytes:

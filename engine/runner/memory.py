@@ -64,7 +64,7 @@ def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> Ho
     Raises:
         ConfigError: its configured size exceeds the free memory.
     """
-    free = free_cpu_bytes()
+    free = free_cpu_bytes() // config.device.num_sharing
     if pool.device.type == "cpu":
         free = max(0, free - pool.nbytes)  # allocated, but its pages are not in use yet
     num_blocks = choose_num_host_blocks(
@@ -84,7 +84,7 @@ def available_bytes(
     """Bytes for the KV pool on the model's device."""
     device = model.device
     if device.type != "cuda":
-        free = free_cpu_bytes()
+        free = free_cpu_bytes() // config.device.num_sharing
         # Experts that are still to be read; where they are too many, they will be mapped.
         return cpu_pool_bytes(max(free - model.expected_bytes, free // _CPU_SHARE))
     peak = _profile_peak_bytes(config, model, shape)

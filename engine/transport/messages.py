@@ -1,11 +1,13 @@
-"""The messages between gateway and engine: msgpack frames over a Unix socket.
+"""The messages between gateway and engine: msgpack frames over a Unix socket, or
+over TCP with mutual TLS.
 
     gateway                                            engine
       Hello        ─────────────────────────────►
                    ◄─────────────────────────────      EngineInfo
       Submit, Abort, DropPrefix,     ───────────►
-      UnloadAdapter, Heartbeat
-                   ◄─────────────────────────────      Step (numbered), Heartbeat, Failure
+      UnloadAdapter, WantKeys, Heartbeat
+                   ◄─────────────────────────────      Step (numbered), CachedKeys (numbered),
+                                                       Heartbeat, Draining, Failure
 
 Frames are versioned by `PROTOCOL_VERSION` in `Hello` and in every `Submit`; `frames` encodes and
 decodes them. The version is raised with every change of content or meaning: a field of a message
@@ -21,7 +23,8 @@ import msgspec
 
 from penstock.engine.request import Adapter, Request, RequestOutput
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
+SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
 # Counted in heartbeats, not seconds: a suspended process reads what has arrived before it counts
@@ -49,6 +52,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         weight_bytes: size of the weights in memory.
         scheduling_policy: `fcfs` or `priority`; only the latter accepts requests with a priority.
         adapters: those of `--lora-modules`.
+        cache_root: what all its KV depends on. Engines with the same one give the same tokens, and
+            the same keys to cached blocks (`blocks.prefix_cache.chain_root`).
+        is_length_bound: KV depends on the prompt's length too.
     """
 
     model: str
@@ -69,6 +75,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     quantization: str = "none"
     weight_bytes: int = 0
     adapters: tuple[Adapter, ...] = ()
+    cache_root: bytes = b""
+    is_length_bound: bool = False
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -125,6 +133,25 @@ class UnloadAdapter(
     """End all requests for the adapters of this name, whichever gateway they are from."""
 
     name: str
+
+
+class WantKeys(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="want_keys"):
+    """Send the keys of all cached blocks, and from then on each change of them."""
+
+
+class CachedKeys(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="keys"):
+    """Keys of cached full blocks: the first `SHORT_KEY_BYTES` of each, without separators.
+
+    Attributes:
+        number: counts them. A gap means that one was dropped, as this gateway read too slowly, or
+            that too many keys changed at once; the gateway asks again.
+        is_snapshot: `added` are all keys; what was known before is void.
+    """
+
+    number: int
+    added: bytes = b""
+    removed: bytes = b""
+    is_snapshot: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -219,6 +246,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     since_step_s: float | None = None
 
 
+class Draining(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="draining"):
+    """The engine ends as soon as it has no requests, or after a while: take them elsewhere."""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failure"):
     """The engine is ending, or refuses this gateway; the last frame it sends."""
 
@@ -226,5 +257,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="f
 
 
 Message = (
-    Hello | EngineInfo | Submit | Abort | DropPrefix | UnloadAdapter | Step | Heartbeat | Failure
+    Hello
+    | EngineInfo
+    | Submit
+    | Abort
+    | DropPrefix
+    | UnloadAdapter
+    | WantKeys
+    | CachedKeys
+    | Step
+    | Heartbeat
+    | Draining
+    | Failure
 )

@@ -1,4 +1,5 @@
-"""The engine's end of the transport: a Unix socket with a connection for each gateway.
+"""The engine's end of the transport: a Unix socket with a connection for each gateway, and for
+gateways on other machines a TCP socket with mutual TLS (`tls`).
 
 A thread reads, sends heartbeats while a long step computes, and retries frames that did not fit
 into a gateway's socket buffer. It hands messages to the step loop through a queue. The step loop
@@ -18,6 +19,7 @@ import logging
 import queue
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -33,6 +35,8 @@ from penstock.engine.transport.messages import (
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Abort,
+    CachedKeys,
+    Draining,
     DropPrefix,
     EngineInfo,
     EngineStats,
@@ -43,12 +47,16 @@ from penstock.engine.transport.messages import (
     Step,
     Submit,
     UnloadAdapter,
+    WantKeys,
 )
+from penstock.engine.transport.tls import TlsConnection, begin_handshake
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.005  # while frames wait
 _READ_BYTES = 1 << 18
 _SEND_BUFFER_BYTES = 1 << 22  # in the kernel, as far as it allows
+_MAX_HANDSHAKES = 64  # under way at once; further connections are closed
+_HANDSHAKE_BEATS = 3  # in which a handshake must end
 _FEW_OUTPUTS = 16  # at most, for the step loop to write a frame itself
 
 
@@ -60,7 +68,7 @@ class GatewayGone:
 @dataclass(slots=True, eq=False)
 class _Gateway:
     number: int
-    connection: socket.socket
+    connection: socket.socket | TlsConnection
     frames: FrameReader = field(default_factory=FrameReader)
     has_said_hello: bool = False
     num_steps: int = 0
@@ -71,18 +79,37 @@ class _Gateway:
     num_stuck_beats: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Handshake:
+    """Of a gateway that has not shown its certificate yet."""
+
+    connection: ssl.SSLSocket
+    num_beats: int = 0
+
+
 class TransportBrokenError(Exception):
     """The transport's thread failed (a bug): the engine gets no more messages and must end."""
 
 
 GatewayId = int  # of a connection; never used again
-Inbound = tuple[GatewayId, Submit | Abort | DropPrefix | UnloadAdapter | GatewayGone]
+Inbound = tuple[GatewayId, Submit | Abort | DropPrefix | UnloadAdapter | WantKeys | GatewayGone]
 
 
 class Transport(threading.Thread):
-    """Listens at `address`, the path of a Unix socket; replaces a leftover one."""
+    """
+    Args:
+        address: the path of a Unix socket to listen at; a leftover one is replaced.
+        remote: a TCP socket that listens for gateways on other machines, and what their
+            connections are secured with.
+    """
 
-    def __init__(self, address: str, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        address: str,
+        info: EngineInfo,
+        *,
+        remote: tuple[socket.socket, ssl.SSLContext] | None = None,
+    ) -> None:
         super().__init__(name="penstock-transport", daemon=True)
         self.stats = EngineStats()  # replaced by the step loop, read here
         # When the last step ended, or work began; None while there is none. Set by the step loop.
@@ -95,7 +122,7 @@ class Transport(threading.Thread):
         self._outbox: deque[tuple[GatewayId, tuple[RequestOutput, ...]]] = deque()
         self._numbers = itertools.count(1)
         self._next_heartbeat_s = 0.0
-        self._is_closing = False
+        self._is_closing = self._is_draining = False
         self._failure: str | None = None
         self._listener = _listen(address)
         self._woken, self._waker = socket.socketpair()  # wakes the thread
@@ -104,6 +131,11 @@ class Transport(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._remote = remote
+        self._handshakes: set[_Handshake] = set()
+        if remote is not None:
+            remote[0].setblocking(False)
+            self._selector.register(remote[0], selectors.EVENT_READ)
 
     # -- called by the step loop ------------------------------------------------------------
 
@@ -135,6 +167,25 @@ class Transport(threading.Thread):
                 self._outbox.append((gateway_id, outputs))
         self._wake()
 
+    def publish(self, gateway_id: GatewayId, keys: CachedKeys) -> None:
+        """Send keys of cached blocks; they are dropped if the gateway has not read earlier ones."""
+        with self._lock:
+            gateway = self._gateways.get(gateway_id)
+            if gateway is not None and not gateway.pending:
+                self._post(gateway, keys)
+        self._wake()
+
+    def drain(self) -> bool:
+        """Tell the gateways that the engine is about to end, and refuse new ones; whether there
+        are any."""
+        with self._lock:
+            self._is_draining = True
+            for gateway in self._gateways.values():
+                self._post(gateway, Draining())
+            has_any = bool(self._gateways)
+        self._wake()
+        return has_any
+
     def close(self, failure: str | None = None) -> None:
         """Send the gateways the failure, if there is one, and end the thread."""
         self._failure = failure
@@ -159,6 +210,10 @@ class Transport(threading.Thread):
         finally:
             self._listener.close()
             self._woken.close()
+            if self._remote is not None:
+                self._remote[0].close()
+            for handshake in self._handshakes:
+                handshake.connection.close()
             with self._lock:
                 for gateway in self._gateways.values():
                     gateway.connection.close()
@@ -172,6 +227,10 @@ class Transport(threading.Thread):
                     self._woken.recv(_READ_BYTES)
                 elif key.fileobj is self._listener:
                     self._accept()
+                elif self._remote is not None and key.fileobj is self._remote[0]:
+                    self._accept_remote(*self._remote)
+                elif isinstance(key.data, _Handshake):
+                    self._shake_hands(key.data)
                 else:
                     self._read(key.data)
             with self._lock:
@@ -194,10 +253,50 @@ class Transport(threading.Thread):
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        gateway = _Gateway(next(self._numbers), accepted)
+        self._welcome(accepted)
+
+    def _accept_remote(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            accepted, _ = listener.accept()
+            if len(self._handshakes) >= _MAX_HANDSHAKES:
+                accepted.close()
+                return
+            connection = begin_handshake(accepted, context)
+        except OSError as error:
+            _LOG.warning("a gateway could not connect: %s", error)
+            return
+        handshake = _Handshake(connection)
+        self._handshakes.add(handshake)
+        self._selector.register(connection, selectors.EVENT_READ, handshake)
+
+    def _shake_hands(self, handshake: _Handshake) -> None:
+        """Go on with a handshake. Nothing is read from a peer, and nothing sent to it, before its
+        certificate is accepted."""
+        connection = handshake.connection
+        try:
+            connection.do_handshake()
+        except ssl.SSLWantReadError:
+            self._selector.modify(connection, selectors.EVENT_READ, handshake)
+        except ssl.SSLWantWriteError:
+            self._selector.modify(connection, selectors.EVENT_WRITE, handshake)
+        except OSError as error:
+            self._refuse(handshake, str(error))
+        else:
+            self._selector.unregister(connection)
+            self._handshakes.remove(handshake)
+            self._welcome(TlsConnection(connection))
+
+    def _refuse(self, handshake: _Handshake, reason: str) -> None:
+        _LOG.warning("refused a peer that is no gateway of ours: %s", reason)
+        self._selector.unregister(handshake.connection)
+        self._handshakes.remove(handshake)
+        handshake.connection.close()
+
+    def _welcome(self, connection: socket.socket | TlsConnection) -> None:
+        gateway = _Gateway(next(self._numbers), connection)
         with self._lock:
             self._gateways[gateway.number] = gateway
-        self._selector.register(accepted, selectors.EVENT_READ, gateway)
+        self._selector.register(connection, selectors.EVENT_READ, gateway)
 
     def _read(self, gateway: _Gateway) -> None:
         try:
@@ -224,16 +323,24 @@ class Transport(threading.Thread):
         gateway.num_silent_beats = 0
         if isinstance(message, Hello):
             gateway.has_said_hello = True
-            is_ours = message.protocol_version == PROTOCOL_VERSION
-            text = _version_text(message.protocol_version)
-            self._post_now(gateway, self._info if is_ours else Failure(message=text))
+            if message.protocol_version != PROTOCOL_VERSION:
+                answer: Message = Failure(message=_version_text(message.protocol_version))
+            elif self._is_draining:
+                answer = Failure(message="the engine is about to end")
+            else:
+                answer = self._info
+            self._post_now(gateway, answer)
         elif not gateway.has_said_hello:
             self._post_now(gateway, Failure(message="unknown gateway: say hello first"))
-        elif isinstance(message, Submit | Abort | DropPrefix | UnloadAdapter):
+        elif isinstance(message, Submit | Abort | DropPrefix | UnloadAdapter | WantKeys):
             self._inbox.put((gateway.number, message))
 
     def _beat(self) -> None:
         self._next_heartbeat_s = time.monotonic() + HEARTBEAT_INTERVAL_S
+        for handshake in list(self._handshakes):
+            handshake.num_beats += 1
+            if handshake.num_beats > _HANDSHAKE_BEATS:
+                self._refuse(handshake, "its handshake does not end")
         for gateway in list(self._gateways.values()):
             gateway.num_silent_beats += 1
             gateway.num_stuck_beats += bool(gateway.pending)

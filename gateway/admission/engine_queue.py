@@ -63,7 +63,12 @@ class _TenantQueue:
 class HasStats(Protocol):
     @property
     def stats(self) -> EngineStats:
-        """The newest stats."""
+        """The newest stats, of all engines together."""
+        ...
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests; at least 1."""
         ...
 
 
@@ -186,7 +191,8 @@ class EngineQueue:
         return caller.weight / (others + caller.weight)
 
     def _prefill_s(self, num_tokens: int) -> float:
-        rate = self._engine.stats.prefill_tokens_per_s
+        # One of the engines computes it.
+        rate = self._engine.stats.prefill_tokens_per_s / self._engine.num_engines
         return num_tokens / rate if rate > 0 else 0.0
 
     def _refusal(self, message: str, wait_s: float) -> Exception:

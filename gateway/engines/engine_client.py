@@ -1,9 +1,11 @@
-"""The client of the engine: submits requests and returns their streams.
+"""The client of the engines: submits requests and returns their streams.
 
-A connection to the engine is one *life*. It begins with `Hello` and `EngineInfo`, and ends when the
-connection is lost, the engine sends `Failure`, is silent for too long or loses a frame, or when
-`mark_dead` is called. The client then connects again, so it finds a restarted engine by itself,
-which continues the open streams (`open_streams`).
+It has a link to each engine of the pool. A request goes to the engine that `routing` chooses. When
+an engine dies, its streams continue in another one at once, and otherwise wait for the next
+(`open_streams`). When an engine drains, its streams leave it for another one, or end there.
+
+Engines are of one pool if their KV is the same: model, weights, types and block size. Others are
+connected to, but get no request while the pool has an engine.
 """
 
 from __future__ import annotations
@@ -11,82 +13,75 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import cast
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from functools import reduce
 
 import msgspec
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import Request
-from penstock.engine.transport.frames import FrameReader, decode, encode, framed
+from penstock.engine.request import Request, RequestOutput
 from penstock.engine.transport.messages import (
-    HEARTBEAT_INTERVAL_S,
-    MAX_SILENT_BEATS,
-    SILENCE_LIMIT_S,
     DropPrefix,
     EngineInfo,
     EngineStats,
-    Failure,
-    Heartbeat,
-    Hello,
     Message,
-    Step,
     UnloadAdapter,
 )
+from penstock.gateway.config import Routing
+from penstock.gateway.engines.engine_link import EngineLink, Tls, is_remote
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.open_streams import OpenStreams
+from penstock.gateway.engines.routing import Router
 
 MAX_ENGINE_LIVES = 5
 ENGINE_WAIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 _SHUTDOWN = "the server is shutting down"
-_RETRY_S = 0.05  # while no engine listens
 _FIND_AGAIN_S = 1.5  # how long after a loss new requests wait for the engine
-# Stats that are reset when an engine dies: all but the counters and the sizes of its pools.
-_GAUGES = tuple(
-    field.name
-    for field in msgspec.structs.fields(EngineStats)
-    if not field.name.endswith("_total") and field.name not in ("num_blocks", "num_host_blocks")
-)
+# Links are often lost together, as when this process was stopped: the streams of the first must
+# not move to an engine whose loss is noticed next.
+_MOVE_S = 0.02
 
 
 class EngineClient:
-    """A gateway's link to one engine.
+    """A gateway's links to its engines.
 
     Args:
-        address: path of the Unix socket on which the engine listens; it need not exist yet.
+        addresses: the paths of the Unix sockets on which they listen; they need not exist yet.
+        tls: for engines on other machines.
         max_engine_lives: how many engines may die with a request before it fails.
-        engine_wait_s: how long the streams of a dead engine wait for the next one.
+        engine_wait_s: how long streams wait for an engine while there is none.
+
+    Attributes:
+        info: of an engine that takes requests; None: there is none.
+        links: to the engines, in the order in which they were added.
     """
 
     def __init__(
         self,
-        address: str,
-        *,
+        *addresses: str,
         max_engine_lives: int = MAX_ENGINE_LIVES,
         engine_wait_s: float = ENGINE_WAIT_S,
+        routing: Routing = "prefix",
+        tls: Tls | None = None,
     ) -> None:
-        self.stats = EngineStats()
-        self.info: EngineInfo | None = None  # None while there is no engine
-        self._address = address
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self.info: EngineInfo | None = None
+        self.links: list[EngineLink] = []
+        self._tls = tls
+        self._router = Router(routing)
+        self._usable: list[EngineLink] = []
         self._streams = OpenStreams(
-            lambda message: self._outbox.put_nowait(message),
-            max_engine_lives=max_engine_lives,
-            engine_wait_s=engine_wait_s,
+            self._choose, max_engine_lives=max_engine_lives, engine_wait_s=engine_wait_s
         )
         self._engine_wait_s = engine_wait_s
         self._has_info = asyncio.Event()
-        self._death: asyncio.Future[str] | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._is_draining = False
+        self._is_started = self._is_draining = False
         self._lost_at_s = time.monotonic()  # or there was no link yet
-        self._num_lives = 0
-        self._engine_pid = 0  # of the last engine that answered
-        self._num_silent_beats = 0
-        self._num_steps = 0
-        self._last_step_s: float | None = None  # the engine's, for any gateway; None: no work
+        self._leaving: set[asyncio.Task[None]] = set()
+        for index, address in enumerate(addresses):
+            self._add(str(index), address)
 
     # -- public -----------------------------------------------------------------------------
 
@@ -96,18 +91,43 @@ class EngineClient:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there was an engine and it is gone."""
-        return self.info is None and self._num_lives > 0
+        """Whether there was an engine and there is none now."""
+        return self.info is None and any(link.num_lives for link in self.links)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The newest numbers, added up over the engines."""
+        if len(self.links) == 1:
+            return self.links[0].stats
+        return total_stats(link.stats for link in self.links)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests; at least 1."""
+        return len(self._usable) or 1
 
     @property
     def since_step_s(self) -> float:
         """Seconds since the engine's last step ended or its work began; 0 while it has no work. It
-        grows while a step is stuck, even if heartbeats continue."""
-        return 0.0 if self._last_step_s is None else time.monotonic() - self._last_step_s
+        grows while a step is stuck, even if heartbeats continue. The longest of the engines'."""
+        return max((link.since_step_s for link in self.links), default=0.0)
 
     def start(self) -> None:
         """Start connecting. Must be called in the event loop."""
-        self._keeper = asyncio.create_task(self._keep_connected(), name="engine-client")
+        self._is_started = True
+        for link in self.links:
+            link.start()
+
+    def follow(self, addresses: Collection[str]) -> None:
+        """Connect to the engines on other machines at these addresses (HOST:PORT). Engines there
+        that are no longer among them are given up once they do not answer."""
+        known = {link.address: link for link in self.links}
+        for address in addresses:
+            if address not in known:
+                self._add(address, address)
+        for address in known.keys() - set(addresses):
+            if is_remote(address) and known[address].info is None:
+                self._give_up(known[address])
 
     async def drain(
         self, grace_s: float, *, hand_over: Callable[[], Awaitable[None]] | None = None
@@ -124,20 +144,21 @@ class EngineClient:
         self._streams.fail_all(_SHUTDOWN)
 
     async def close(self) -> None:
-        """Disconnect from the engine; open streams fail."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+        """Disconnect from the engines; open streams fail."""
+        self._is_started = False
+        await asyncio.gather(*(link.close() for link in self.links), *self._leaving)
+        self.info = None
+        self._usable = []
+        self._streams.fail_all(_SHUTDOWN)
 
     async def wait_ready(self) -> EngineInfo:
-        """The engine's info, as soon as there is an engine."""
+        """An engine's info, as soon as there is an engine."""
         while self.info is None:
             await self._has_info.wait()
         return self.info
 
     async def require_info(self) -> EngineInfo:
-        """The engine's info, for a new request, which waits a moment if the link was just lost: a
+        """An engine's info, for a new request, which waits a moment if the link was just lost: a
         gateway that was stopped for a while finds its engine again within a second.
 
         Raises:
@@ -153,7 +174,7 @@ class EngineClient:
         return self.info_for_running()
 
     def info_for_running(self) -> EngineInfo:
-        """The engine's info, for a request that was already admitted: also during a drain.
+        """An engine's info, for a request that was already admitted: also during a drain.
 
         Raises:
             EngineDeadError: there is no engine.
@@ -163,7 +184,7 @@ class EngineClient:
         return self.info
 
     def submit(self, request: Request, *, epoch: int = 1) -> EngineStream:
-        """Queue a request for the engine. If the engine dies, the next one continues the stream.
+        """Queue a request for an engine. If the engine dies, another one continues the stream.
 
         Args:
             epoch: of the owner, where gateways take over requests from each other: the engine obeys
@@ -173,8 +194,6 @@ class EngineClient:
             EngineDeadError: there is no engine.
         """
         self.info_for_running()
-        if self._last_step_s is None:
-            self._last_step_s = time.monotonic()
         return self._streams.open(request, epoch=epoch)
 
     def abort(self, stream: EngineStream) -> None:
@@ -188,215 +207,135 @@ class EngineClient:
     def drop_prefix(
         self, token_ids: Sequence[int], cache_salt: str, *, adapter: str | None = None
     ) -> None:
-        """Have the engine drop the cached KV of these tokens, except what other requests use.
+        """Have the engines drop the cached KV of these tokens, except what other requests use.
 
         Without an engine there is nothing to drop.
 
         Args:
             adapter: the digest of the adapter that computed it.
         """
-        if self.info is not None:
-            dropped = DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt, adapter=adapter)
-            self._outbox.put_nowait(dropped)
+        self._tell_all(
+            DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt, adapter=adapter)
+        )
 
     def unload_adapter(self, name: str) -> None:
-        """Have the engine end all requests for the adapters of this name."""
-        if self.info is not None:
-            self._outbox.put_nowait(UnloadAdapter(name=name))
+        """Have the engines end all requests for the adapters of this name."""
+        self._tell_all(UnloadAdapter(name=name))
 
     def mark_dead(self, reason: str) -> None:
-        """End the current life, because the engine is known to be gone."""
-        if self._death is not None and not self._death.done():
-            self._death.set_result(reason)
+        """End the current lives, because the engines are known to be gone."""
+        for link in self.links:
+            link.mark_dead(reason)
 
-    # -- lives ------------------------------------------------------------------------------
+    def _tell_all(self, message: Message) -> None:
+        for link in self.links:
+            if link.info is not None:
+                link.post(message)
 
-    async def _keep_connected(self) -> None:
-        try:
-            while True:
-                socket = await self._connected()
-                try:
-                    reason = await self._live(socket)
-                except Exception as error:  # a bug: report it, and try again
-                    reason = f"{type(error).__name__}: {error}"
-                    self._end_life(reason)
-                _LOG.error(
-                    "lost the engine: %s; looking for the next one, for which %d open streams wait "
-                    "at most %.0f s",
-                    reason,
-                    len(self._streams),
-                    self._engine_wait_s,
-                )
-                self._streams.tick()
-                await asyncio.sleep(HEARTBEAT_INTERVAL_S / 2)
-        finally:
-            self.info = None
-            self._streams.fail_all(_SHUTDOWN)
+    # -- the pool ---------------------------------------------------------------------------
 
-    async def _connected(self) -> EngineSocket:
-        """A connection, as soon as an engine listens."""
-        while True:
-            with contextlib.suppress(OSError):
-                return await EngineSocket.connect(self._address, self._on_frame)
-            self._streams.tick()
-            await asyncio.sleep(_RETRY_S)
+    def _add(self, name: str, address: str) -> None:
+        link = EngineLink(name, address, self, tls=self._tls)
+        self.links.append(link)
+        if self._is_started:
+            link.start()
 
-    async def _live(self, socket: EngineSocket) -> str:
-        """One life, from hello to the end; returns why it ended."""
-        self._death = asyncio.get_running_loop().create_future()
-        self._num_silent_beats = self._num_steps = 0
-        self._outbox = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(self._guarded(work))
-            for work in (self._send(socket), self._beat(), self._watch(socket))
-        ]
-        try:
-            reason = await self._death
-            self._end_life(reason)
-            return reason
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            while not self._outbox.empty():  # aborts
-                socket.write(encode(self._outbox.get_nowait()))
-            socket.close()
+    def _give_up(self, link: EngineLink) -> None:
+        self.links.remove(link)
+        self._streams.forget(link)
+        leaving = asyncio.create_task(link.close())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        _LOG.info("engine %s has left the pool", link.name)
 
-    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
-        # A bug in one task must end the life instead of leaving a half-working link.
-        try:
-            await work
-        except Exception as error:
-            _LOG.exception("the link to the engine failed")
-            self.mark_dead(f"{type(error).__name__}: {error}")
+    def _choose(self, stream: EngineStream) -> EngineLink | None:
+        return self._router.choose(self._usable, stream)
 
-    def _end_life(self, reason: str) -> None:
-        self.info = None
-        self._lost_at_s = time.monotonic()
-        self._has_info.clear()
-        self._last_step_s = None
-        self.stats = msgspec.structs.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
-        self._streams.lose_engine(reason)
+    def _refresh(self) -> None:
+        """Find the engines that take requests: those whose KV is the first one's."""
+        live = [link for link in self.links if link.is_usable]
+        roots = {_root(link) for link in self._usable if link.is_usable}
+        if not roots and live:
+            roots = {_root(live[0])}
+        self._usable = [link for link in live if _root(link) in roots]
+        self.info = self._usable[0].info if self._usable else None
+        if len(self._usable) > 1 and self._router.needs_keys:
+            for link in self._usable:
+                link.want_keys()
+        if self.info is None:
+            self._has_info.clear()
+        else:
+            self._has_info.set()
 
-    async def _send(self, socket: EngineSocket) -> None:
-        while True:
-            await socket.send(encode(await self._outbox.get()))
+    # -- told by the links ------------------------------------------------------------------
 
-    async def _watch(self, socket: EngineSocket) -> None:
-        """Ends the life when the socket closes: a killed engine's does at once."""
-        await socket.disconnected.wait()
-        self.mark_dead("its connection closed")
+    def engine_found(self, link: EngineLink, *, is_same: bool) -> None:
+        self._refresh()
+        if link not in self._usable:
+            text = "engine %s gets no requests: its model, weights, types or block size differ"
+            _LOG.warning(text, link.name)
+        if is_same:
+            self._streams.forgive(link)
+        self._streams.continue_all()
 
-    async def _beat(self) -> None:
-        """Send `Hello` until the engine answers, then heartbeats, and count its silent beats.
+    def engine_draining(self, link: EngineLink) -> None:
+        self._refresh()
+        if self._usable:
+            num = len(self._streams.leave(link))
+            _LOG.info("engine %s drains; %d open streams leave it", link.name, num)
+            self._streams.continue_all()
 
-        Beats are counted instead of seconds: if this event loop was stopped for a while, it reads
-        what the engine sent in that time before the next beat.
-        """
-        while True:
-            self._outbox.put_nowait(Hello() if self.info is None else Heartbeat())
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            self._streams.tick()
-            self._num_silent_beats += self.info is not None
-            if self._num_silent_beats > MAX_SILENT_BEATS:
-                self.mark_dead(f"silent for {SILENCE_LIMIT_S:.0f} s")
-
-    def _on_frame(self, frame: bytes) -> None:
-        if self._death is None or self._death.done():
+    def engine_lost(self, link: EngineLink, reason: str) -> None:
+        self._refresh()
+        if self.info is None:
+            self._lost_at_s = time.monotonic()
+        num_lost = self._streams.lose_engine(link, reason)
+        if not self._usable:
+            _LOG.error(
+                "lost the engine: %s; looking for the next one, for which %d open streams wait "
+                "at most %.0f s",
+                reason,
+                len(self._streams),
+                self._engine_wait_s,
+            )
             return
-        try:
-            self._on_message(decode(frame))
-        except Exception as error:
-            _LOG.exception("the link to the engine failed")
-            self.mark_dead(f"{type(error).__name__}: {error}")
+        if link.is_draining and not num_lost:
+            _LOG.info("engine %s has drained", link.name)
+        else:
+            text = "lost engine %s: %s; %d open streams continue in another one"
+            _LOG.error(text, link.name, reason, num_lost)
+        asyncio.get_running_loop().call_later(_MOVE_S, self._continue_lost)
 
-    def _on_message(self, message: Message) -> None:
-        self._num_silent_beats = 0
-        if isinstance(message, Step):
-            self._on_step(message)
-        elif isinstance(message, Heartbeat):
-            self.stats = message.stats or self.stats
-            since_s = message.since_step_s
-            self._last_step_s = None if since_s is None else time.monotonic() - since_s
-        elif isinstance(message, EngineInfo):
-            if self.info is None:  # otherwise it answers a second hello
-                self._num_lives += 1
-                self.info = message
-                self._has_info.set()
-                is_same, self._engine_pid = message.pid == self._engine_pid, message.pid
-                self._streams.continue_all(is_same=is_same)
-        elif isinstance(message, Failure):
-            self.mark_dead(message.message)
+    def _continue_lost(self) -> None:
+        if self._usable:
+            self._streams.continue_all()
 
-    def _on_step(self, step: Step) -> None:
-        self._num_steps += 1
-        if step.number != self._num_steps:
-            self.mark_dead(f"got frame {step.number} instead of {self._num_steps}")
-            return
-        self.stats = step.stats or self.stats
-        self._streams.deliver(step.outputs)
-        # Other gateways may have work in the engine; the next heartbeat corrects this.
-        self._last_step_s = time.monotonic() if self._streams else None
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        self._streams.deliver(outputs)
+
+    def tick(self) -> None:
+        self._streams.tick()
 
 
-class EngineSocket(asyncio.Protocol):
-    """Made by `connect`.
+def total_stats(each: Iterable[EngineStats]) -> EngineStats:
+    """The numbers of several engines, added up."""
+    return reduce(_added, each, EngineStats())
 
-    Attributes:
-        disconnected: set once the connection is lost and all received frames were passed on.
-    """
 
-    def __init__(self, on_frame: Callable[[bytes], None]) -> None:
-        self.disconnected = asyncio.Event()
-        self._on_frame = on_frame
-        self._frames = FrameReader()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+def _added(left: EngineStats, right: EngineStats) -> EngineStats:
+    sums = {
+        name: operator.add(getattr(left, name), getattr(right, name))
+        for name in EngineStats.__struct_fields__
+        if name != "num_accepted_tokens_per_pos_total"
+    }
+    by_pos = [left.num_accepted_tokens_per_pos_total, right.num_accepted_tokens_per_pos_total]
+    most = max(map(len, by_pos))
+    padded = [(*each, *[0] * (most - len(each))) for each in by_pos]
+    sums["num_accepted_tokens_per_pos_total"] = tuple(map(sum, zip(*padded, strict=True)))
+    return msgspec.structs.replace(left, **sums)
 
-    @classmethod
-    async def connect(cls, address: str, on_frame: Callable[[bytes], None]) -> EngineSocket:
-        """Args:
-            address: path of the Unix socket on which the engine listens.
-            on_frame: called with every frame.
 
-        Raises:
-            OSError: nothing listens there.
-        """
-        loop = asyncio.get_running_loop()
-        _, connected = await loop.create_unix_connection(lambda: cls(on_frame), address)
-        return connected
-
-    async def send(self, frame: bytes) -> None:
-        """Send a frame; returns as soon as there is room for the next."""
-        self.write(frame)
-        await self._has_room.wait()
-
-    def write(self, frame: bytes) -> None:
-        """Send a frame without waiting; `close` still flushes it. If the engine has died, the frame
-        is dropped: uvloop would raise an error that hides this."""
-        if not self._transport.is_closing():
-            self._transport.write(framed(frame))
-
-    def close(self) -> None:
-        self._transport.close()
-
-    # -- called by the event loop -----------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for frame in self._frames.feed(data):
-                self._on_frame(frame)
-        except ValueError:  # not an engine's frames
-            self._transport.abort()
-
-    def pause_writing(self) -> None:
-        self._has_room.clear()
-
-    def resume_writing(self) -> None:
-        self._has_room.set()
-
-    def connection_lost(self, _: Exception | None) -> None:
-        self.disconnected.set()
+def _root(link: EngineLink) -> tuple[bytes, int]:
+    """What engines of one pool have in common."""
+    assert link.info is not None
+    return link.info.cache_root, link.info.max_model_len

@@ -1,15 +1,15 @@
 """The open streams, which outlive the engine that computes them.
 
-When the engine dies they wait, and the next engine continues them. One of the requests may be the
-cause of the deaths. A request that was in the engine at two deaths in a row, with no output between
-them, is a suspect. Suspects enter the next engine one at a time, each after the previous one has
-had an output; if the engine dies again with a suspect, that request fails.
+When an engine dies or drains, another one continues its streams; they wait while there is none. One
+of the requests may be the cause of the deaths. A request that was in an engine at two deaths in a
+row, with no output between them, is a suspect. Suspects enter an engine one at a time, each after
+the previous one has had an output; if an engine dies again with a suspect, that request fails.
 
-    in the engine ──death──► waiting ──new engine──► in the engine        (suspects: one by one)
-         │                      └─ no engine in time, too many deaths ──► failed
+    in an engine ──death, drain──► waiting ──an engine──► in an engine    (suspects: one by one)
+         │                            └─ no engine in time, too many deaths ──► failed
          └─ last output, abort ──► closed
 
-This module only plans messages; `post` sends them.
+This module only plans messages; an engine's `post` sends them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import Request, RequestOutput
 from penstock.engine.transport.messages import Abort, Message
 from penstock.gateway.engines.engine_stream import EngineStream
+from penstock.gateway.engines.routing import EngineLoad
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.wake_ups import WakeUps
 
@@ -29,10 +31,21 @@ _MAX_STRIKES = 3
 _TRIAL_S = 10.0  # an engine that survives a suspect for this long accepts the next one
 
 
+class Engine(Protocol):
+    """An engine of the pool."""
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    def post(self, message: Message) -> None: ...
+
+    def note_work(self) -> None: ...
+
+
 class OpenStreams:
     """
     Args:
-        post: sends a message to the current engine.
+        choose: the engine for a stream; None: there is none.
         max_engine_lives: a request fails when this many engines have died with it.
         engine_wait_s: how long to wait for the next engine.
         clock: monotonic seconds.
@@ -40,20 +53,21 @@ class OpenStreams:
 
     def __init__(
         self,
-        post: Callable[[Message], None],
+        choose: Callable[[EngineStream], Engine | None],
         *,
         max_engine_lives: int,
         engine_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._post = post
+        self._choose = choose
         self._max_engine_lives = max_engine_lives
         self._engine_wait_s = engine_wait_s
         self._clock = clock
         self._wake_ups = WakeUps()
         self._streams: dict[EngineStream, None] = {}  # in order
-        self._in_engine: dict[str, EngineStream] = {}  # by wire id
-        self._lost: list[EngineStream] = []  # those that the last engine had
+        self._in_engine: dict[str, tuple[EngineStream, Engine]] = {}  # by wire id
+        # Those that an engine had when it was last lost.
+        self._lost: dict[Engine, list[EngineStream]] = {}
         self._death: tuple[float, str] | None = None  # when and why, while there is no engine
         self._suspects: deque[EngineStream] = deque()
         self._trial: EngineStream | None = None
@@ -75,7 +89,8 @@ class OpenStreams:
             return
         del self._streams[stream]
         if stream.wire_id is not None:
-            self._post(Abort(request_ids=(stream.wire_id,)))
+            _, engine = self._in_engine[stream.wire_id]
+            engine.post(Abort(request_ids=(stream.wire_id,)))
             self._leave(stream)
 
     def abort_branch(self, stream: EngineStream, index: int) -> None:
@@ -83,16 +98,18 @@ class OpenStreams:
         if stream in self._streams:
             stream.ended.add(index)
             if stream.wire_id is not None:
-                self._post(Abort(branches=((stream.wire_id, index),)))
+                _, engine = self._in_engine[stream.wire_id]
+                engine.post(Abort(branches=((stream.wire_id, index),)))
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Pass the outputs of an engine's iteration to their streams."""
         find = self._in_engine.get
         for output in outputs:
-            # A request may have been aborted while its outputs were in flight.
-            stream = find(output.request_id)
-            if stream is None:
+            # A request may have been aborted, or have left, while its outputs were in flight.
+            found = find(output.request_id)
+            if found is None:
                 continue
+            stream = found[0]
             try:
                 stream.push(output)
             except GenerationFailedError as error:
@@ -105,43 +122,64 @@ class OpenStreams:
         if self._trial is not None and self._trial.num_strikes == 0:
             self._try_next()
 
-    # -- the engine's lives -----------------------------------------------------------------
+    # -- the engines' lives -----------------------------------------------------------------
 
-    def lose_engine(self, reason: str) -> None:
-        """The engine died or the link was lost. In the latter case the engine gets the aborts."""
+    def lose_engine(self, engine: Engine, reason: str) -> int:
+        """An engine died or the link was lost. In the latter case it gets the aborts.
+
+        Returns:
+            How many streams it had.
+        """
         if self._death is None:
             self._death = self._clock(), reason
-        if self._in_engine:
-            self._post(Abort(request_ids=tuple(self._in_engine)))
-            self._lost = list(self._in_engine.values())
-        lost, self._in_engine = self._in_engine, {}
+        lost = self.leave(engine)
+        if lost:
+            self._lost[engine] = lost
         self._suspects.clear()
-        self._trial = None
-        for stream in lost.values():
+        for stream in lost:
             stream.lose_engine()
             if stream.num_strikes >= _MAX_STRIKES:
                 text = f"the engine died {_MAX_STRIKES} times with this request: {reason}"
                 self._fail(stream, GenerationFailedError(text))
             elif stream.num_deaths >= self._max_engine_lives:
                 self._fail(stream, EngineDeadError(f"the engine died: {reason}"))
+        return len(lost)
 
-    def continue_all(self, *, is_same: bool = False) -> None:
-        """There is an engine: it continues all waiting streams.
+    def leave(self, engine: Engine) -> list[EngineStream]:
+        """Take all streams out of an engine; they wait, and `continue_all` continues them."""
+        left = [stream for stream, its in self._in_engine.values() if its is engine]
+        if left:
+            ids = tuple(stream.wire_id for stream in left if stream.wire_id is not None)
+            engine.post(Abort(request_ids=ids))
+        for stream in left:
+            if stream is self._trial:
+                self._trial = None
+            self._take_out(stream)
+        return left
 
-        Args:
-            is_same: it is the engine that was lost: it or this gateway had only been stopped.
-        """
+    def forgive(self, engine: Engine) -> None:
+        """The engine that was lost is there again and had not died: it or this gateway had only
+        been stopped."""
+        for stream in self._lost.pop(engine, ()):
+            stream.forgive_death()
+
+    def forget(self, engine: Engine) -> None:
+        """The engine will not be there again."""
+        self._lost.pop(engine, None)
+
+    def continue_all(self) -> None:
+        """There is an engine: it continues all waiting streams."""
         self._death = None
-        if is_same:
-            for stream in self._lost:
-                stream.forgive_death()
-        self._lost.clear()
+        self._suspects.clear()
         for stream in self._streams:
+            if stream.wire_id is not None:
+                continue
             if stream.num_strikes == _MAX_STRIKES - 1:
                 self._suspects.append(stream)
-            elif stream.wire_id is None:
+            else:
                 self._submit(stream)
-        self._try_next()
+        if self._trial is None:
+            self._try_next()
 
     def tick(self) -> None:
         """Called regularly: checks the time limits."""
@@ -153,20 +191,25 @@ class OpenStreams:
 
     def fail_all(self, reason: str) -> None:
         """End every stream."""
-        if self._in_engine:
-            self._post(Abort(request_ids=tuple(self._in_engine)))
         self._suspects.clear()
+        for engine in {engine for _, engine in self._in_engine.values()}:
+            self.leave(engine)
         for stream in list(self._streams):
             self._fail(stream, EngineDeadError(reason))
 
     def _submit(self, stream: EngineStream) -> None:
+        engine = self._choose(stream)
+        if engine is None:
+            return  # it waits
         submit = stream.submit()
         wire_id = submit.request.request_id
-        self._in_engine[wire_id] = stream
-        self._post(submit)
+        self._in_engine[wire_id] = stream, engine
+        engine.load.enter(stream)
+        engine.note_work()
+        engine.post(submit)
         if stream.ended:
             branches = tuple((wire_id, index) for index in sorted(stream.ended))
-            self._post(Abort(branches=branches))
+            engine.post(Abort(branches=branches))
 
     def _try_next(self) -> None:
         """Submit the next suspect, if there is one."""
@@ -185,8 +228,12 @@ class OpenStreams:
 
     def _leave(self, stream: EngineStream) -> None:
         """The engine no longer has the stream."""
-        assert stream.wire_id is not None
-        del self._in_engine[stream.wire_id]
-        stream.wire_id = None
+        self._take_out(stream)
         if stream is self._trial:
             self._try_next()
+
+    def _take_out(self, stream: EngineStream) -> None:
+        assert stream.wire_id is not None
+        _, engine = self._in_engine.pop(stream.wire_id)
+        engine.load.leave(stream)
+        stream.wire_id = None

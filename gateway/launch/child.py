@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.process import EXIT_STUCK, PULSE_FD
+from penstock.engine.process import EXIT_STUCK, LISTEN_FD, PULSE_FD
 
 MAX_FAILED_STARTS = 5
 LOOK_INTERVAL_S = 1.0
@@ -113,7 +113,7 @@ class Child:
         os.set_blocking(self.status_fd, False)
         inherited = {"PENSTOCK_CONFIG_FD": config_read, "PENSTOCK_STATUS_FD": status_write}
         if self.listener is not None:
-            inherited["PENSTOCK_LISTEN_FD"] = self.listener.fileno()
+            inherited[LISTEN_FD] = self.listener.fileno()
         pulse_write = None
         if self.max_silent_looks:
             self.pulse_fd, pulse_write = os.pipe()

@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock chat`, `penstock models` and `penstock bench`.
+"""The command line: `penstock serve`, `engine`, `status`, `chat`, `models` and `bench`.
 
 Every option of `serve` is also an environment variable (`--max-model-len` is
 `PENSTOCK_MAX_MODEL_LEN`) and a key of the TOML file that `--config` names (`max-model-len = 4096`).
@@ -30,8 +30,10 @@ from penstock.engine.config import (
 )
 from penstock.engine.errors import ConfigError
 from penstock.gateway import installed_version
+from penstock.gateway.config import is_any
+from penstock.gateway.launch import pool_status
 from penstock.gateway.launch.arguments import OneLineParser, nearest
-from penstock.gateway.launch.flags import FLAGS, GROUPS, Flag
+from penstock.gateway.launch.flags import ENGINE_FLAGS, ENGINE_GROUPS, FLAGS, GROUPS, Flag
 from penstock.load.bench.commands import add_benches
 
 _MODEL_FLAGS = (
@@ -85,6 +87,24 @@ def _parser() -> argparse.ArgumentParser:
         for flag in flags:
             _add_flag(group, flag)
     serve.set_defaults(run=_serve)
+    engine = commands.add_parser(
+        "engine",
+        help="start an engine for gateways on other machines",
+        usage="%(prog)s [MODEL] [OPTION ...]",
+        description="Start an engine for gateways on other machines (penstock serve --discover).",
+        argument_default=argparse.SUPPRESS,
+    )
+    engine.add_argument("model", nargs="?", metavar="MODEL", help="as for penstock serve")
+    engine.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options")
+    for title, flags in ENGINE_GROUPS.items():
+        group = engine.add_argument_group(title)
+        for flag in flags:
+            _add_flag(group, flag)
+    engine.set_defaults(run=_engine)
+    status = commands.add_parser("status", help="show a server's engines")
+    status.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000",
+                        help="default: %(default)s")  # fmt: skip
+    status.set_defaults(run=_status)
     chat = commands.add_parser("chat", help="chat with a server in the terminal")
     chat.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000",
                       help="default: %(default)s")  # fmt: skip
@@ -148,7 +168,9 @@ def _fault(flag: Flag, value: object) -> str:
     return text if flag.is_secret else f"{text}, not {value!r}"
 
 
-def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def resolve_settings(
+    given: Mapping[str, Any], environment: Mapping[str, str], *, flags: Sequence[Flag] = FLAGS
+) -> dict[str, Any]:
     """Every option's value: from the command line, the environment, the file, or its default.
 
     Args:
@@ -158,10 +180,10 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
         ConfigError: the file has an unknown key, or a value is wrong.
     """
     file = _read_file(given.get("config") or environment.get("PENSTOCK_CONFIG"))
-    known = {flag.key for flag in FLAGS} | {"model"}
+    known = {flag.key for flag in flags} | {"model"}
     unknown = sorted(set(file) - known)
     if unknown:
-        names = (flag.name for flag in FLAGS)
+        names = (flag.name for flag in flags)
         hint = nearest(unknown[0].replace("_", "-"), names)
         raise ConfigError(f"unknown in the config file: {', '.join(unknown)}{hint}")
     settings: dict[str, Any] = {
@@ -169,7 +191,7 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
         or environment.get("PENSTOCK_MODEL")
         or file.get("model", DEMO_MODEL)
     }
-    for flag in FLAGS:
+    for flag in flags:
         if flag.key in given:
             settings[flag.key] = given[flag.key]
         elif flag.variable in environment:
@@ -178,15 +200,20 @@ def resolve_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -
             settings[flag.key] = _read(flag, file[flag.key], f"{flag.name} in the config file")
         else:
             settings[flag.key] = flag.default
-    _check(settings)
+    _check_names(settings)
+    if flags is FLAGS:
+        _check(settings)
     return settings
 
 
-def _check(settings: Mapping[str, Any]) -> None:
+def _check_names(settings: Mapping[str, Any]) -> None:
     if not isinstance(settings["model"], str) or not settings["model"]:
         raise ConfigError(f"model in the config file must be a text, not {settings['model']!r}")
     if not all(name.strip() for name in settings["served_model_name"]):
         raise ConfigError("--served-model-name is empty")
+
+
+def _check(settings: Mapping[str, Any]) -> None:
     if not all(key.strip() for key in settings["api_key"]):
         raise ConfigError("--api-key is empty: every caller would match it")
     if settings["api_workers"] > 1 and settings["redis_url"] is None:
@@ -196,6 +223,30 @@ def _check(settings: Mapping[str, Any]) -> None:
         )
     if settings["ssl_certfile"] is None and settings["ssl_keyfile"] is not None:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+    _check_pool(settings)
+
+
+_TLS = ("tls_cert", "tls_key", "tls_ca")
+
+
+def _check_pool(settings: Mapping[str, Any]) -> None:
+    """Check the options about several engines."""
+    is_remote = settings["discover"] or settings["engine"]
+    if settings["discover"] and settings["redis_url"] is None:
+        raise ConfigError("--discover needs --redis-url: engines register in Redis")
+    if settings["ray_address"] is not None and not settings["discover"]:
+        raise ConfigError("--ray-address needs --discover: Ray's engines register in Redis")
+    if settings["replicas"] == 0 and not is_remote:
+        raise ConfigError("--replicas 0 needs --engine or --discover: there would be no engine")
+    if is_remote:
+        _check_tls(settings, "--discover" if settings["discover"] else "--engine")
+
+
+def _check_tls(settings: Mapping[str, Any], what: str) -> None:
+    if missing := [f"--{name.replace('_', '-')}" for name in _TLS if settings[name] is None]:
+        raise ConfigError(
+            f"{what} needs {' and '.join(missing)}: between machines there is only mutual TLS"
+        )
 
 
 def _read_file(path: Path | str | None) -> dict[str, Any]:
@@ -266,6 +317,28 @@ def _serve(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"{error}; {_SERVE_HELP}") from error
     _hide_secrets(vars(parsed), model=settings["model"])
     return Supervisor(settings, engine).run()
+
+
+def _engine(parsed: argparse.Namespace) -> int:
+    from penstock.gateway.launch.supervisor import EngineSupervisor
+
+    try:
+        settings = resolve_settings(vars(parsed), os.environ, flags=ENGINE_FLAGS)
+        _check_tls(settings, "penstock engine")
+        host, _, port = settings["listen"].rpartition(":")
+        settings |= {"host": host.strip("[]"), "port": int(port)}
+        if settings["redis_url"] and not settings["advertise"] and is_any(settings["host"]):
+            raise ConfigError(f"--listen {settings['listen']} needs --advertise with --redis-url: "
+                              "gateways need an address to connect to")  # fmt: skip
+        engine = engine_config(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; see penstock engine --help") from error
+    _hide_secrets(vars(parsed), model=settings["model"])
+    return EngineSupervisor(settings, engine).run()
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    return pool_status.show(parsed.base_url)
 
 
 def _hide_secrets(given: Mapping[str, Any], *, model: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from penstock.engine.config import (
     CUDAGRAPH_MODES,
@@ -18,12 +18,13 @@ from penstock.engine.config import (
     MODEL_IMPLS,
     QUANTIZATIONS,
     CacheConfig,
+    DeviceConfig,
     LoraConfig,
     ModelConfig,
     SchedulerConfig,
 )
 from penstock.engine.watchdog import DEFAULT_STEP_TIMEOUT_S
-from penstock.gateway.config import GatewayConfig
+from penstock.gateway.config import GatewayConfig, Routing
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "ms": 0.001}
@@ -113,6 +114,13 @@ def _block_size(text: str) -> int:
     return value
 
 
+def _endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not 0 <= int(port) <= 65535:
+        raise ValueError(f"{text!r} is no address and port")
+    return text
+
+
 def _milliseconds(text: str) -> float:
     return parse_duration(text, unit_s=0.001)
 
@@ -157,6 +165,8 @@ FILE = Kind("FILE", "a path")
 URL = Kind("URL", "a URL")
 PORT = Kind("PORT", "between 0 and 65535", _integer(0, 65535))
 INTEGER = Kind("N", "a whole number", _integer())
+REPLICAS = Kind("N", "a whole number from 0 to 1024", _integer(0, 1024))
+ENDPOINT = Kind("HOST:PORT", "an address and a port, such as 10.0.0.1:7000", _endpoint)
 COUNT = Kind("N", "a whole number, 1 or more", _integer(1))
 BOUNDED = Kind("N", f"a whole number from 1 to {_MAX_COUNT}", _integer(1, _MAX_COUNT))
 THREADS = Kind("N", f"a whole number from 1 to {_MAX_THREADS}", _integer(1, _MAX_THREADS))
@@ -364,6 +374,25 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("step-timeout-s", DEFAULT_STEP_TIMEOUT_S, "log the engine's stacks and restart it "
              "when a step makes no progress for so long; 0: never", SECONDS),
     ),
+    "several engines": (
+        Flag("replicas", 1, "engines on this machine, each with its share of the cores or a GPU of "
+             "its own; 0: none, only others'", REPLICAS),
+        Flag("routing", _GATEWAY.routing, "which engine gets a request. prefix: the one that has "
+             "most of the prompt cached, less what it has to compute",
+             choices=get_args(Routing)),
+        Flag("engine", (), "an engine on another machine (penstock engine); a name with several "
+             "addresses stands for as many; may be repeated", ENDPOINT, is_list=True),
+        Flag("discover", False, "use all engines that have registered for this model in Redis "
+             "(penstock engine --redis-url)"),
+        Flag("tls-cert", None, "PEM file with this process's certificate, for connections between "
+             "machines: engines and gateways both need one", FILE),
+        Flag("tls-key", None, "PEM file with its key", FILE),
+        Flag("tls-ca", None, "PEM file with the authority that has signed the others'", FILE),
+        Flag("tls-server-name", None, "the name in the engines' certificates; default: the host of "
+             "their address", NAME),
+        Flag("ray-address", None, "have Ray place the --replicas, on its cluster at this address; "
+             "needs pip install 'penstock-llm[ray]' and --redis-url"),
+    ),
     "sessions": (
         Flag("session-ttl-s", _GATEWAY.session_ttl_s, "how long an untouched conversation "
              "is kept", INTERVAL),
@@ -399,3 +428,23 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
 }  # fmt: skip
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
+
+# Those of `penstock engine`: what an engine needs of the above, and these.
+_OF_ENGINE = {
+    "served_model_name", "redis_url", "tls_cert", "tls_key", "tls_ca", "shutdown_grace_s",
+    "step_timeout_s", "log_level", "log_format",
+    *(name for part in (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, LoraConfig)
+      for name in part.__slots__),
+}  # fmt: skip
+ENGINE_GROUPS: dict[str, tuple[Flag, ...]] = {
+    "listen": (
+        Flag("listen", "127.0.0.1:7000", "where to listen for gateways; port 0 picks a free one",
+             ENDPOINT),
+        Flag("advertise", None, "the address to register, if it is another one; its certificate "
+             "must name the host", HOST),
+    ),
+}  # fmt: skip
+for _title, _flags in GROUPS.items():
+    if _found := tuple(flag for flag in _flags if flag.key in _OF_ENGINE):
+        ENGINE_GROUPS[_title] = ENGINE_GROUPS.get(_title, ()) + _found
+ENGINE_FLAGS = tuple(flag for group in ENGINE_GROUPS.values() for flag in group)

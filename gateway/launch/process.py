@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.errors import ConfigError
 from penstock.engine.logs import LogWriter, configure_logging
-from penstock.engine.process import Status, run_child
+from penstock.engine.process import LISTEN_FD, Status, run_child
 from penstock.gateway.app import create_app
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.generation.served_model import load_model
@@ -50,7 +50,6 @@ from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
 from penstock.gateway.telemetry.access_log import tag_log_lines
 
 _LOG = logging.getLogger(__name__)
-LISTEN_FD = "PENSTOCK_LISTEN_FD"
 _HELLO_S = 1.0  # a running engine answers much sooner
 _HAND_OVER_S = 2.0
 _PONG_S = 20.0  # a slow reader gets pings only after all earlier data

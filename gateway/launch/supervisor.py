@@ -42,6 +42,7 @@ _BACKLOG = 1024
 # The engine is killed after this many looks without a sign of life: no legitimate work holds its
 # interpreter's lock so long. Gateways have dropped it by then; their streams wait a minute.
 _MAX_SILENT_LOOKS, _MIN_SILENT_LOOKS = 30, 5
+_HAND_OVER_S = 5.0  # for an engine's streams to leave for another one
 _STOP_MARGIN_S = 8.0  # for what a child does beside waiting, before it is killed
 _DIRECTORY_PREFIX = "penstock-"
 _LOCK = "lock"
@@ -57,16 +58,17 @@ class ServeError(Exception):
 
 
 class Supervisor:
-    """Runs `penstock serve` until a signal or a failure ends it.
+    """Runs `penstock serve` or `penstock engine` until a signal or a failure ends it.
 
     Args:
-        settings: every option of `serve` by key (`launch.flags`).
+        settings: every option of the command by key (`launch.flags`).
     """
 
     def __init__(self, settings: Mapping[str, Any], engine: EngineConfig) -> None:
         self._settings = settings
         self._engine_config = engine
-        self._children: list[Child] = []  # the engine first
+        self._children: list[Child] = []  # the engines first
+        self._num_engines = 1
         self._selector = selectors.DefaultSelector()
         self._num_stop_signals = 0
         self._next_look_s = 0.0
@@ -79,7 +81,7 @@ class Supervisor:
         is_well, failed = False, 1
         with _listen(self._settings) as listener, _run_directory() as directory, self._signals():
             try:
-                self._children = self._plan(f"{directory}/engine.sock", listener)
+                self._children = self._plan(directory, listener)
                 for child in self._children:
                     self._start(child)
                 self._await_ready()
@@ -100,40 +102,68 @@ class Supervisor:
 
     # -- start ------------------------------------------------------------------------------
 
-    def _plan(self, address: str, listener: socket.socket) -> list[Child]:
-        log = {key: self._settings[key] for key in ("log_level", "log_format")}
-        step_timeout_s = self._settings["step_timeout_s"]
-        engine = {
-            **log,
-            "engine": dataclasses.asdict(self._engine_config),
-            "address": address,
-            "step_timeout_s": step_timeout_s,
-        }
+    def _plan(self, directory: Path, listener: socket.socket) -> list[Child]:
+        """The children of `penstock serve`: engines and gateways, or what starts engines on other
+        machines."""
+        num_local = 0 if self._settings["ray_address"] else self._settings["replicas"]
+        config = dataclasses.replace(
+            self._engine_config,
+            device=dataclasses.replace(self._engine_config.device, num_sharing=num_local or 1),
+        )
+        address = f"{directory}/engine.sock"
+        addresses = [
+            address if i == 0 else f"{directory}/engine-{i}.sock" for i in range(num_local)
+        ]
+        engines = [
+            self._plan_engine(
+                "the engine" if num_local == 1 else f"engine {index}",
+                config,
+                {"address": each, "index": index, "drain_s": _HAND_OVER_S * (num_local > 1)},
+            )
+            for index, each in enumerate(addresses)
+        ]
+        self._num_engines = num_local
         gateway = {
             **self._settings,
             "host": listener.getsockname()[0],
             "host_name": self._settings["host"],
             "model": dataclasses.asdict(self._engine_config.model),
             "engine_address": address,
+            "engine_addresses": addresses,
         }
         num_workers = self._settings["api_workers"]
-        return [
+        gateways = [
             Child(
-                "the engine",
-                "penstock.engine.server",
-                engine,
-                max_silent_looks=_max_silent_looks(step_timeout_s),
-            ),
-            *(
-                Child(
-                    "the gateway" if num_workers == 1 else f"gateway {index}",
-                    "penstock.gateway.launch.process",
-                    {**gateway, "worker_index": index, "num_workers": num_workers},
-                    listener,
-                )
-                for index in range(num_workers)
-            ),
+                "the gateway" if num_workers == 1 else f"gateway {index}",
+                "penstock.gateway.launch.process",
+                {**gateway, "worker_index": index, "num_workers": num_workers},
+                listener,
+            )
+            for index in range(num_workers)
         ]
+        return [*engines, *gateways]
+
+    def _plan_engine(
+        self,
+        label: str,
+        config: EngineConfig,
+        values: Mapping[str, Any],
+        listener: socket.socket | None = None,
+    ) -> Child:
+        step_timeout_s = self._settings["step_timeout_s"]
+        return Child(
+            label,
+            "penstock.engine.server",
+            {
+                "log_level": self._settings["log_level"],
+                "log_format": self._settings["log_format"],
+                "engine": dataclasses.asdict(config),
+                "step_timeout_s": step_timeout_s,
+                **values,
+            },
+            listener,
+            max_silent_looks=_max_silent_looks(step_timeout_s),
+        )
 
     def _start(self, child: Child) -> None:
         try:
@@ -159,18 +189,25 @@ class Supervisor:
         scheme = "http" if self._settings["ssl_certfile"] is None else "https"
         host, port = listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104, E501  # fmt: skip
+        base_url = f"{scheme}://{host}:{port}"  # harnesses read the first URL of this line
+        several = f"{self._num_engines} engines, each " if self._num_engines > 1 else ""
+        about = self._about_engine() if self._num_engines else "on engines elsewhere"
+        return (
+            f"penstock is ready at {base_url}  (chat page), "
+            f"API: {base_url}/v1, dashboard: {base_url}/dashboard  "
+            f"(model {self._settings['model']}, {several}{about}, {took_s:.1f} s)"
+        )
+
+    def _about_engine(self) -> str:
         engine = self._children[0].ready or {}
         kinds = [engine.get("dtype"), engine.get("quantization")]
         weights = " and ".join(str(kind) for kind in kinds if kind != "none")
         size = f"{int(engine.get('weight_bytes') or 0) / 1e6:,.1f} MB"
-        base_url = f"{scheme}://{host}:{port}"  # harnesses read the first URL of this line
         return (
-            f"penstock is ready at {base_url}  (chat page), "
-            f"API: {base_url}/v1, dashboard: {base_url}/dashboard  "
-            f"(model {self._settings['model']}, {weights} on {engine.get('device')}, "
+            f"{weights} on {engine.get('device')}, "
             f"weights {size}, "
             f"context {engine.get('max_model_len')}, "
-            f"KV cache {engine.get('kv_cache_tokens')} tokens, {took_s:.1f} s)"
+            f"KV cache {engine.get('kv_cache_tokens')} tokens"
         )
 
     # -- run --------------------------------------------------------------------------------
@@ -206,10 +243,19 @@ class Supervisor:
         assert child.restart_at_s is not None
         if child.restarts.is_hopeless:
             times = f"{MAX_FAILED_STARTS} times before it was ready"
+            if self._has_another_engine(child):
+                child.restart_at_s = None
+                _LOG.error("%s does not come back; it died %s: %s", child.label, times, ending)
+                return
             raise ServeError(f"{child.label} does not come back; it died {times}: {ending}")
         delay_s = child.restart_at_s - child.died_at_s
         when = f"restarting in {delay_s:.1f} s" if delay_s else "restarting"
         _LOG.error("%s; %s", ending, when)
+
+    def _has_another_engine(self, child: Child) -> bool:
+        """Whether a child is an engine that the others can do without."""
+        engines = self._children[: self._num_engines]
+        return child in engines and any(each.ready for each in engines if each is not child)
 
     def _next_wake_s(self) -> float | None:
         """Seconds until a restart or a look is due; None if none will be."""
@@ -264,11 +310,14 @@ class Supervisor:
     # -- stop -------------------------------------------------------------------------------
 
     def _stop_all(self) -> bool:
-        """End the gateways, then the engine they stream from; whether all ended by themselves."""
-        engine, gateways = self._children[:1], self._children[1:]
+        """End the gateways, then the engines they stream from; whether all ended by themselves."""
+        engines, gateways = self._children[: self._num_engines], self._children[self._num_engines :]
         # The second time is for readers of responses that another server's gateway runs now.
         grace_s = 2 * self._settings["shutdown_grace_s"] + _STOP_MARGIN_S
-        return self._stop(gateways, grace_s) & self._stop(engine, _STOP_MARGIN_S)
+        return self._stop(gateways, grace_s) & self._stop(engines, self._engine_grace_s())
+
+    def _engine_grace_s(self) -> float:
+        return _STOP_MARGIN_S + _HAND_OVER_S * (self._num_engines > 1)
 
     def _stop(self, children: Iterable[Child], grace_s: float) -> bool:
         running = [child for child in children if child.process is not None]
@@ -278,6 +327,41 @@ class Supervisor:
         deadline_s = time.monotonic() + grace_s
         endings = [child.stop(deadline_s) for child in running]
         return all(endings)
+
+
+class EngineSupervisor(Supervisor):
+    """Runs `penstock engine`: an engine for gateways on other machines, and what registers it."""
+
+    def _plan(self, directory: Path, listener: socket.socket) -> list[Child]:
+        settings, address = self._settings, f"{directory}/engine.sock"
+        tls = [settings[name] for name in ("tls_cert", "tls_key", "tls_ca")]
+        values = {"address": address, "tls": tls, "drain_s": settings["shutdown_grace_s"]}
+        engine = self._plan_engine("the engine", self._engine_config, values, listener)
+        if settings["redis_url"] is None:
+            return [engine]
+        registrar = {
+            "log_level": settings["log_level"],
+            "log_format": settings["log_format"],
+            "redis_url": settings["redis_url"],
+            "model": (settings["served_model_name"] or [settings["model"]])[0],
+            "engine_address": address,
+            "advertised": self._endpoint(listener),
+        }
+        return [engine, Child("the registrar", "penstock.gateway.launch.registrar", registrar)]
+
+    def _endpoint(self, listener: socket.socket) -> str:
+        host, port = listener.getsockname()[:2]
+        host = self._settings["advertise"] or host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _ready_line(self, listener: socket.socket, took_s: float) -> str:
+        return (
+            f"penstock engine is ready at {self._endpoint(listener)}  "
+            f"(model {self._settings['model']}, {self._about_engine()}, {took_s:.1f} s)"
+        )
+
+    def _engine_grace_s(self) -> float:
+        return float(self._settings["shutdown_grace_s"]) + _STOP_MARGIN_S
 
 
 def _max_silent_looks(step_timeout_s: float) -> int:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from penstock.engine.transport.messages import EngineStats
 from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_link import EngineLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,35 @@ class EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
+        """The series of several engines have the label `engine`."""
+        links = self._engine.links
+        if len(links) == 1:
+            yield from self._of_engine(links[0])
+            return
+        joined: dict[str, Metric] = {}
+        for link in links:
+            for family in self._of_engine(link):
+                into = joined.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    into.add_sample(
+                        sample.name, {**sample.labels, "engine": link.name}, sample.value
+                    )
+        yield from joined.values()
+
+    def _of_engine(self, link: EngineLink) -> Iterator[Metric]:
+        stats = link.stats
         yield from (self._fill(GaugeMetricFamily, row) for row in _gauges(stats))
         yield self._fill(
             GaugeMetricFamily,
             _one(
                 "engine_seconds_since_last_step",
                 "Seconds since the engine's last step ended or its work began; 0 without work.",
-                self._engine.since_step_s,
+                link.since_step_s,
             ),
         )
-        if (info := self._engine.info) is not None:
+        if (info := link.info) is not None:
             size = {info.quantization: float(info.weight_bytes)}
             text = "Size of the weights in memory."
             yield self._fill(GaugeMetricFamily, _Row("weight_bytes", text, size, "quantization"))

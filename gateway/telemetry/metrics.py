@@ -115,6 +115,11 @@ class Metrics:
         self._registry.register(self._watched)
         self._registry.register(_Tokens(model_name, self._tokens))
         self.gauge("engine_up", "1 while an engine answers.", self._has_engine)
+        self.gauge(
+            "engines",
+            "Engines that take requests.",
+            lambda: sum(link.is_usable for link in engine.links),
+        )
 
     # -- observations ------------------------------------------------------------------------
 

@@ -21,6 +21,17 @@ def num_usable_cores() -> int:
     return max(1, min(_num_physical(cpus), _quota(_QUOTA)))
 
 
+def share_of_cores(index: int, num: int) -> list[int]:
+    """The CPUs of one of `num` equal shares of those this process may run on: hardware threads of
+    one core are in the same share, and a core is in several only if there are more shares."""
+    by_core: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        by_core.setdefault(_siblings(_CPU_FOLDER / f"cpu{cpu}", cpu), []).append(cpu)
+    cores = list(by_core.values())
+    mine = cores[len(cores) * index // num : len(cores) * (index + 1) // num]
+    return [cpu for core in mine or [cores[index % len(cores)]] for cpu in core]
+
+
 def _num_physical(cpus: Iterable[int]) -> int:
     return len({_siblings(_CPU_FOLDER / f"cpu{cpu}", cpu) for cpu in cpus})
 

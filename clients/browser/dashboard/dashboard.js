@@ -109,6 +109,7 @@ function showState() {
     page.model.textContent = engine.model;
     const weights = engine.quantization === "none" ? engine.dtype : `${engine.dtype}, ${engine.quantization}`;
     page.engine.textContent = [
+      ...(engine.num_engines ? [`${count(engine.num_engines)} engines, each:`] : []),
       `${engine.device}, ${weights}, weights of ${bytes(engine.weight_bytes)}`,
       `at most ${count(engine.max_num_seqs)} sequences`,
       `context of ${count(engine.max_model_len)} tokens`,

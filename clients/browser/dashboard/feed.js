@@ -11,7 +11,7 @@ import { backoffDelayMs } from "../penstock-client.js";
  * See gateway/api/status/stats_socket.py.
  * @typedef {{ time: number, series: Record<string, number | null>, engine?: Engine | null }} Message
  * @typedef {{ model: string, device: string, dtype: string, quantization: string, weight_bytes: number, max_num_seqs: number,
- *   max_model_len: number, block_size: number, bytes_per_block: number }} Engine
+ *   max_model_len: number, block_size: number, bytes_per_block: number, num_engines?: number }} Engine
  */
 /** @typedef {"connecting" | "open" | "waiting" | "unauthorized"} FeedState */
 

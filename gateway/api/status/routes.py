@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from penstock.gateway.api.json_api import json_response
 from penstock.gateway.api.operations import operation, operations_of
 from penstock.gateway.auth.callers import Caller, caller_of
 from penstock.gateway.engines.engine_client import EngineClient
+from penstock.gateway.engines.engine_link import EngineLink
 from penstock.gateway.errors import refusal
 from penstock.gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -38,15 +40,22 @@ class Status:
     @operation("GET /health", "Check whether the engine is up.", "Status", needs_key=False)
     async def health(self, _: Request) -> Response:
         """200 unless the engine was lost: a server that is still starting is healthy. So is one
-        whose Redis is not, because it serves what needs no Redis; the answer names what is wrong.
+        whose Redis is not, because it serves what needs no Redis, and one with several engines of
+        which one is left; the answer names what is wrong.
         """
         if self._engine.is_lost:
             return refusal(503, code="engine_unavailable", message="the engine died").response()
         if self._redis is not None and (trouble := self._redis()) is not None:
             state, message = trouble
             redis = {"state": state, "message": message}
-            return json_response({"status": "degraded", "redis": redis})
-        return json_response({"status": "ok"})
+            return json_response({"status": "degraded", "redis": redis, **self._engines()})
+        is_whole = len(self._engine.links) < 2 or all(each.is_usable for each in self._engine.links)
+        return json_response({"status": "ok" if is_whole else "degraded", **self._engines()})
+
+    def _engines(self) -> dict[str, list[dict[str, Any]]]:
+        """What is said of several engines."""
+        links = self._engine.links
+        return {"engines": [_about(link) for link in links]} if len(links) > 1 else {}
 
     @operation("GET /ready", "Check whether requests would be served.", "Status", needs_key=False)
     async def ready(self, _: Request) -> Response:
@@ -68,6 +77,23 @@ class Status:
     )
     async def version(self, _: Request) -> Response:
         return json_response({"version": installed_version()})
+
+
+def _about(link: EngineLink) -> dict[str, Any]:
+    state = "ready" if link.info is not None else "lost" if link.num_lives else "starting"
+    stats = link.stats
+    num_queries, num_blocks = stats.prefix_cache_queries_total, stats.num_blocks
+    return {
+        "name": link.name,
+        "state": "draining" if link.is_draining else state,
+        "num_requests_running": stats.num_requests_running,
+        "num_requests_waiting": stats.num_requests_waiting,
+        "num_streams": link.load.num_streams,
+        "kv_cache_usage": stats.num_blocks_used / num_blocks if num_blocks else 0.0,
+        "prefix_cache_hit_rate": (
+            stats.prefix_cache_hits_total / num_queries if num_queries else 0.0
+        ),
+    }
 
 
 class Description:

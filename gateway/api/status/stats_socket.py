@@ -3,10 +3,11 @@
     server → {"time": …, "engine": {…} | null, "series": {"num_requests_running": 3, …}}
 
 `time` is the server's clock in seconds. `series` has the numbers that changed, by name and labels
-as in `/metrics`, but without the prefix `penstock:`, the model's name and the worker: several
-workers' numbers are added up. Only an admin's key gets the numbers of each tenant. A series that
-has disappeared is null. `engine` is sent when it has changed: a description of the engine, or null
-while there is none. The first message is complete. The server ignores what the client sends.
+as in `/metrics`, but without the prefix `penstock:`, the model's name, the worker and the engine:
+several workers' and engines' numbers are added up; of shares and times the largest counts. Only an
+admin's key gets the numbers of each tenant. A series that has disappeared is null. `engine` is sent
+when it has changed: a description of the engine, or null while there is none. The first message is
+complete. The server ignores what the client sends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from penstock.gateway.telemetry.metrics import Metrics, is_by_tenant
 
 INTERVAL_S = 0.5  # between two messages
 _PREFIX = "penstock:"
-_INNER_LABELS = frozenset({"model_name", "worker"})
+_INNER_LABELS = frozenset({"model_name", "worker", "engine"})
+_SHARES = frozenset({"kv_cache_usage_perc", "engine_seconds_since_last_step"})  # have no sum
 
 
 _NOTHING_SENT: dict[str, Any] | None = {}  # None would mean that there is no engine
@@ -109,6 +111,7 @@ class StatsSocket:
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
             "bytes_per_block": info.bytes_per_block,
+            **({} if len(self._engine.links) < 2 else {"num_engines": self._engine.num_engines}),
         }
 
 
@@ -131,7 +134,8 @@ def series_of(families: Iterable[Metric]) -> dict[str, float]:
             )
             name = sample.name.removeprefix(_PREFIX)
             key = f"{name}{{{labels}}}" if labels else name
-            series[key] = series.get(key, 0.0) + sample.value
+            known = series.get(key, 0.0)
+            series[key] = max(known, sample.value) if name in _SHARES else known + sample.value
     return series
 
 

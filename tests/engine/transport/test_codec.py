@@ -23,6 +23,8 @@ from penstock.engine.transport.frames import decode, encode
 from penstock.engine.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
+    CachedKeys,
+    Draining,
     DropPrefix,
     EngineInfo,
     EngineStats,
@@ -32,6 +34,7 @@ from penstock.engine.transport.messages import (
     Step,
     Submit,
     UnloadAdapter,
+    WantKeys,
 )
 from tests.engine.server.stack import INFO
 
@@ -69,6 +72,10 @@ def test_every_message_survives_the_wire() -> None:
         Abort(request_ids=("a", "b")),
         DropPrefix(token_ids=(1, 2), adapter="d"),
         UnloadAdapter(name="a"),
+        WantKeys(),
+        CachedKeys(number=3, added=b"abcd", removed=b"efgh"),
+        CachedKeys(number=4, added=b"abcd", is_snapshot=True),
+        Draining(),
         Step(number=7, outputs=(output,), stats=stats),
         Step(number=9, outputs=(RequestOutput(request_id="a", is_superseded=True),)),
         Step(number=8, outputs=(RequestOutput(request_id="a", index=2, token_ids=(4, 5)),)),
@@ -91,7 +98,8 @@ def test_another_layout_is_another_version() -> None:
     """Fails with every field that a frame gains, loses or has elsewhere: raise the version then,
     and set both here anew."""
     kinds = (
-        *(Hello, EngineInfo, Submit, Abort, DropPrefix, UnloadAdapter, Step, Heartbeat, Failure),
+        *(Hello, EngineInfo, Submit, Abort, DropPrefix, UnloadAdapter, WantKeys, CachedKeys, Step),
+        *(Heartbeat, Draining, Failure),
         *(Request, Adapter, SamplingParams, BeamSearch, Retention, PoolingParams),
         *(RequestOutput, TokenLogprobs, EngineStats),
     )
@@ -100,7 +108,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (13, "0f5827e01113ab43")
+    assert (PROTOCOL_VERSION, digest) == (14, "00d0986f96667363")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

@@ -22,6 +22,7 @@ class Bed:
     def __init__(self, **bounds: float) -> None:
         self.now_s = 0.0
         self.stats = EngineStats()
+        self.num_engines = 1
         self.quotas = LocalQuotas(lambda: self.now_s)
         self.queue = EngineQueue(
             QueueBounds(**bounds),  # type: ignore[arg-type]

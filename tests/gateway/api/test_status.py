@@ -59,7 +59,7 @@ async def test_metrics(served: Served) -> None:
 def _engine_metrics(stats: EngineStats) -> dict[tuple[str, str], float]:
     """What is exported of the engine, by name and labels."""
     engine = EngineClient("unused")
-    engine.stats = stats
+    engine.links[0].stats = stats
     return {
         (sample.name, str(sorted(sample.labels.items()))): sample.value
         for family in EngineCollector(engine, "tiny").collect()

@@ -20,7 +20,7 @@ from penstock.engine.request import (
     TokenLogprobs,
 )
 from penstock.engine.transport.messages import DropPrefix, EngineStats, Step
-from penstock.gateway.engines import engine_client
+from penstock.gateway.engines import engine_link
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.sources import next_of
@@ -52,8 +52,8 @@ def request(request_id: str, max_tokens: int = 10_000, n: int = 1) -> Request:
 
 def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deaths are noticed soon, and silence is none."""
-    monkeypatch.setattr(engine_client, "HEARTBEAT_INTERVAL_S", 0.02)
-    monkeypatch.setattr(engine_client, "MAX_SILENT_BEATS", 1000)
+    monkeypatch.setattr(engine_link, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_link, "MAX_SILENT_BEATS", 1000)
 
 
 async def drain(stream: EngineStream) -> list[int]:
@@ -227,12 +227,12 @@ async def test_a_lost_frame_is_a_death(tmp_path: Path) -> None:
 
 
 async def test_silence_is_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    max_silent_beats = engine_client.MAX_SILENT_BEATS
+    max_silent_beats = engine_link.MAX_SILENT_BEATS
     patiently(monkeypatch)
     async with linked(tmp_path, engine_wait_s=0.1) as (client, engine):
         stream = client.submit(request("r", max_tokens=1))
         await drain(stream)
-        monkeypatch.setattr(engine_client, "MAX_SILENT_BEATS", max_silent_beats)
+        monkeypatch.setattr(engine_link, "MAX_SILENT_BEATS", max_silent_beats)
         stream = client.submit(request("quiet"))
         engine.fall_silent()
         with pytest.raises(EngineDeadError, match="silent"):

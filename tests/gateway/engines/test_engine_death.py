@@ -14,7 +14,7 @@ from penstock.engine.chat_formats import Piece
 from penstock.engine.errors import EngineDeadError
 from penstock.engine.request import BeamSearch, FinishReason, Request, SamplingParams
 from penstock.engine.text import OutputText, Tokenizer
-from penstock.gateway.engines import engine_client
+from penstock.gateway.engines import engine_link
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.generation.generation import Generation, Output, collected
@@ -73,8 +73,8 @@ Connect = Callable[..., contextlib.AbstractAsyncContextManager[Link]]
 
 @pytest.fixture
 def connect(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Connect:
-    monkeypatch.setattr(engine_client, "HEARTBEAT_INTERVAL_S", 0.02)
-    monkeypatch.setattr(engine_client, "MAX_SILENT_BEATS", 1000)
+    monkeypatch.setattr(engine_link, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_link, "MAX_SILENT_BEATS", 1000)
 
     @contextlib.asynccontextmanager
     async def start(*, step_s: float = 0.0, **options: Any) -> AsyncIterator[Link]:

@@ -8,6 +8,7 @@ from penstock.engine.request import Request, RequestOutput, SamplingParams
 from penstock.engine.transport.messages import Abort, Message, Submit
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.open_streams import OpenStreams
+from penstock.gateway.engines.routing import EngineLoad
 from penstock.gateway.errors import GenerationFailedError
 from penstock.gateway.sources import next_of
 
@@ -18,9 +19,16 @@ class Desk:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.posted: list[Message] = []
+        self.load = EngineLoad()
         self.streams = OpenStreams(
-            self.posted.append, max_engine_lives=9, engine_wait_s=60.0, clock=lambda: self.now_s
+            lambda _: self, max_engine_lives=9, engine_wait_s=60.0, clock=lambda: self.now_s
         )
+
+    def post(self, message: Message) -> None:
+        self.posted.append(message)
+
+    def note_work(self) -> None:
+        """It has no clock for this."""
 
     def open(self, *request_ids: str) -> list[EngineStream]:
         params = SamplingParams(max_tokens=100)
@@ -33,7 +41,7 @@ class Desk:
 
     def die(self) -> list[str]:
         """The engine dies and comes back; who was submitted to the next."""
-        self.streams.lose_engine("a test")
+        self.streams.lose_engine(self, "a test")
         return self.told(self.streams.continue_all)
 
     def told(self, action: object) -> list[str]:
