@@ -68,7 +68,7 @@ async def _read(client: httpx.AsyncClient, stream: Stream) -> None:
             stream.ending += [choice["finish_reason"]] if choice["finish_reason"] else []
 
 
-async def _read_all(client: httpx.AsyncClient) -> tuple[list[Stream], asyncio.Task[Any]]:
+async def read_all(client: httpx.AsyncClient) -> tuple[list[Stream], asyncio.Task[Any]]:
     streams = [Stream(number) for number in range(_NUM_STREAMS)]
     task = asyncio.create_task(_gathered(client, streams))
     return streams, task
@@ -93,10 +93,10 @@ async def test_streams_go_on_at_once_in_the_other_engine(
 ) -> None:
     limits = httpx.Limits(max_connections=_NUM_STREAMS)
     async with httpx.AsyncClient(base_url=pool.base_url, timeout=_LIMIT_S, limits=limits) as client:
-        expected, reading = await _read_all(client)
+        expected, reading = await read_all(client)
         await reading
         wait_until(lambda: _states(pool) == ["ready", "ready"])
-        streams, reading = await _read_all(client)
+        streams, reading = await read_all(client)
         while any(not stream.tokens for stream in streams):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         victim = min(_engines(pool), key=lambda each: each.create_time())

@@ -79,13 +79,19 @@ class Device(SteppedDevice):
 class Gateway:
     """A gateway's socket."""
 
-    def __init__(self, address: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        try:
-            self.socket.connect(address)
-        except OSError:
-            self.socket.close()
-            raise
+    def __init__(self, address: str | socket.socket) -> None:
+        """Args:
+        address: of a Unix socket, or a connection.
+        """
+        if isinstance(address, str):
+            self.socket = socket.socket(socket.AF_UNIX)
+            try:
+                self.socket.connect(address)
+            except OSError:
+                self.socket.close()
+                raise
+        else:
+            self.socket = address
         self._frames = FrameReader()
         self._messages: deque[Message] = deque()
 
@@ -165,7 +171,7 @@ def connected(address: str, *, timeout_s: float = PATIENCE_S) -> Gateway:
 class Engine:
     """A real server, scheduler and blocks before a device that takes a step when it is let."""
 
-    def __init__(self, address: str, info: EngineInfo = INFO) -> None:
+    def __init__(self, address: str, info: EngineInfo = INFO, **options: Any) -> None:
         self.address = address
         sizes = {"num_blocks": info.num_blocks, "block_size": info.block_size}
         self.blocks = BlockManager(**sizes)
@@ -173,7 +179,7 @@ class Engine:
             SchedulerConfig(), self.blocks, eos_token_ids=(), max_model_len=info.max_model_len
         )
         self.device = Device(**sizes)
-        self.server = EngineServer(EngineCore(scheduler, self.device), info, address)
+        self.server = EngineServer(EngineCore(scheduler, self.device), info, address, **options)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
 
