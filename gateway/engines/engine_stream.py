@@ -32,7 +32,7 @@ class EngineStream:
         token_ids: all received tokens, by branch.
         ended: branches that finished or were aborted.
         epoch: of the owner, where gateways take over requests from each other; otherwise 1.
-        cost: tokens that its engine has to compute, as `routing` counts them.
+        prompt_cost, output_cost: what its engine has to compute, as `routing` counts it.
         num_deaths: engines that died while they had this request.
         num_strikes: those deaths since its last output.
     """
@@ -47,11 +47,12 @@ class EngineStream:
         "_pending",
         "_replay",
         "_wake_ups",
-        "cost",
         "ended",
         "epoch",
         "num_deaths",
         "num_strikes",
+        "output_cost",
+        "prompt_cost",
         "request",
         "token_ids",
         "wire_id",
@@ -66,7 +67,7 @@ class EngineStream:
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling_params.num_branches)]
         self.token_ids[0] += request.output_token_ids
         self.ended: set[int] = set()
-        self.cost = 0.0
+        self.prompt_cost = self.output_cost = 0.0
         self.num_deaths = 0
         self.num_strikes = 0
         self._pending: list[RequestOutput | _Merged] = []

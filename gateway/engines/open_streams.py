@@ -109,7 +109,9 @@ class OpenStreams:
             found = find(output.request_id)
             if found is None:
                 continue
-            stream = found[0]
+            stream, engine = found
+            if stream.prompt_cost:
+                engine.load.begin(stream)
             try:
                 stream.push(output)
             except GenerationFailedError as error:

@@ -6,7 +6,7 @@
 
 An engine's load is what it has to compute: half the tokens of prompts that it has not cached, as
 half of them are computed by now on average, and `OUTPUT_TOKENS` for each output. Of this gateway's
-requests that is known; of all gateways' together from the engine's stats; the larger number counts.
+requests that is known; of the others' the engine's stats tell.
 
 So a conversation goes where its prefix lies, until that engine has more work ahead than another
 would have with computing the prefix. Prompts on their way count as cached where they are going. A
@@ -126,11 +126,16 @@ class EngineLoad:
 
     def enter(self, stream: EngineStream) -> None:
         self.num_streams += 1
-        self._in_flight += stream.cost
+        self._in_flight += stream.prompt_cost + stream.output_cost
+
+    def begin(self, stream: EngineStream) -> None:
+        """The stream's prompt is computed."""
+        self._in_flight -= stream.prompt_cost
+        stream.prompt_cost = 0.0
 
     def leave(self, stream: EngineStream) -> None:
         self.num_streams -= 1
-        self._in_flight -= stream.cost
+        self._in_flight -= stream.prompt_cost + stream.output_cost
 
     def forget(self) -> None:
         """The engine is gone, and what it had cached."""
@@ -161,10 +166,13 @@ class EngineLoad:
         return float(self._recent * 0.5 ** ((now_s - self._recent_at_s) / HALF_LIFE_S))
 
     def tokens(self, stats: EngineStats) -> float:
-        """The load in tokens."""
-        num_outputs = stats.num_requests_running + stats.num_requests_waiting
-        seen = stats.num_tokens_waiting / 2 + OUTPUT_TOKENS * num_outputs
-        return max(self._in_flight, seen)
+        """The load in tokens. What other gateways' prompts have cached is not known."""
+        num_seen = stats.num_requests_running + stats.num_requests_waiting
+        num_others = max(0, num_seen - self.num_streams)
+        if not num_others:
+            return self._in_flight
+        waiting = stats.num_tokens_waiting / 2 * num_others / num_seen
+        return self._in_flight + waiting + OUTPUT_TOKENS * num_others
 
 
 class Engine(Protocol):
@@ -209,8 +217,8 @@ class Router:
         chosen = self._best(engines, cached, now_s=now_s)
         num_tokens = len(stream.request.prompt_token_ids) + len(stream.token_ids[0])
         params = stream.request.sampling_params
-        stream.cost = (num_tokens - cached[chosen]) / 2
-        stream.cost += min(OUTPUT_TOKENS, params.max_tokens) * params.num_branches
+        stream.prompt_cost = (num_tokens - cached[chosen]) / 2
+        stream.output_cost = min(OUTPUT_TOKENS, params.max_tokens) * params.num_branches
         loads[chosen].note(now_s=now_s)
         if keys is not None:
             loads[chosen].expect(keys.all(), now_s=now_s)

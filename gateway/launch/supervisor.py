@@ -68,7 +68,8 @@ class Supervisor:
         self._settings = settings
         self._engine_config = engine
         self._children: list[Child] = []  # the engines first
-        self._num_engines = 1
+        self._num_engines = 1  # or what starts them elsewhere
+        self._num_local = 1
         self._selector = selectors.DefaultSelector()
         self._num_stop_signals = 0
         self._next_look_s = 0.0
@@ -122,7 +123,10 @@ class Supervisor:
             )
             for index, each in enumerate(addresses)
         ]
-        self._num_engines = num_local
+        if self._settings["ray_address"]:
+            ray = "penstock.gateway.launch.ray_engines"
+            engines = [Child("what starts engines on Ray", ray, self._settings)]
+        self._num_local, self._num_engines = num_local, len(engines)
         gateway = {
             **self._settings,
             "host": listener.getsockname()[0],
@@ -190,8 +194,8 @@ class Supervisor:
         host, port = listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104, E501  # fmt: skip
         base_url = f"{scheme}://{host}:{port}"  # harnesses read the first URL of this line
-        several = f"{self._num_engines} engines, each " if self._num_engines > 1 else ""
-        about = self._about_engine() if self._num_engines else "on engines elsewhere"
+        several = f"{self._num_local} engines, each " if self._num_local > 1 else ""
+        about = self._about_engine() if self._num_local else "on engines elsewhere"
         return (
             f"penstock is ready at {base_url}  (chat page), "
             f"API: {base_url}/v1, dashboard: {base_url}/dashboard  "
@@ -317,7 +321,9 @@ class Supervisor:
         return self._stop(gateways, grace_s) & self._stop(engines, self._engine_grace_s())
 
     def _engine_grace_s(self) -> float:
-        return _STOP_MARGIN_S + _HAND_OVER_S * (self._num_engines > 1)
+        if self._settings["ray_address"]:
+            return float(self._settings["shutdown_grace_s"]) + _STOP_MARGIN_S
+        return _STOP_MARGIN_S + _HAND_OVER_S * (self._num_local > 1)
 
     def _stop(self, children: Iterable[Child], grace_s: float) -> bool:
         running = [child for child in children if child.process is not None]

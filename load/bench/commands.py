@@ -32,6 +32,7 @@ BENCHES: dict[str, str] = {
     "kv": "KV memory: waste and sequences held by paged and by contiguous allocation",
     "policy": "the scheduler: milliseconds of planning per step, by sequences and pool size",
     "fairness": "admission: one tenant's time to first token, alone and beside another's flood",
+    "replicas": "several engines: cache hits by routing, a death under streams, engines by threads",
     "gateway": "the gateway alone: CPU per streamed token and added latency, with a stub engine",
     "overload": "preemption: tokens per second with more sequences than the KV pool holds",
 }

@@ -1,4 +1,4 @@
-"""Engines that register in Redis, and a gateway that finds them: one drains, and Redis goes away."""
+"""Engines that register in Redis, and a gateway that finds them: one drains, Redis goes away."""
 
 from __future__ import annotations
 

@@ -116,10 +116,12 @@ def test_a_peer_without_a_right_certificate_is_refused(
         context.load_cert_chain(*files[:2])
         context.maximum_version = ssl.TLSVersion.TLSv1_2
     received = b""
-    with contextlib.suppress(ssl.SSLError, ConnectionError):
-        with contextlib.closing(_dial(port, context)) as connection:
-            connection.sendall(framed(encode(Hello())))
-            received = connection.recv(4096)
+    with (
+        contextlib.suppress(ssl.SSLError, ConnectionError),
+        contextlib.closing(_dial(port, context)) as connection,
+    ):
+        connection.sendall(framed(encode(Hello())))
+        received = connection.recv(4096)
     assert received == b""
     wait_until(lambda: _nobody_is_in(engine))
 
@@ -141,12 +143,14 @@ def test_a_recording_of_a_gateway_opens_nothing(
         thread.join(PATIENCE_S)
     wait_until(lambda: _nobody_is_in(engine))
     num_steps = len(engine.device.begun)
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as replay:
-        with contextlib.suppress(ConnectionError):
-            for data in recorded:
-                replay.sendall(data)
-            while replay.recv(4096):
-                pass
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as replay,
+        contextlib.suppress(ConnectionError),
+    ):
+        for data in recorded:
+            replay.sendall(data)
+        while replay.recv(4096):
+            pass
     wait_until(lambda: _nobody_is_in(engine))
     assert len(engine.device.begun) == num_steps
 
@@ -199,7 +203,7 @@ async def test_a_gateway_tells_nothing_to_a_wrong_engine(
 
 
 def test_files_that_cannot_be_used_are_named(files: TlsFiles, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--tls-cert, --tls-key, --tls-ca .*no such"):
+    with pytest.raises(ConfigError, match=r"--tls-cert, --tls-key, --tls-ca .*no such"):
         engine_context(files._replace(cert=f"{tmp_path}/no such"))
     with pytest.raises(ConfigError, match="--tls-ca"):
         gateway_context(files._replace(ca=files.key))
