@@ -62,6 +62,11 @@ class KeySet:
     def __len__(self) -> int:
         return self._num_keys
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table."""
+        return len(self._table) * self._table.itemsize
+
     def __contains__(self, key: int) -> bool:
         return self._table[self._slot(key)] != 0
 

@@ -1,9 +1,9 @@
 """Engines that Ray places on its nodes and restarts there: `penstock serve --ray-address`.
 
-A process of the supervisor's, beside the gateways, that is Ray's driver. Each engine is an actor in
-a placement group of its own bundle each, spread over the nodes, and the actor runs `penstock engine`
-as a process, which registers in Redis as any other. No token passes through Ray. If a node is
-lost, Ray starts its actor elsewhere; if this process dies, its actors end.
+A process of the supervisor's, beside the gateways, that is Ray's driver. A placement group spreads
+a bundle for each engine over the nodes. An actor in each runs `penstock engine` as a process, which
+registers in Redis as any other. No token passes through Ray. If a node is lost, Ray starts its
+actor elsewhere; if this process dies, its actors end.
 
 Every node needs penstock, the model and the files of `--tls-*` at the same paths.
 """

@@ -316,7 +316,8 @@ async def _rate(base_url: str, parsed: argparse.Namespace, number: int) -> float
 
         begun_s = time.perf_counter()
         await asyncio.gather(*(send(_ids(rng, 32)) for _ in range(num)))
-        return num * length / (time.perf_counter() - begun_s)
+        seconds = time.perf_counter() - begun_s
+        return float(num * length / seconds)
 
 
 def _threads_text(parsed: argparse.Namespace, rates: Mapping[str, Sequence[float]]) -> str:
