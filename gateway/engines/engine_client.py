@@ -123,7 +123,8 @@ class EngineClient:
         that are no longer among them are given up once they do not answer."""
         known = {link.address: link for link in self.links}
         for address in addresses:
-            if address not in known:
+            # A path would be connected to without TLS.
+            if address not in known and is_remote(address):
                 self._add(address, address)
         for address in known.keys() - set(addresses):
             if is_remote(address) and known[address].info is None:

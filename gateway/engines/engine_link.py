@@ -39,6 +39,7 @@ from penstock.gateway.engines.routing import EngineLoad, KeySet
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.05  # while no engine listens
 _RETRY_REMOTE_S = 0.5
+_SNAPSHOT_S = 2.0
 _CONNECT_S = 3.0  # to another machine, with the handshake
 # Stats that are reset when an engine dies: all but the counters and the sizes of its pools.
 _GAUGES = tuple(
@@ -118,6 +119,7 @@ class EngineLink:
         self._num_steps = 0
         self._last_step_s: float | None = None  # the engine's, for any gateway; None: no work
         self._wants_keys = False
+        self._asked_at_s = 0.0
         self._last_fault = ""
         self._num_keys: int | None = None  # of the newest `CachedKeys`; None: a snapshot is due
 
@@ -185,7 +187,7 @@ class EngineLink:
                 if str(error) != self._last_fault:  # it is tried again and again
                     self._last_fault = str(error)
                     _LOG.error("engine %s is not trusted: %s", self.name, error)
-            except OSError:
+            except (OSError, ValueError):  # nothing listens there, or it is no address
                 pass
             self._owner.tick()
             await asyncio.sleep(_RETRY_REMOTE_S if is_remote(self.address) else _RETRY_S)
@@ -306,6 +308,8 @@ class EngineLink:
             info = self.info
             self.load.keys = KeySet(0 if info is None else info.num_blocks + info.num_host_blocks)
         elif self._num_keys is None:
+            if time.monotonic() - self._asked_at_s > _SNAPSHOT_S:
+                self._ask_for_keys()  # the snapshot was lost too
             return
         elif message.number != self._num_keys + 1:
             self._ask_for_keys()
@@ -315,6 +319,7 @@ class EngineLink:
 
     def _ask_for_keys(self) -> None:
         self._num_keys = None
+        self._asked_at_s = time.monotonic()
         if self.info is not None:
             self.post(WantKeys())
 

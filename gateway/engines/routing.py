@@ -24,6 +24,7 @@ from __future__ import annotations
 import struct
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -39,6 +40,7 @@ _FREE_REQUESTS = 2.0  # beyond the share: with few requests, any engine is above
 _KEY = struct.Struct("<I")
 _MAX_KEYS = 4 << 20  # of one engine, in 32 MiB at most
 _MAX_EXPECTED = 1 << 16
+_MAX_BLOCKS = 4096  # of a prompt that are looked at: 64k tokens, 5 ms
 _EXPECTED_S = 60.0
 
 
@@ -127,7 +129,7 @@ class EngineLoad:
         self._recent = 0.0
         self._recent_at_s = 0.0
         # Keys of blocks that requests on their way will add, with the time until which that counts.
-        self._expected: dict[int, float] = {}
+        self._expected: OrderedDict[int, float] = OrderedDict()
 
     def enter(self, stream: EngineStream) -> None:
         self.num_streams += 1
@@ -154,12 +156,13 @@ class EngineLoad:
         """The engine will have these blocks."""
         expected = self._expected
         for key in keys:
-            expected.pop(key, None)
             expected[key] = now_s + _EXPECTED_S
-        for key in list(expected):  # the oldest first
-            if len(expected) <= _MAX_EXPECTED and expected[key] > now_s:
+            expected.move_to_end(key)
+        while expected:
+            oldest = next(iter(expected.values()))
+            if len(expected) <= _MAX_EXPECTED and oldest > now_s:
                 break
-            del expected[key]
+            expected.popitem(last=False)
 
     def note(self, *, now_s: float) -> None:
         """The engine gets a request."""
@@ -262,7 +265,7 @@ class BlockKeys:
         if stream.token_ids[0]:
             self._tokens += pack(stream.token_ids[0])
         # The last token is always computed.
-        self._num_blocks = (len(self._tokens) // 4 - 1) // info.block_size
+        self._num_blocks = min((len(self._tokens) // 4 - 1) // info.block_size, _MAX_BLOCKS)
         self._parent = chain_root(
             info.cache_root,
             cache_salt=request.cache_salt,
@@ -285,8 +288,8 @@ class BlockKeys:
         return found
 
     def all(self) -> list[int]:
-        """All keys, of at most so many blocks as are expected of an engine."""
-        self._key(min(self._num_blocks, _MAX_EXPECTED) - 1)
+        """All keys."""
+        self._key(self._num_blocks - 1)
         return self._keys
 
     def _key(self, number: int) -> int:

@@ -71,25 +71,19 @@ class RedisEngines:
             StoreUnavailableError: Redis does not answer.
         """
         with self._link.answering(self._key):
-            pipe = self._link.client.pipeline(transaction=False)
-            pipe.set(
-                f"{self._key}:{record.address}",
-                msgspec.msgpack.encode(record),
-                px=round(LEASE_S * 1000),
-            )
-            pipe.sadd(self._key, record.address)
-            _, is_new = await pipe.execute()
-            if is_new:
-                await self._link.client.incr(f"{self._key}:version")
+            client, lease_ms = self._link.client, round(LEASE_S * 1000)
+            encoded = msgspec.msgpack.encode(record)
+            await client.set(f"{self._key}:{record.address}", encoded, px=lease_ms)
+            if await client.sadd(self._key, record.address):  # it is new
+                await client.incr(f"{self._key}:version")
 
     async def withdraw(self, address: str) -> None:
         """Remove an engine's record. Raises as `register`."""
         with self._link.answering(self._key):
-            pipe = self._link.client.pipeline(transaction=False)
-            pipe.delete(f"{self._key}:{address}")
-            pipe.srem(self._key, address)
-            pipe.incr(f"{self._key}:version")
-            await pipe.execute()
+            client = self._link.client
+            await client.delete(f"{self._key}:{address}")
+            await client.srem(self._key, address)
+            await client.incr(f"{self._key}:version")
 
     async def addresses(self) -> Collection[str]:
         """Those of the engines whose lease lasts. Raises as `register`."""

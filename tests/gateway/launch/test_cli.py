@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +17,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.launch.cli import _parser, engine_config, main, resolve_settings
 from penstock.gateway.launch.flags import (
     BLOCK_SIZE,
+    ENGINE_FLAGS,
     FLAGS,
     GROUPS,
     INTERVAL,
@@ -26,6 +29,7 @@ from penstock.gateway.launch.flags import (
     show_bytes,
     show_duration,
 )
+from penstock.gateway.launch.ray_engines import environment_of
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -382,3 +386,43 @@ def test_wrong_files(text: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(ConfigError, match=fault):
         resolve_settings({"config": tmp_path / "file"}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"replicas": 0}, "--replicas 0 needs --engine or --discover"),
+        ({"discover": True}, "--discover needs --redis-url"),
+        ({"engine": ["a:1"]}, "--engine needs --tls-cert and --tls-key and --tls-ca"),
+        ({"engine": ["a:1"], "tls_cert": "c", "tls_key": "k"}, "--engine needs --tls-ca: between"),
+        ({"ray_address": "auto"}, "--ray-address needs --discover"),
+    ],
+)
+def test_options_about_several_engines_that_do_not_go_together(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        resolve_settings(given, {})
+
+
+def test_an_engine_reads_its_own_options_only() -> None:
+    environment = {"PENSTOCK_LISTEN": "0.0.0.0:0", "PENSTOCK_PORT": "1"}
+    settings = resolve_settings({"max_num_seqs": 3}, environment, flags=ENGINE_FLAGS)
+    assert (settings["listen"], settings["max_num_seqs"]) == ("0.0.0.0:0", 3)
+    assert "port" not in settings
+    assert "routing" not in settings
+    with pytest.raises(ConfigError, match="PENSTOCK_LISTEN must be an address and a port"):
+        resolve_settings({}, {"PENSTOCK_LISTEN": "7000"}, flags=ENGINE_FLAGS)
+
+
+def test_an_engine_placed_by_ray_gets_what_differs_from_the_defaults() -> None:
+    given = {"tls_ca": "/ca", "max_num_seqs": 3, "served_model_name": ["a", "b"], "port": 7}
+    settings = json.loads(json.dumps(resolve_settings(given, {})))  # as the process gets them
+    environment = environment_of(settings)
+    assert environment == {
+        "PENSTOCK_TLS_CA": "/ca",
+        "PENSTOCK_MAX_NUM_SEQS": "3",
+        "PENSTOCK_SERVED_MODEL_NAME": "a,b",
+    }
+    again = resolve_settings({}, environment, flags=ENGINE_FLAGS)
+    assert again["served_model_name"] == ["a", "b"]

@@ -1,0 +1,94 @@
+"""Engines that register in Redis: leases, joins and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+import pytest
+
+from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
+from penstock.gateway.storage.redis_engines import FULL_READ_S, EngineRecord, RedisEngines
+from penstock.gateway.storage.redis_link import RedisLink
+from penstock.gateway.storage.redis_url import RedisAddress
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.redis
+_RECORD = EngineRecord(address="10.0.0.1:7000", model="m", cache_root=b"r", block_size=16)
+_OTHER = msgspec.structs.replace(_RECORD, address="10.0.0.2:7000", adapters=("a",))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def engines(server: RedisServer, clock: Clock) -> AsyncIterator[RedisEngines]:
+    with server.client() as client:
+        client.flushall()
+    found = RedisEngines(RedisLink(RedisAddress.parse(server.url)), "m", clock=clock)
+    yield found
+    await found.close()
+
+
+async def test_who_joins_and_leaves_is_seen_at_once(engines: RedisEngines) -> None:
+    assert set(await engines.addresses()) == set()
+    await engines.register(_RECORD)
+    assert set(await engines.addresses()) == {_RECORD.address}
+    await engines.register(_OTHER)
+    assert await engines.records() == [_RECORD, _OTHER]
+    await engines.withdraw(_RECORD.address)
+    assert set(await engines.addresses()) == {_OTHER.address}
+
+
+async def test_another_models_engines_are_not_found(
+    engines: RedisEngines, server: RedisServer
+) -> None:
+    await engines.register(_RECORD)
+    other = RedisEngines(RedisLink(RedisAddress.parse(server.url)), "n")
+    assert set(await other.addresses()) == set()
+    await other.close()
+
+
+async def test_a_lease_ends(engines: RedisEngines, server: RedisServer, clock: Clock) -> None:
+    await engines.register(_RECORD)
+    await engines.register(_OTHER)
+    assert len(await engines.addresses()) == 2
+    with server.client() as client:
+        (key,) = client.keys(f"*:{_RECORD.address}")
+        assert 0 < client.pttl(key) <= 3000
+        client.delete(key)  # as if its time were over
+    assert len(await engines.addresses()) == 2  # nobody has said so
+    clock.now_s += FULL_READ_S
+    assert set(await engines.addresses()) == {_OTHER.address}
+    await engines.register(_RECORD)  # it was only slow
+    assert len(await engines.addresses()) == 2
+
+
+async def test_foreign_content_and_a_redis_that_is_away(
+    engines: RedisEngines, server: RedisServer
+) -> None:
+    await engines.register(_RECORD)
+    with server.client() as client:
+        (key,) = client.keys(f"*:{_RECORD.address}")
+        client.set(key, msgspec.msgpack.encode(_OTHER))  # a record that names another address
+        assert await engines.records() == []
+        client.set(key, b"\xc1")
+    with pytest.raises(UnreadableDataError):
+        await engines.records()
+    with server.paused(), pytest.raises(StoreUnavailableError):
+        await engines.register(_OTHER)
