@@ -5,6 +5,8 @@
     failover  an engine is killed, or told to end, under many seeded streams: each stream's tokens
               beside those of an undisturbed run, and the longest wait for a next token
     threads   one-thread engines beside one engine of as many threads, in alternating rounds
+    steps     without a gateway: steps per second of one-thread engines on cores of their own, all
+              at once and one alone, in alternating rounds
 
 Prompts are token ids, so no tokenizer is measured.
 """
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -23,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx
@@ -30,14 +35,20 @@ import orjson
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.engine.config import DEMO_MODEL, DeviceConfig, EngineConfig, ModelConfig
 from penstock.engine.errors import ConfigError
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.startup import build_core
+from penstock.kernels.cpu.cores import share_of_cores
 from penstock.load.launch import Started, server
 from penstock.load.report.options import add_out, positive, settings_of
 from penstock.load.report.tables import publish, table_of
 
-_PARTS = ("routing", "failover", "threads")
+_PARTS = ("routing", "failover", "threads", "steps")
 _ROUTINGS = ("prefix", "least-loaded", "round-robin")
 _TIMEOUT_S = 600.0
+_NUM_SEQS = 16  # in each engine of `steps`
+_STEPS_S = 4.0  # of a round
 _FIRST_TOKEN = 20  # of a vocabulary, those before may be special
 
 
@@ -115,6 +126,10 @@ def run(parsed: argparse.Namespace) -> int:
         rates = measure_threads(parsed)
         data["threads"] = rates
         texts.append(_threads_text(parsed, rates))
+    if "steps" in parsed.parts:
+        steps = measure_steps(parsed)
+        data["steps"] = steps
+        texts.append(_steps_text(steps))
     publish(parsed.out, "replicas", "Several engines", "\n\n".join(texts), data)
     return int(failed)
 
@@ -332,6 +347,82 @@ def _threads_text(parsed: argparse.Namespace, rates: Mapping[str, Sequence[float
         f"{parsed.threads_streams} streams of {parsed.threads_output_len} tokens through HTTP, in "
         f"alternating rounds; the median of the rounds' ratios is "
         f"{statistics.median(ratios):.2f}.\n\n" + table_of(list(rates), columns)
+    )
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def measure_steps(parsed: argparse.Namespace) -> dict[str, list[float]]:
+    """Steps per second of each round: of all engines together, and of one alone."""
+    num, model = parsed.threads, parsed.threads_model or parsed.model or DEMO_MODEL
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(num)]
+    workers = [
+        context.Process(target=_step_when_told, args=(theirs, index, num, model), daemon=True)
+        for index, (_, theirs) in enumerate(pipes)
+    ]
+    ours = [pipe for pipe, _ in pipes]
+    for worker in workers:
+        worker.start()
+    for pipe in ours:
+        pipe.recv()  # it is ready
+    rates: dict[str, list[float]] = {f"{num} at once": [], "1 alone": []}
+    for number in range(parsed.rounds + 1):
+        order = list(rates) if number % 2 else list(reversed(rates))
+        for name in order:
+            active = ours if name == f"{num} at once" else ours[:1]
+            for pipe in active:
+                pipe.send(_STEPS_S)
+            rate = sum(pipe.recv() for pipe in active)
+            if number:  # the first warms up
+                rates[name].append(rate)
+    for pipe in ours:
+        pipe.send(None)
+    for worker in workers:
+        worker.join()
+    return rates
+
+
+def _step_when_told(pipe: Connection, index: int, num: int, model: str) -> None:
+    """A process: steps 16 sequences for as many seconds as it is told, again and again."""
+    os.sched_setaffinity(0, share_of_cores(index, num))
+    config = EngineConfig(
+        model=ModelConfig(model=model), device=DeviceConfig(device="cpu", num_threads=1)
+    )
+    core, info = build_core(config)
+    rng, names = random.Random(index), itertools.count()
+    pipe.send(None)
+    while (seconds := pipe.recv()) is not None:
+        num_steps, begun_s = 0, time.perf_counter()
+        while time.perf_counter() < begun_s + seconds:
+            while core.scheduler.num_running + core.scheduler.num_waiting < _NUM_SEQS:
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=info.max_model_len // 2, ignore_eos=True
+                )
+                core.add(
+                    Request(
+                        request_id=str(next(names)),
+                        prompt_token_ids=tuple(_ids(rng, 32)),
+                        sampling_params=params,
+                    )
+                )
+            core.step()
+            num_steps += 1
+        pipe.send(num_steps / (time.perf_counter() - begun_s))
+
+
+def _steps_text(rates: Mapping[str, Sequence[float]]) -> str:
+    several, one = rates.values()
+    ratios = [left / right for left, right in zip(several, one, strict=True)]
+    columns: Mapping[str, Callable[[str], str]] = {
+        "engines of 1 thread": lambda name: name,
+        "steps/s": lambda name: f"{statistics.median(rates[name]):.0f}",
+        "in the rounds": lambda name: " ".join(f"{rate:.0f}" for rate in rates[name]),
+    }
+    return (
+        f"Without a gateway, {_NUM_SEQS} sequences in each engine; the median of the rounds' "
+        f"ratios is {statistics.median(ratios):.2f}.\n\n" + table_of(list(rates), columns)
     )
 
 
