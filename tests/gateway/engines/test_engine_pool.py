@@ -13,7 +13,6 @@ import pytest
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.transport.messages import CachedKeys, Draining, EngineStats, WantKeys
 from penstock.gateway.engines import engine_link
-from penstock.gateway.engines.discovery import Discovery, resolve
 from penstock.gateway.engines.engine_client import EngineClient, total_stats
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.sources import next_of
@@ -166,31 +165,6 @@ async def test_one_engine_is_not_asked_for_keys(tmp_path: Path) -> None:
     async with pool(tmp_path, 1) as (client, engines):
         await _read(client.submit(_request("r")))
         assert engines[0].num_asked == 0
-
-
-async def test_engines_that_are_not_found_any_more_are_given_up_when_they_are_gone() -> None:
-    client = EngineClient()
-    # The path of a socket is no address: it would be connected to without TLS.
-    found: list[set[str] | Exception] = [{"10.0.0.1:1", "10.0.0.2:1", "/tmp/engine:1"}]
-
-    async def find() -> set[str]:
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
-
-    discovery = Discovery(client, [find])
-    await discovery.look()
-    assert {link.name for link in client.links} == {"10.0.0.1:1", "10.0.0.2:1"}
-    client.links[0].info = INFO  # it answers
-    alive = client.links[0].name
-    found[0] = OSError("Redis is away")
-    await discovery.look()
-    assert len(client.links) == 2
-    found[0] = set()
-    await discovery.look()
-    assert [link.name for link in client.links] == [alive]
-    assert await resolve("127.0.0.1:7000") == {"127.0.0.1:7000"}
-    await client.close()
 
 
 def test_the_numbers_of_several_engines_are_added_up() -> None:
