@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.engine.pooling import PoolingParams
-from penstock.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from penstock.engine.request import FinishReason, ImageInput, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class SequenceEntry:
         is_drafted: it may get drafts, so the tokens that its grammar forces are of use.
         pooling: no token is drawn after it; its hidden states become a vector or a score.
         adapter: the digest of its adapter.
+        images: those of the prompt, without their files.
     """
 
     token_ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class SequenceEntry:
     is_drafted: bool = False
     pooling: PoolingParams | None = None
     adapter: str | None = None
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made for every token

@@ -105,6 +105,7 @@ class CacheConfig:
         swap_space: GiB of host memory for the second tier; None uses a moderate share of the free
             memory, 0 turns the tier off.
         num_host_blocks: overrides the host tier's size, in blocks.
+        mm_encoder_cache_bytes: of the features of images, which are kept for further requests.
     """
 
     block_size: int = 16
@@ -115,6 +116,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     swap_space: float | None = None
     num_host_blocks: int | None = None
+    mm_encoder_cache_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         # On a CPU the kernels keep positions in pairs; an odd size would leave all of it to torch.

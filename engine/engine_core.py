@@ -17,8 +17,9 @@ from typing import Protocol
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.config import LoraConfig
 from penstock.engine.lora.queue import AdapterQueue, Adapters
-from penstock.engine.request import Request, RequestOutput, StructuredOutputs
+from penstock.engine.request import ImageInput, Request, RequestOutput, StructuredOutputs
 from penstock.engine.scheduling import Scheduler
+from penstock.engine.vision.queue import ImageQueue, Images
 
 
 class Handle(Protocol):
@@ -76,7 +77,12 @@ class Executor(Protocol):
 
 
 class EngineCore:
-    """Requests in, outputs out, one iteration at a time."""
+    """Requests in, outputs out, one iteration at a time.
+
+    Args:
+        images: encodes the images of prompts; None: the model takes none.
+        max_image_bytes: of their features that are kept.
+    """
 
     def __init__(
         self,
@@ -85,6 +91,8 @@ class EngineCore:
         *,
         max_steps_in_flight: int = 1,
         lora: LoraConfig | None = None,
+        images: Images | None = None,
+        max_image_bytes: int = 0,
     ) -> None:
         lora = lora or LoraConfig()
         self.scheduler = scheduler
@@ -95,14 +103,20 @@ class EngineCore:
             max_loras=lora.max_loras,
             max_cpu_loras=lora.max_cpu_loras or lora.max_loras,
         )
+        self.images = ImageQueue(images, scheduler, max_bytes=max_image_bytes)
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
 
     def add(self, request: Request) -> None:
         """Add a request; raises `InvalidRequestError` if it can never be served. The steps wait
-        for its grammar if it is not among `grammars` yet. Its adapter is read meanwhile."""
-        if request.adapter is None:
+        for its grammar if it is not among `grammars` yet. Its adapter is read, and its images are
+        encoded, meanwhile."""
+        if request.images:
+            self.scheduler.check(request)
+            self.images.check(request)
+            self.images.add(request)
+        elif request.adapter is None:
             self.scheduler.add(request)
         else:
             self.scheduler.check(request)
@@ -111,30 +125,43 @@ class EngineCore:
     def abort(self, request_id: str, *, index: int | None = None) -> None:
         """Drop a request, or one of its samples. Its blocks are free at once; unknown ids are
         ignored."""
-        if not self.adapters.abort(request_id, index=index):
+        is_waiting = self.images.abort(request_id, index=index)
+        if not is_waiting and not self.adapters.abort(request_id, index=index):
             self.scheduler.abort(request_id, index=index)
 
     def has_request(self, request_id: str) -> bool:
-        return self.adapters.has_request(request_id) or self.scheduler.has_request(request_id)
+        rooms = (self.adapters, self.images, self.scheduler)
+        return any(room.has_request(request_id) for room in rooms)
 
     def drop_prefix(
-        self, token_ids: Sequence[int], *, cache_salt: str = "", adapter: str | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> int:
         """Forget the cached KV of these tokens, except blocks that are in use, and the outputs kept
         for drafts; the number of blocks forgotten.
 
         Args:
             adapter: the digest of the adapter that computed them.
+            images: those of the tokens.
         """
         self.scheduler.drafting.drop_prefix(token_ids, cache_salt=cache_salt)
-        return self.scheduler.blocks.drop_prefix(token_ids, cache_salt=cache_salt, adapter=adapter)
+        return self.scheduler.blocks.drop_prefix(
+            token_ids, cache_salt=cache_salt, adapter=adapter, images=images
+        )
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work() or self.adapters.has_work
+        queues_have_work = self.adapters.has_work or self.images.has_work
+        return bool(self._in_flight) or self.scheduler.has_work() or queues_have_work
 
     def step(self) -> list[RequestOutput]:
         """Keep the device busy and return the outputs of the oldest step in flight."""
         refused = self.adapters.admit() if self.adapters.has_work else []
+        if self.images.has_work:
+            refused += self.images.admit()
         while len(self._in_flight) < self._max_steps_in_flight:
             batch = self.scheduler.schedule()
             if not (batch.scheduled or batch.left_seq_ids or batch.moves):
@@ -156,4 +183,5 @@ class EngineCore:
     def close(self) -> None:
         self._in_flight.clear()
         self.adapters.close()
+        self.images.close()
         self._executor.close()

@@ -345,6 +345,24 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     digest: str
 
 
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An image in a prompt.
+
+    Attributes:
+        digest: SHA-256 of its file, in hexadecimal; KV blocks are shared between equal ones.
+        offset: the position of its first token.
+        num_tokens: from there on, text that belongs to it included.
+        num_features: of those, image tokens, whose embeddings its features replace.
+        data: its file; empty once it is encoded.
+    """
+
+    digest: str
+    offset: int
+    num_tokens: int
+    num_features: int
+    data: bytes = b""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One request as it reaches the engine core.
 
@@ -364,6 +382,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         adapter: whose updates its tokens get; None: the base model's only.
         prediction_token_ids: what the output may be; a right guess costs less time.
         pooling: it asks for a vector or a score instead of output; `max_tokens` is 0 then.
+        images: of the prompt, in order.
     """
 
     request_id: str
@@ -381,6 +400,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     retention: Retention | None = None
     prediction_token_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None
+    images: tuple[ImageInput, ...] = ()
 
 
 class FinishReason(enum.Enum):

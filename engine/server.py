@@ -84,7 +84,7 @@ class EngineServer:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
         self._transport = Transport(address, info, remote=remote)
-        core.adapters.wake = self._transport.interrupt
+        core.adapters.wake = core.images.wake = self._transport.interrupt
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
         self._owners: dict[str, _Owner] = {}  # by request id
@@ -166,7 +166,10 @@ class EngineServer:
                     self._abort(request_id, index=index)
         elif isinstance(message, DropPrefix):
             self._core.drop_prefix(
-                message.token_ids, cache_salt=message.cache_salt, adapter=message.adapter
+                message.token_ids,
+                cache_salt=message.cache_salt,
+                adapter=message.adapter,
+                images=message.images,
             )
         elif isinstance(message, UnloadAdapter):
             self._core.adapters.unload(message.name)
@@ -300,7 +303,7 @@ class EngineServer:
         self._transport.stats = stats_snapshot(
             self._core.scheduler,
             bytes_per_block=self._bytes_per_block,
-            num_awaiting_adapters=len(self._core.adapters),
+            num_awaiting=len(self._core.adapters) + len(self._core.images),
             num_grammars=len(self._core.grammars),
         )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
@@ -416,7 +419,7 @@ def stats_snapshot(
     *,
     bytes_per_block: int,
     num_grammars: int,
-    num_awaiting_adapters: int = 0,
+    num_awaiting: int = 0,
 ) -> EngineStats:
     """The engine's current numbers. Not called for every step, since a quick step takes only a few
     times as long as this."""
@@ -426,7 +429,7 @@ def stats_snapshot(
     num_slots, num_empty = scheduler.slots()
     return EngineStats(
         num_requests_running=scheduler.num_running,
-        num_requests_waiting=scheduler.num_waiting + num_awaiting_adapters,
+        num_requests_waiting=scheduler.num_waiting + num_awaiting,
         num_tokens_waiting=scheduler.num_tokens_waiting,
         queue_tokens_per_s=scheduler.queue_tokens_per_s,
         prefill_tokens_per_s=scheduler.prefill_tokens_per_s,

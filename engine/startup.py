@@ -25,6 +25,7 @@ from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.vision.queue import Images
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -37,13 +38,14 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
     pooling = read_pooling(path, config.model.model)
     executor: Executor
+    images: Images | None = None
     if pooling.is_encoder:
         encoder = EncoderRunner(config, path, pooling=pooling)
         device, executor = encoder.info, InProcessExecutor(encoder)
         config = _for_encoder(config, device.max_model_len)
     else:
         runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
-        device = runner.info
+        device, images = runner.info, runner.images
         overlaps = device.overlaps_steps
         executor = OverlappedExecutor(runner) if overlaps else InProcessExecutor(runner)
     cache_root = _cache_root(config, path, device)
@@ -68,6 +70,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         executor,
         max_steps_in_flight=config.scheduler.max_steps_in_flight or 1 + device.overlaps_steps,
         lora=config.lora,
+        images=images,
+        max_image_bytes=config.cache.mm_encoder_cache_bytes,
     )
     adapters = _load_adapters(core, config.lora)
     info = EngineInfo(

@@ -22,7 +22,7 @@ from penstock.engine.batch import BlockMoves
 from penstock.engine.blocks.prefix_cache import CachedBlock
 from penstock.engine.blocks.prefixes import BlockTable, Prefixes, Tail
 from penstock.engine.blocks.tiers import BlockCounters, Tiers
-from penstock.engine.request import Retention, Sequence
+from penstock.engine.request import ImageInput, Retention, Sequence
 
 
 class BlockManager:
@@ -101,7 +101,9 @@ class BlockManager:
         table = self._tables.get(sequence.seq_id)
         if table is None:
             table = self._tables[sequence.seq_id] = BlockTable(
-                self.block_size, root=self._prefixes.root_of(sequence)
+                self.block_size,
+                root=self._prefixes.root_of(sequence),
+                images=sequence.request.images,
             )
         if table.is_swapped:
             return self._swap_in(table, sequence, num_spared)
@@ -229,6 +231,7 @@ class BlockManager:
         table = BlockTable(
             self.block_size,
             root=source.root,
+            images=source.images,
             block_ids=source.block_ids[:num_blocks],
             keys=source.keys[: num_tokens // self.block_size],
             is_swapped=source.is_swapped,
@@ -291,15 +294,21 @@ class BlockManager:
             self._release_device(table)
 
     def drop_prefix(
-        self, token_ids: Ordered[int], *, cache_salt: str = "", adapter: str | None = None
+        self,
+        token_ids: Ordered[int],
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> int:
         """Forget the cached blocks of these tokens, from their end back to where another cached
         prefix branches off or a sequence holds the block; the number of blocks forgotten.
 
         Args:
             adapter: the digest of the adapter that computed them.
+            images: those of the tokens.
         """
-        return self._prefixes.drop(token_ids, cache_salt=cache_salt, adapter=adapter)
+        return self._prefixes.drop(token_ids, cache_salt=cache_salt, adapter=adapter, images=images)
 
     def _swap_in(self, table: BlockTable, sequence: Sequence, num_spared: int) -> int | None:
         """Bring a swapped sequence back: its own bytes, or the same content if it is on the

@@ -1,7 +1,8 @@
 """The prefix cache: contents of blocks, found by the tokens before and in them.
 
 A full block has a key: SHA-256 over its parent's key and its token ids, so a key stands for every
-token up to the block's end. The chain starts at a root that stands for everything else that KV
+token up to the block's end, and for the images at them (`with_images`). The chain starts at a
+root that stands for everything else that KV
 depends on (`root_key`). The last, partly filled block of a finished sequence is kept under its
 parent without a key of its own.
 
@@ -15,6 +16,8 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from penstock.engine.request import ImageInput
 
 _TOKEN_BYTES = 4
 _MAX_TAILS = 32  # children of one block that are compared, newest first
@@ -125,6 +128,17 @@ class KeyJournal:
             [key for key, is_cached in changes.items() if is_cached],
             [key for key, is_cached in changes.items() if not is_cached],
         )
+
+
+def with_images(parent: bytes, images: Sequence[ImageInput], start: int, end: int) -> bytes:
+    """A key that stands for the images at the positions from `start` to `end` too, and for where
+    they begin; the same key if there are none."""
+    parts = [
+        f"{image.digest} {image.offset - start}".encode()
+        for image in images
+        if image.offset < end and image.offset + image.num_tokens > start
+    ]
+    return root_key(parent, *parts) if parts else parent
 
 
 class PrefixCache:

@@ -10,9 +10,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-from penstock.engine.blocks.prefix_cache import CachedBlock, Tag, block_key, chain_root, pack
+from penstock.engine.blocks.prefix_cache import (
+    CachedBlock,
+    Tag,
+    block_key,
+    chain_root,
+    pack,
+    with_images,
+)
 from penstock.engine.blocks.tiers import Tiers
-from penstock.engine.request import Retention, Sequence, SequenceStatus
+from penstock.engine.request import ImageInput, Retention, Sequence, SequenceStatus
 
 
 @dataclass(slots=True)
@@ -23,6 +30,7 @@ class BlockTable:
 
     Attributes:
         root: start of its chain of keys.
+        images: those of its prompt, in order.
         keys: keys of its full blocks, as far as they were needed.
         is_swapped: the ids are the host tier's.
         is_tail_borrowed: the last block is partly filled and belongs to another sequence, which
@@ -31,6 +39,7 @@ class BlockTable:
 
     block_size: int
     root: bytes = b""
+    images: tuple[ImageInput, ...] = ()
     block_ids: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     is_swapped: bool = False
@@ -175,12 +184,19 @@ class Prefixes:
         contents = (pool.contents[block_id] for block_id in table.block_ids)
         return [block for block in contents if block is not None]
 
-    def drop(self, token_ids: Ordered[int], *, cache_salt: str, adapter: str | None) -> int:
+    def drop(
+        self,
+        token_ids: Ordered[int],
+        *,
+        cache_salt: str,
+        adapter: str | None,
+        images: tuple[ImageInput, ...] = (),
+    ) -> int:
         """See `BlockManager.drop_prefix`."""
         if not self._is_on:
             return 0
         root = self._root(cache_salt, adapter, num_prompt_tokens=len(token_ids))
-        table = BlockTable(self._block_size, root=root)
+        table = BlockTable(self._block_size, root=root, images=images)
         chain: list[CachedBlock] = []
         for number in range(len(token_ids) // self._block_size):
             block = self._tiers.cache.get(self._key(table, token_ids, number))
@@ -191,7 +207,8 @@ class Prefixes:
         while chain:
             block = chain.pop()
             assert block.key is not None
-            if self._tiers.cache.has_children(block.key) or not self._tiers.is_idle(block):
+            next_parent = self._parent(table, len(chain) + 1)
+            if self._tiers.cache.has_children(next_parent) or not self._tiers.is_idle(block):
                 break
             self._tiers.forget(block)
             num_dropped += 1 + self._drop_tails(table, token_ids, len(chain))
@@ -257,8 +274,13 @@ class Prefixes:
         return keys[number]
 
     def _parent(self, table: BlockTable, number: int) -> bytes:
-        """The key of the block before, or the root."""
-        return table.keys[number - 1] if number else table.root
+        """The key of the block before, or the root; with the images in the block, if it has some:
+        a token's id does not tell them apart."""
+        key = table.keys[number - 1] if number else table.root
+        if not table.images:
+            return key
+        start = number * self._block_size
+        return with_images(key, table.images, start, start + self._block_size)
 
     def _packed(self, token_ids: Ordered[int], number: int) -> bytes:
         start = number * self._block_size

@@ -34,6 +34,21 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepImages:
+    """What the images of a step's sequences change.
+
+    Attributes:
+        rows: int64 [num_features], the tokens whose embeddings are replaced; None: none.
+        features: [num_features, hidden_size], by what.
+        offsets: int64 [3, num_tokens], what M-RoPE adds to the positions; None: nothing.
+    """
+
+    rows: Tensor | None
+    features: Tensor | None
+    offsets: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
     """What layers need to know of a step; always an argument, never a global.
 
@@ -44,6 +59,7 @@ class ForwardContext:
         positions: int64 [num_tokens]
         prompt_lens: int64 [num_tokens], the prompt length of each token's sequence; only for
             models with `needs_prompt_lens`.
+        images: None: there are none.
         attend: runs attention; not `paged_attention` while a step is captured in pieces.
     """
 
@@ -51,6 +67,7 @@ class ForwardContext:
     layout: PagedLayout
     positions: Tensor
     prompt_lens: Tensor | None = None
+    images: StepImages | None = None
     attend: Attend = paged_attention
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -254,6 +254,7 @@ class Decoder(nn.Module):
         self.config = config
         self.vocab_size, self.context_len = config.vocab_size, config.context_len
         self.quantization = "none"
+        self.images = None
         self.feature_layers: tuple[int, ...] = ()
         self.features: tuple[Tensor, ...] = ()
         self._kv_dtype: torch.dtype | None = None

@@ -27,6 +27,48 @@ class LayerKV:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """
+    Attributes:
+        features: [num_features, hidden_size], for the rows of its tokens.
+        grid: rows and columns of its features, where their positions are those of a grid.
+    """
+
+    features: Tensor
+    grid: tuple[int, int] | None = None
+
+
+class ImageEncoder(Protocol):
+    """The vision towers of a model.
+
+    Attributes:
+        token_id: of image tokens.
+        has_grid: the features of an image have positions in a grid (M-RoPE).
+        encoded: the images that are kept, by digest; any thread may read it.
+    """
+
+    token_id: int
+    has_grid: bool
+    encoded: dict[str, EncodedImage]
+
+    def encode(self, digest: str, data: bytes) -> tuple[int, int]:
+        """Keep an image's features, which takes up to seconds; how many there are, and the bytes
+        that they take. In a thread of its own.
+
+        Args:
+            data: the image's file.
+
+        Raises:
+            InvalidRequestError: it cannot be opened.
+        """
+        ...
+
+    def drop(self, digest: str) -> None:
+        """Forget an image that no sequence has."""
+        ...
+
+
 class LanguageModel(Protocol):
     """Token ids in, hidden states out; logits only for the rows that need them."""
 
@@ -74,6 +116,11 @@ class TorchModel(LanguageModel, Protocol):
     @property
     def expected_bytes(self) -> int:
         """Size of weights that are still to be read."""
+        ...
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """None: it takes none."""
         ...
 
     @property

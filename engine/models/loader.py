@@ -168,7 +168,8 @@ def _load_through_transformers(
         read_weights(weights.checkpoint, model.causal_lm, weights.hold, weights.like)
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
-    return model.to(device)
+    model.to(device).take_images(path)
+    return model
 
 
 def build_without_weights(config: ModelConfig, path: Path) -> Decoder | TransformersModel:

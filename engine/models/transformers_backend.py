@@ -25,6 +25,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
@@ -45,6 +46,7 @@ from penstock.engine.models.transformers_modules import (
     replace_layers,
     trial_step,
 )
+from penstock.engine.models.vision import VisionEncoder, is_with_images, towers
 from penstock.kernels.cpu.library import CpuLibrary
 
 _OLDEST = Version(
@@ -99,7 +101,8 @@ def inspect_model(path: Path, *, dtype: torch.dtype, trust_remote_code: bool = F
         if Version(transformers.__version__) < _OLDEST:
             raise _UnsupportedError(f"transformers {transformers.__version__} is too old")
         config = _read_config(path, fields, trust_remote_code=trust_remote_code)
-        _check_config(config, names)
+        if not is_with_images(config):
+            _check_config(config, names)
         return _inspect(_build(config, dtype, trust_remote_code=trust_remote_code))
     except _UnsupportedError as error:
         about = f"{', '.join(names) or 'none'} is not supported"
@@ -149,7 +152,10 @@ def _build(
 ) -> PreTrainedModel:
     try:
         with _parameters_on_meta():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            auto: Any = AutoModelForCausalLM
+            if is_with_images(config):
+                auto = AutoModelForImageTextToText
+            model: PreTrainedModel = auto.from_config(
                 config,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
@@ -319,7 +325,7 @@ transformers.AttentionMaskInterface.register(_INSPECTED, _make_mask)
 
 @torch.inference_mode()
 def _inspect(model: PreTrainedModel) -> Inspected:
-    context_len = _context_len(model.config)
+    context_len = _context_len(model.config.get_text_config(decoder=True))
     shadow: Any = copy.deepcopy(model)
     shadow.to("meta")
     if hasattr(shadow, "set_experts_implementation"):
@@ -358,7 +364,7 @@ def _inspect(model: PreTrainedModel) -> Inspected:
     except Exception as error:
         raise _UnsupportedError(f"it cannot be inspected: {_first_line(error)}") from error
     layers = tuple(inspection.layers)
-    num_layers = model.config.num_hidden_layers
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(layers) < num_layers or len(layers) % num_layers:
         raise _UnsupportedError(
             f"{len(layers)} of its {num_layers} layers attend through the library's interface"
@@ -367,7 +373,9 @@ def _inspect(model: PreTrainedModel) -> Inspected:
     if len(sizes) > 1:
         found = ", ".join(f"{heads} heads of {size} numbers" for heads, size in sorted(sizes))
         raise _UnsupportedError(f"its layers store keys of different sizes: {found}")
-    for kept, layer in zip(DynamicCache(config=model.config).layers, layers, strict=False):
+    for kept, layer in zip(
+        DynamicCache(config=model.config.get_text_config(decoder=True)).layers, layers, strict=False
+    ):
         if getattr(kept, "is_sliding", False) and layer.window is None:
             raise _UnsupportedError(f"{layer.module} attends to all that its cache has dropped")
     base = outputs[-1][0] if outputs else ""  # the outermost ends last
@@ -439,13 +447,14 @@ class TransformersModel(nn.Module):
     def __init__(self, inspected: Inspected, *, max_model_len: int | None) -> None:
         super().__init__()
         self.causal_lm = inspected.model
-        self.vocab_size: int = inspected.model.config.vocab_size
+        self.images: VisionEncoder | None = None
+        self.vocab_size: int = inspected.model.config.get_text_config(decoder=True).vocab_size
         context_len = inspected.context_len or max_model_len
         if context_len is None:
             raise ConfigError("the model does not say how long its context is: set --max-model-len")
         self.context_len = context_len
         self.quantization = "none"
-        replace_layers(self.causal_lm, self.dtype)
+        replace_layers(self.causal_lm, self.dtype, besides=towers(self.causal_lm, inspected.base))
         self._siblings = inspected.siblings
         self._cpu: CpuParts | None = None
         self._attentions = [
@@ -454,6 +463,7 @@ class TransformersModel(nn.Module):
         for found, attention in zip(inspected.layers, self._attentions, strict=True):
             self.causal_lm.get_submodule(found.module).paged_attention = attention
         self.causal_lm.set_attn_implementation(_PAGED)
+        self._base_name = inspected.base
         self._base = [self.causal_lm.get_submodule(inspected.base)]  # a list: is no submodule here
         self._given = _GivenHidden()
         self._head = [_replaced(self.causal_lm, inspected.base, self._given)]
@@ -462,11 +472,16 @@ class TransformersModel(nn.Module):
         """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size]"""
         if self._cpu is not None:
             self._cpu.begin(input_ids, context)
+        given, position_ids = {"input_ids": input_ids[None]}, context.positions[None]
+        if (images := context.images) is not None:
+            if images.rows is not None:
+                embeddings = self.causal_lm.get_input_embeddings()(input_ids[None])
+                embeddings[0, images.rows] = images.features
+                given = {"inputs_embeds": embeddings}
+            if images.offsets is not None:
+                position_ids = (context.positions + images.offsets)[:, None]
         output = self._base[0](
-            input_ids=input_ids[None],
-            position_ids=context.positions[None],
-            use_cache=False,
-            **{CONTEXT: context},
+            **given, position_ids=position_ids, use_cache=False, **{CONTEXT: context}
         )
         self._given.kind = type(output)
         hidden: Tensor = output.last_hidden_state
@@ -482,6 +497,18 @@ class TransformersModel(nn.Module):
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         logits: Tensor = self._head[0](input_ids=ids, use_cache=False).logits
         return logits[0]
+
+    def take_images(self, path: Path) -> None:
+        """Move the vision towers, if it has any, out of the model.
+
+        Args:
+            path: the directory of the model's files.
+
+        Raises:
+            ModelLoadError: the image processor cannot be read.
+        """
+        if is_with_images(self.causal_lm.config):
+            self.images = VisionEncoder(self.causal_lm, self._base_name, path)
 
     @property
     def kv_spec(self) -> tuple[LayerKV, ...]:
@@ -547,7 +574,8 @@ class TransformersModel(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Size of all weights, as they are held."""
-        return weight_bytes(self) + (0 if self._cpu is None else self._cpu.weight_bytes)
+        others = (each.weight_bytes for each in (self._cpu, self.images) if each is not None)
+        return weight_bytes(self) + sum(others)
 
     @property
     def dtype(self) -> torch.dtype:

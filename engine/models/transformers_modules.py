@@ -163,11 +163,18 @@ class ModuleEmbedding(Embedding):
         return y.view(*token_ids.shape, y.shape[-1])
 
 
-def replace_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def replace_layers(
+    model: PreTrainedModel, dtype: torch.dtype, *, besides: Sequence[nn.Module] = ()
+) -> None:
     """Put our layers, without weights, in the places of the plain linear layers and of the
-    embedding of tokens, unless it is of a kind of its own."""
+    embedding of tokens, unless it is of a kind of its own.
+
+    Args:
+        besides: modules that stay as they are.
+    """
     table = model.get_input_embeddings()
-    for parent in list(model.modules()):
+    kept = {parent for each in besides for parent in each.modules()}
+    for parent in [each for each in model.modules() if each not in kept]:
         for name, module in list(parent.named_children()):
             ours: nn.Module
             with torch.device("meta"):

@@ -29,6 +29,8 @@ from torch import Tensor
 from penstock.engine.batch import Batch, ScheduledSequence, SequenceEntry
 from penstock.engine.config import MAX_SPECULATIVE_TOKENS
 from penstock.engine.layers.attention import ForwardContext
+from penstock.engine.models.language_model import ImageEncoder
+from penstock.engine.runner.image_rows import SequenceImages, step_images
 from penstock.engine.runner.pooler import PooledSpan
 from penstock.engine.runner.staging import InputStaging, padded_num_bytes
 from penstock.engine.sampling.grammars import SequenceGrammar
@@ -101,7 +103,8 @@ class DeviceSequence:
     """The device's copy of one sequence, except for what every step needs: that is in columns."""
 
     __slots__ = (
-        "grammar", "num_blocks", "num_prompt", "num_prompt_logprobs", "pooling", "row", "token_ids",
+        "grammar", "images", "num_blocks", "num_prompt", "num_prompt_logprobs", "pooling", "row",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, entry: SequenceEntry, row: int) -> None:
@@ -112,6 +115,7 @@ class DeviceSequence:
         self.num_blocks = 0
         self.num_prompt_logprobs = entry.num_prompt_logprobs
         self.pooling = entry.pooling
+        self.images: SequenceImages | None = None
 
     def prompt_span(self, seq_id: int, start: int, stop: int, first_row: int) -> PromptSpan | None:
         """The prompt tokens that follow those at positions `start` to `stop`, which are in the
@@ -136,7 +140,12 @@ class InputBatch:
         max_blocks: maximum number of blocks of a sequence.
         grammars: compiles what sequences must match.
         staging: copies a step's arrays to a device that keeps its tokens; None on a CPU.
+
+    Attributes:
+        encoder: has the images of sequences that have some.
     """
+
+    encoder: ImageEncoder | None = None
 
     def __init__(
         self,
@@ -156,6 +165,8 @@ class InputBatch:
         self._last_token = np.zeros(max_num_seqs, dtype=np.int64)
         self._is_pooled = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_pooled = 0
+        self._num_with_images = 0
+        self._device = device
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         # The tables of the step's sequences, in the step's order. On a CPU they never move, since a
         # descheduled thread may read them late.
@@ -182,6 +193,7 @@ class InputBatch:
             sequence = self._sequences.pop(seq_id, None)
             if sequence is not None:
                 self._free_rows.append(sequence.row)
+                self._num_with_images -= sequence.images is not None
                 if sequence.pooling is not None:
                     self._is_pooled[sequence.row] = False
                     self._num_pooled -= 1
@@ -231,9 +243,14 @@ class InputBatch:
         if self._staging is not None:
             arrays |= _awaited(arrays["input_ids"], rows.repeat(query_lens), rows[sampled])
         tensors = self._upload(arrays)
+        images = None
+        if self._num_with_images:
+            given = [sequence.images for sequence in sequences]
+            images = step_images(given, starts.tolist(), seq_lens.tolist(), self._device)
+        context = _context(tensors, kv_pool, int(query_lens.max()), int(seq_lens.max()))
         inputs = StepInputs(
             input_ids=tensors["input_ids"],
-            context=_context(tensors, kv_pool, int(query_lens.max()), int(seq_lens.max())),
+            context=context if images is None else replace(context, images=images),
             sampled_seq_ids=tuple(scheduled[row].seq_id for row in sampled),
             sampled_tokens=tensors.get("sampled_tokens"),
             sampling=self._sampling.select(rows[sampled], seq_lens[sampled] - before),
@@ -243,6 +260,7 @@ class InputBatch:
             drafts=drafts_of_rows,
         )
         goes_on = are_all_sampled and self._staging is None and not inputs.sampling.changed
+        goes_on = goes_on and (images is None or images.rows is None)  # which stay in one step
         if goes_on and not any(item.num_wanted_drafts for item in scheduled):
             kind = DraftedRun if drafts_of_rows else DecodeRun
             histories = [sequence.token_ids for sequence in sequences]
@@ -411,6 +429,11 @@ class InputBatch:
         known = self._sequences.pop(seq_id, None)
         row = self._free_rows.pop() if known is None else known.row
         sequence = self._sequences[seq_id] = DeviceSequence(entry, row)
+        if entry.images:
+            assert self.encoder is not None
+            sequence.images = SequenceImages(entry, self.encoder)
+        had_images = known is not None and known.images is not None
+        self._num_with_images += bool(entry.images) - had_images
         self._num_tokens[row] = len(entry.token_ids)
         self._num_computed[row] = entry.num_computed_tokens
         self._last_token[row] = entry.token_ids[-1]

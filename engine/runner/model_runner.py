@@ -154,6 +154,7 @@ class ModelRunner:
             device=self._device,
             grammars=self.grammars,
         )
+        self.images = self._batch.encoder = model.images
         self._draft_model = make_drafter(
             drafting_model,
             self._kv_pool,

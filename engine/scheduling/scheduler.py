@@ -353,6 +353,7 @@ class Scheduler:
             is_drafted=self.drafting.enter(sequence),
             pooling=sequence.request.pooling,
             adapter=None if (adapter := sequence.request.adapter) is None else adapter.digest,
+            images=sequence.request.images,
         )
         return ScheduledSequence(
             seq_id=sequence.seq_id,

@@ -175,7 +175,7 @@ class ChatTemplate:
                 text = f"{name} takes more than {max_cpu_s:g} s to render"
                 raise SlowTemplateError(text, param=param) from error
             raise InvalidRequestError(f"{name} fails: {_reason(error)}", param=param) from error
-        return _cut(text, mark, messages[-1]["content"]) if continue_final_message else text
+        return _cut(text, mark, _text_of(messages[-1])) if continue_final_message else text
 
     def _compiled(self, template: str) -> jinja2.Template:
         """A caller's template. Raises: InvalidRequestError."""
@@ -210,7 +210,20 @@ def _is_unicode(text: str) -> bool:
 
 def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
     last = messages[-1]
-    return [*messages[:-1], {**last, "content": last["content"] + mark}]
+    content = last["content"]
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + mark}]
+    *parts, end = content or [{"type": "text", "text": ""}]
+    return [
+        *messages[:-1],
+        {**last, "content": [*parts, {**end, "text": end.get("text", "") + mark}]},
+    ]
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """The end of a message's text."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(p.get("text", "") for p in content[-1:])
 
 
 def _cut(text: str, mark: str, final_message: str) -> str:

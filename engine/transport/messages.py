@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.engine.request import Adapter, Request, RequestOutput
+from penstock.engine.request import Adapter, ImageInput, Request, RequestOutput
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
@@ -120,11 +120,13 @@ class DropPrefix(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
     Attributes:
         adapter: the digest of the adapter that computed it.
+        images: those of the tokens, without their files.
     """
 
     token_ids: tuple[int, ...]
     cache_salt: str = ""
     adapter: str | None = None
+    images: tuple[ImageInput, ...] = ()
 
 
 class UnloadAdapter(
