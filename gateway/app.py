@@ -55,6 +55,8 @@ from penstock.gateway.errors import EXCEPTION_HANDLERS
 from penstock.gateway.generation.adapters import AdapterChanges, AdapterRegistry, MemoryChanges
 from penstock.gateway.generation.generator import Generator
 from penstock.gateway.generation.grammar_check import GrammarCheck
+from penstock.gateway.generation.image_fetch import ImageFetcher
+from penstock.gateway.generation.images import ImageLoader
 from penstock.gateway.generation.pooled import Embedder
 from penstock.gateway.generation.served_model import ServedModel, load_model
 from penstock.gateway.generation.template_process import TemplateProcess
@@ -117,6 +119,16 @@ def create_app(
         metrics=metrics,
         admission=gate.admission,
         adapters=adapters,
+        images=ImageLoader(
+            model.images,
+            ImageFetcher(
+                config.allowed_media_domains,
+                max_bytes=config.max_image_bytes,
+                timeout_s=config.media_timeout_s,
+            ),
+            max_images=config.max_images,
+            max_bytes=config.max_image_bytes,
+        ),
         templates=TemplateProcess() if config.trust_request_chat_template else None,
         max_prompt_bytes=config.max_prompt_bytes,
     )

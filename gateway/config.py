@@ -15,6 +15,7 @@ from penstock.engine.config import ModelConfig, TlsFiles
 from penstock.engine.errors import ConfigError
 
 Routing = Literal["prefix", "least-loaded", "round-robin"]
+_MAX_IMAGES = 256  # of a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class GatewayConfig:
         max_body_bytes: of an HTTP request; a WebSocket message has its own limit.
         max_prompt_bytes: largest prompt text to tokenise where context and tokenizer set no
             limit; None: `limits.default_prompt_bytes`.
+        limit_mm_per_prompt: `image=N`: images that a prompt may have.
+        max_image_bytes: of an image's file.
+        allowed_media_domains: hosts that images may be fetched from, as `host` or `host:port`.
+        media_timeout_s: for fetching one.
         max_connections: of this process, with TLS handshakes and WebSockets; further ones get 503.
         header_timeout_s: from a connection's start to the end of its TLS handshake, and from
             there, or from a later request's first byte, to the end of the header.
@@ -115,6 +120,10 @@ class GatewayConfig:
     max_body_bytes: int = 4 << 20
     max_prompt_bytes: int | None = None
     max_websocket_message_bytes: int = 1 << 20
+    limit_mm_per_prompt: str = "image=16"
+    max_image_bytes: int = 8 << 20
+    allowed_media_domains: tuple[str, ...] = ()
+    media_timeout_s: float = 5.0
     max_connections: int = 10_000
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
@@ -155,6 +164,7 @@ class GatewayConfig:
             api_keys=tuple(settings.get("api_key") or ()),
             allowed_origins=tuple(_origin(text) for text in settings.get("allowed_origins") or ()),
             served_model_names=tuple(settings.get("served_model_name") or ()),
+            allowed_media_domains=tuple(settings.get("allowed_media_domains") or ()),
             model=ModelConfig(**settings["model"]),
         )
 
@@ -164,6 +174,22 @@ class GatewayConfig:
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def max_images(self) -> int:
+        """Of a prompt.
+
+        Raises:
+            ConfigError: the setting does not say.
+        """
+        text = "".join(self.limit_mm_per_prompt.split()).strip("{}").replace('"', "")
+        name, _, number = text.replace(":", "=").partition("=")
+        if name != "image" or not number.isdecimal() or int(number) > _MAX_IMAGES:
+            raise ConfigError(
+                f"--limit-mm-per-prompt must be image=N with N from 0 to {_MAX_IMAGES}, not "
+                f"{self.limit_mm_per_prompt!r}"
+            )
+        return int(number)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -214,6 +240,6 @@ def _origin(text: str) -> str:
 
 _READ_APART = {
     "api_keys", "allowed_origins", "served_model_names", "model", "engine_addresses",
-    "remote_engines",
+    "remote_engines", "allowed_media_domains",
 }  # fmt: skip
 _PLAIN_FIELDS = tuple(item.name for item in fields(GatewayConfig) if item.name not in _READ_APART)

@@ -9,7 +9,7 @@ clients expect: `{"object": "list", "data", "first_id", …}`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -19,6 +19,7 @@ from penstock.gateway.api.schema.fields import Includes
 from penstock.gateway.api.schema.messages import (
     CallOutput,
     FunctionCall,
+    ImagePart,
     InputItem,
     ItemReference,
     Message,
@@ -31,10 +32,13 @@ from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.schema.tools import seen_name
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.storage.conversations.records import Item
+from penstock.gateway.generation.images import LoadedImage, shown_url, stored_image, stored_url
+from penstock.gateway.storage.conversations.records import Item, StoredTurn
 
 _MAX_LISTED = 100  # OpenAI's limit
 _CALLS = ("function_call", "custom_tool_call")
+_IMAGE_TYPE = "input_image"
+_IMAGE = ImagePart("")  # of a stored item, in a template
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _ID_PREFIXES = {
     "function_call": "fc_",
@@ -89,8 +93,12 @@ def item_objects(items: Iterable[InputItem]) -> tuple[Item, ...]:
     return tuple(item_object(item, index) for index, item in enumerate(items))
 
 
-def item_object(item: InputItem, index: int) -> Item:
-    """One item as it is stored. Raises as `item_objects`."""
+def item_object(item: InputItem, index: int, images: Iterator[LoadedImage] | None = None) -> Item:
+    """One item as it is stored. Raises as `item_objects`.
+
+    Args:
+        images: of this item and those after it; None: it may have none.
+    """
     if isinstance(item, ItemReference):
         raise RequestRefusedError(
             "a conversation's items cannot be references",
@@ -98,7 +106,13 @@ def item_object(item: InputItem, index: int) -> Item:
             param=f"items[{index}]",
         )
     if isinstance(item, Message):
-        return _message(item)
+        if item.images and images is None:
+            raise RequestRefusedError(
+                "images can be sent with a response only",
+                code="unsupported_parameter",
+                param=f"items[{index}].content[{item.images[0][0]}]",
+            )
+        return _message(item, images or iter(()))
     stored: dict[str, Any] = {
         "id": new_item_id(_ID_PREFIXES[item.type]),
         "type": item.type,
@@ -120,14 +134,18 @@ def item_object(item: InputItem, index: int) -> Item:
     return stored | {"name": item.name, **said, **space}
 
 
-def _message(message: Message) -> Item:
-    part = _output_part if message.role == "assistant" else _input_part
+def _message(message: Message, images: Iterator[LoadedImage]) -> Item:
+    text_part = _output_part if message.role == "assistant" else _input_part
+
+    def part(given: str | ImagePart) -> dict[str, Any]:
+        return text_part(given) if isinstance(given, str) else _image_part(stored_url(next(images)))
+
     item = {
         "id": new_item_id(),
         "type": "message",
         "role": message.role,
         "status": message.status or "completed",
-        "content": [part(text) for text in message.content],
+        "content": [part(each) for each in message.content],
     }
     given = {"name": message.name, "phase": message.phase}
     return item | {name: value for name, value in given.items() if value is not None}
@@ -141,8 +159,8 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     for item in items:
         kind = item["type"]
         if kind == "message" and item["role"] != "assistant":
-            texts = [part["text"] for part in item["content"]]
-            messages.append(template_message(item["role"], texts, item.get("name")))
+            parts = [part.get("text", _IMAGE) for part in item["content"]]
+            messages.append(template_message(item["role"], parts, item.get("name")))
             done = None
             continue
         if kind in _OUTPUTS:
@@ -187,6 +205,36 @@ def without_logprobs(item: Item) -> Item:
         **item,
         "content": [{**part, "logprobs": []} if "logprobs" in part else part for part in content],
     }
+
+
+def stored_images(items: Iterable[Item], files: Mapping[str, bytes]) -> list[LoadedImage]:
+    """The images of stored items, in order.
+
+    Args:
+        files: by digest.
+    """
+    parts = (part for item in items for part in item.get("content", ()))
+    return [stored_image(part["image_url"], files) for part in parts if part["type"] == _IMAGE_TYPE]
+
+
+def shown_items(turn: StoredTurn) -> tuple[Item, ...]:
+    """A turn's input items as they are listed: with their images."""
+    return tuple(_shown(item, turn.images) for item in turn.items)
+
+
+def _shown(item: Item, files: Mapping[str, bytes]) -> Item:
+    parts: Sequence[Mapping[str, Any]] = item.get("content", ())
+    if all(part["type"] != _IMAGE_TYPE for part in parts):
+        return item
+    shown = [
+        _image_part(shown_url(part["image_url"], files)) if part["type"] == _IMAGE_TYPE else part
+        for part in parts
+    ]
+    return {**item, "content": shown}
+
+
+def _image_part(url: str) -> dict[str, Any]:
+    return {"type": _IMAGE_TYPE, "detail": "auto", "file_id": None, "image_url": url}
 
 
 def _input_part(text: str) -> dict[str, Any]:

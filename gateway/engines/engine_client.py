@@ -21,7 +21,7 @@ from functools import reduce
 import msgspec
 
 from penstock.engine.errors import EngineDeadError
-from penstock.engine.request import Request, RequestOutput
+from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.transport.messages import (
     DropPrefix,
     EngineInfo,
@@ -206,7 +206,12 @@ class EngineClient:
         self._streams.abort_branch(stream, index)
 
     def drop_prefix(
-        self, token_ids: Sequence[int], cache_salt: str, *, adapter: str | None = None
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str,
+        *,
+        adapter: str | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> None:
         """Have the engines drop the cached KV of these tokens, except what other requests use.
 
@@ -214,9 +219,12 @@ class EngineClient:
 
         Args:
             adapter: the digest of the adapter that computed it.
+            images: those of the tokens, without their files.
         """
         self._tell_all(
-            DropPrefix(token_ids=tuple(token_ids), cache_salt=cache_salt, adapter=adapter)
+            DropPrefix(
+                token_ids=tuple(token_ids), cache_salt=cache_salt, adapter=adapter, images=images
+            )
         )
 
     def unload_adapter(self, name: str) -> None:

@@ -28,10 +28,11 @@ from penstock.engine.chat_formats import (
     Piece,
     template_messages,
 )
-from penstock.engine.request import Request, Retention, SamplingParams, check_choice
+from penstock.engine.request import ImageInput, Request, Retention, SamplingParams, check_choice
 from penstock.engine.text import OutputText
 from penstock.engine.text.chat_template import SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.vision.message_parts import with_parts
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_client import EngineClient
@@ -48,6 +49,7 @@ from penstock.gateway.generation.context_limits import (
 )
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
+from penstock.gateway.generation.images import ImageLoader, LoadedImage
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_process import TemplateProcess
@@ -65,7 +67,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A conversation and how to render it."""
+    """A conversation and how to render it; `images` are those of its messages, in order."""
 
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
@@ -74,12 +76,14 @@ class ChatPrompt:
     template: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
+    images: Sequence[LoadedImage] = ()
 
 
 class Generator:
     """Tokenises prompts and plans their generations.
 
     Args:
+        images: loads the images of requests.
         templates: renders the chat templates of requests; None: requests may not have any.
         max_prompt_bytes: see `GatewayConfig`.
     """
@@ -92,11 +96,13 @@ class Generator:
         metrics: Metrics,
         admission: Admission,
         adapters: AdapterRegistry,
+        images: ImageLoader,
         templates: TemplateProcess | None = None,
         max_prompt_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.adapters = adapters
+        self.images = images
         self.long_work = LongWork()
         self.grammars = GrammarCheck(model.directory, metrics)
         self._engine = engine
@@ -109,6 +115,7 @@ class Generator:
     async def close(self) -> None:
         """Stop the threads and the processes."""
         self.long_work.close()
+        self.images.close()
         await self.grammars.close()
         if self._templates is not None:
             await self._templates.close()
@@ -136,21 +143,28 @@ class Generator:
         return token_ids
 
     async def render_chat(self, prompt: ChatPrompt) -> str:
-        """A conversation, rendered by the model's or the request's template.
+        """A conversation, rendered by the model's or the request's template, with the tokens of its
+        images.
 
         Raises:
             InvalidRequestError: the template raises an error, or requests may not have templates.
         """
+        text = await self._rendered(prompt)
+        return self.images.expanded(text, prompt.images, param="messages")
+
+    async def _rendered(self, prompt: ChatPrompt) -> str:
         template = self.model.chat_template
         source = template.source if prompt.template is None else prompt.template
         arguments: dict[str, Any] = {
-            "messages": template_messages(prompt.messages, source),
+            "messages": template_messages(
+                with_parts(prompt.messages, self.model.message_parts, self.model.images), source
+            ),
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
             "kwargs": {"tools": prompt.tools, **prompt.kwargs},
         }
         if prompt.template is None:
-            num_chars = sum(len(message["content"]) for message in prompt.messages)
+            num_chars = sum(map(_num_chars, prompt.messages))
             num_chars += 0 if prompt.tools is None else len(orjson.dumps(prompt.tools))
             is_long = num_chars >= LONG_TEXT_CHARS or len(prompt.messages) >= _MANY_MESSAGES
             render = partial(template.render, **arguments)
@@ -223,6 +237,7 @@ class Generator:
         caller: Caller = ANYBODY,
         deadline_s: float | None = None,
         retention: Retention | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> Generation:
         """A generation that fits and is admitted, but not started. The caller must enter or discard
         it.
@@ -274,6 +289,7 @@ class Generator:
                 retention=retention,
                 prediction_token_ids=prediction_token_ids,
                 adapter=self.adapters.adapter(options.model),
+                images=images,
             ),
             continues_prompt=options.continues_prompt,
             reservation=reservation,
@@ -352,6 +368,13 @@ class Generator:
             loop = asyncio.get_running_loop()
             weakref.finalize(generation, _release, reservation, loop).atexit = False
         return generation
+
+
+def _num_chars(message: Mapping[str, Any]) -> int:
+    content = message["content"]
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text", "")) for part in content)
 
 
 def constrained(

@@ -19,6 +19,8 @@ from penstock.engine.model_files import (
 from penstock.engine.pooling import ModelPooling, Task, read_pooling
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.chat_template import TemplateFiles
+from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
+from penstock.engine.vision.message_parts import MessageParts, parts_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.template_process import TemplateCheck
@@ -33,6 +35,8 @@ class ServedModel:
     defaults: GenerationDefaults
     formats: ModelFormats
     pooling: ModelPooling
+    images: ImageTokens | None  # how it takes them; None: it takes none
+    message_parts: MessageParts
 
     @property
     def name(self) -> str:
@@ -98,11 +102,14 @@ def load_model(config: GatewayConfig, *, checks_template: bool = False) -> Serve
     formats = ModelFormats.found_in(files.source, tokenizer.added_tokens)
     tools = _format("--tool-call-parser", config.tool_call_parser, TOOL_FORMATS)
     reasoning = _format("--reasoning-parser", config.reasoning_parser, REASONING_FORMATS)
+    template, images = ChatTemplate(*files), read_image_tokens(path)
     return ServedModel(
+        images=images,
+        message_parts=parts_of(template, images),
         names=config.model_names,
         directory=path,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(*files),
+        chat_template=template,
         defaults=read_generation_defaults(path, config.model.generation_config),
         pooling=read_pooling(path, config.model.model),
         formats=replace(

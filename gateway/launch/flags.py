@@ -285,6 +285,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "Only for trusted callers: a template is a program; each may use 2 s of a core and "
              "512 MiB, one at a time"),
         Flag("max-body-bytes", _GATEWAY.max_body_bytes, "largest request body", SIZE),
+        Flag("allowed-media-domains", (), "host that images may be fetched from, as HOST or "
+             "HOST:PORT; may be repeated; default: none, so that images are data URLs", NAME,
+             is_list=True),
+        Flag("media-timeout-s", _GATEWAY.media_timeout_s, "time to fetch an image", INTERVAL),
+        Flag("max-image-bytes", _GATEWAY.max_image_bytes, "largest image file; --max-body-bytes "
+             "bounds it too, unless it is fetched", SIZE),
+        Flag("limit-mm-per-prompt", _GATEWAY.limit_mm_per_prompt, "images that a prompt may have, "
+             "with those of its conversation"),
         Flag("max-prompt-bytes", None, "largest prompt text to tokenise where context and "
              "tokenizer set no limit (tokenizers that shorten text, /tokenize, "
              "truncate_prompt_tokens); default: 16 bytes per token of context, at least 1M", SIZE),
@@ -338,6 +346,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("swap-space", None, "GiB of host memory for KV that does not fit on the device; 0: "
              "none; default: a moderate share of free memory", GIB),
         Flag("num-host-blocks", None, "KV blocks in host memory, instead of --swap-space", INTEGER),
+        Flag("mm-encoder-cache-bytes", _CACHE.mm_encoder_cache_bytes, "memory for the features of "
+             "images that are kept for further requests", SIZE),
     ),
     "adapters": (
         Flag("enable-lora", _LORA.enable_lora, "serve adapters (LoRA) of the model beside it; they "

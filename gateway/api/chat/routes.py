@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.engine.chat_formats import OutputItem, Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.text import Tokenizer
-from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt
+from penstock.gateway.api.chat.schema import ChatRequest, chat_prompt, image_sources
 from penstock.gateway.api.choices import Answer, Choice
 from penstock.gateway.api.idempotency import IdempotentAnswers, idempotency_key, refuse_with_key
 from penstock.gateway.api.json_api import CLIENT_GONE, json_response, read_json, unless_gone
@@ -82,7 +82,8 @@ class ChatCompletions:
 
     async def _planned(self, request: Request, chat: ChatRequest, request_id: str) -> Generation:
         model = self._generator.model
-        prompt = await self._generator.render_chat(chat_prompt(chat))
+        images = await self._generator.images.load(image_sources(chat.messages))
+        prompt = await self._generator.render_chat(chat_prompt(chat, images))
         output_format = chat.offered.output_format(
             model.formats, prompt, template=chat.chat_template
         )
@@ -101,6 +102,7 @@ class ChatCompletions:
             param="messages",
             caller=caller_of(request.scope),
             deadline_s=deadline_of(request.scope),
+            images=self._generator.images.located(prompt_token_ids, images, param="messages"),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,6 +27,7 @@ from penstock.gateway.api.schema.tools import (
 )
 from penstock.gateway.api.tokens.schema import TokenizeChat
 from penstock.gateway.generation.generator import ChatPrompt
+from penstock.gateway.generation.images import ImageSource, LoadedImage
 
 
 class ChatRequest(ChoicesRequest):
@@ -55,6 +57,8 @@ class ChatRequest(ChoicesRequest):
             raise invalid("top_logprobs", "needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid("continue_final_message", "needs add_generation_prompt to be false")
+        if self.truncate_prompt_tokens is not None and any(each.images for each in self.messages):
+            raise invalid("truncate_prompt_tokens", "is not allowed with images")
         _ = self.offered
         return self
 
@@ -85,9 +89,21 @@ class ChatRequest(ChoicesRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def chat_prompt(asked: ChatRequest | TokenizeChat) -> ChatPrompt:
-    """The conversation of a request."""
+def image_sources(messages: Sequence[ChatMessage]) -> list[ImageSource]:
+    """The images of messages, in order."""
+    return [
+        ImageSource(url=image.url, param=f"messages[{number}].content[{at}].image_url")
+        for number, message in enumerate(messages)
+        for at, image in message.images
+    ]
+
+
+def chat_prompt(
+    asked: ChatRequest | TokenizeChat, images: Sequence[LoadedImage] = ()
+) -> ChatPrompt:
+    """The conversation of a request, with its images."""
     return ChatPrompt(
+        images=images,
         messages=[message.for_template() for message in asked.messages],
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,

@@ -29,6 +29,7 @@ from penstock.gateway.api.items import (
     item_page,
     list_object,
     read_query,
+    shown_items,
     without_logprobs,
 )
 from penstock.gateway.api.json_api import json_response, read_json
@@ -219,13 +220,14 @@ class ConversationItems(_Endpoints):
     @operation(f"GET {_ITEMS}", "List a conversation's items.", "Items", query=ItemsQuery)
     async def list(self, request: Request) -> Response:
         path = await self._path(await self._conversation(request))
-        items = [item for turn in path for item in turn.all_items]
+        items = [item for turn in path for item in (*shown_items(turn), *turn.output)]
         return json_response(item_page(items, request.query_params))
 
     @operation(f"GET {_ITEMS}/{{item_id}}", "Retrieve an item.", "Item", query=IncludeQuery)
     async def retrieve(self, request: Request) -> Response:
         query = read_query(IncludeQuery, request.query_params)
-        _, item = await self._find(request, await self._conversation(request))
+        turn, item = await self._find(request, await self._conversation(request))
+        item = next((each for each in shown_items(turn) if each["id"] == item["id"]), item)
         return json_response(_shown(item, query))
 
     @operation(f"DELETE {_ITEMS}/{{item_id}}", "Delete an item.", "Conversation", statuses=(409,))
@@ -287,7 +289,7 @@ def _turn_object(turn: TurnSummary, said: StoredTurn | None) -> dict[str, Any]:
     items: dict[str, Any] = {}
     if said is not None:
         output = said.output if len(said.output) > 1 else next(iter(said.output), None)
-        items = {"items": said.items, "output": output}
+        items = {"items": shown_items(said), "output": output}
     return {
         "turn": turn.turn_id,
         "parent": turn.parent_id,

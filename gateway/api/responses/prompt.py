@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from penstock.engine.chat_formats import TOOL_FORMATS, OutputFormat
-from penstock.gateway.api.items import item_object, messages_of
+from penstock.engine.request import ImageInput
+from penstock.gateway.api.items import item_object, messages_of, shown_items, stored_images
 from penstock.gateway.api.responses.schema import ResponsesRequest
-from penstock.gateway.api.schema.messages import ItemReference
+from penstock.gateway.api.schema.messages import InputItem, ItemReference, Message
 from penstock.gateway.auth.callers import Caller
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.generator import LONG_TEXT_CHARS, ChatPrompt, Generator
+from penstock.gateway.generation.images import ImageSource, LoadedImage
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.storage.conversations.ids import (
     conversation_of,
@@ -68,6 +70,7 @@ class Prompt:
         items: the request's items; where the turn must stand alone, preceded by all earlier ones.
         text: the text of the ids; None if they do not come from one rendering.
         output_format: how thoughts and tool calls are found in the output.
+        images: in the ids.
     """
 
     position: TurnPosition
@@ -75,6 +78,7 @@ class Prompt:
     token_ids: Sequence[int]
     text: str | None
     output_format: OutputFormat | None = None
+    images: tuple[ImageInput, ...] = ()
 
     @property
     def rendering(self) -> Rendering | None:
@@ -102,20 +106,24 @@ class PromptBuilder:
         """
         remembered = None if memory is None else memory.turn(request.previous_response_id)
         position = await self._position(request, caller.tenant, remembered)
-        new = items = await self._items(request, caller)
+        loaded = await self._generator.images.load(_image_sources(request.items))
+        new = items = await self._items(request, caller, iter(loaded))
         _check_outputs(position.path, new)
         if position.is_new or (memory is not None and not request.store):
             items = (*all_items(position.path), *new)
         if request.penstock.continues:
             model = self._generator.model
             token_ids = _token_ids_to_continue(position, model)
+            images = self._images(position, new, loaded)
             return Prompt(
+                images=self._generator.images.located(token_ids, images, param="input"),
                 position=position,
                 items=items,
                 token_ids=token_ids,
                 text=None,
                 output_format=request.offered.format_within_message(model.formats),
             )
+        images = self._images(position, new, loaded)
         # Instructions apply to this request only: they are not inherited.
         instructions = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -128,6 +136,7 @@ class PromptBuilder:
                 template=request.chat_template,
                 kwargs=request.template_kwargs,
                 tools=request.offered.for_template,
+                images=images,
             )
         )
         output_format = None
@@ -153,10 +162,27 @@ class PromptBuilder:
             token_ids=token_ids,
             text=text,
             output_format=output_format,
+            images=self._generator.images.located(token_ids, images, param="input"),
         )
 
-    async def _items(self, request: ResponsesRequest, caller: Caller) -> tuple[Item, ...]:
+    def _images(
+        self, position: TurnPosition, new: Sequence[Item], loaded: Sequence[LoadedImage]
+    ) -> list[LoadedImage]:
+        """The images of a conversation and of the request, in order."""
+        files = {image.digest: image.data for image in loaded}
+        for turn in position.path:
+            files |= turn.images
+        images = stored_images([*all_items(position.path), *new], files)
+        self._generator.images.check_number(len(images), param="input")
+        return images
+
+    async def _items(
+        self, request: ResponsesRequest, caller: Caller, images: Iterator[LoadedImage]
+    ) -> tuple[Item, ...]:
         """The request's items as they are stored, references replaced by what they refer to.
+
+        Args:
+            images: those of the items, in order.
 
         Raises:
             NotFoundError: there is no such item.
@@ -165,7 +191,7 @@ class PromptBuilder:
             [
                 await self._referred(item.id, index, caller)
                 if isinstance(item, ItemReference)
-                else item_object(item, index)
+                else item_object(item, index, images)
                 for index, item in enumerate(request.items)
             ]
         )
@@ -221,7 +247,18 @@ class PromptBuilder:
 
 def items_of(path: Sequence[StoredTurn]) -> list[Item]:
     """The input of the last of these turns: all items of earlier turns, then its own input."""
-    return [*(item for turn in path[:-1] for item in turn.all_items), *path[-1].items]
+    earlier = (item for turn in path[:-1] for item in (*shown_items(turn), *turn.output))
+    return [*earlier, *shown_items(path[-1])]
+
+
+def _image_sources(items: Sequence[InputItem]) -> list[ImageSource]:
+    """The images of a request's items, in order."""
+    return [
+        ImageSource(url=image.url, param=f"input[{number}].content[{at}].image_url")
+        for number, item in enumerate(items)
+        if isinstance(item, Message)
+        for at, image in item.images
+    ]
 
 
 def _check_outputs(path: Sequence[StoredTurn], new: Sequence[Item]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
+from msgspec import structs
 
 from penstock.engine.chat_formats import Piece
 from penstock.engine.request import FinishReason, TokenLogprobs
@@ -442,4 +443,6 @@ def turn_of(header: ResponseHeader) -> StoredTurn:
             else Rendering(num_chars=header.rendering[0], digest=header.rendering[1])
         ),
         cache_salt=request.cache_salt,
+        images={image.digest: image.data for image in request.images},
+        places=tuple(structs.replace(image, data=b"") for image in request.images),
     )

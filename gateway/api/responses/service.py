@@ -135,6 +135,7 @@ class ResponseService:
             caller=caller,
             deadline_s=deadline_s,
             retention=self._retention if request.store else None,
+            images=prompt.images,
         )
         try:
             if claim is not None:
@@ -377,6 +378,7 @@ class ResponseService:
             [*turn.prompt_token_ids, *turn.output_token_ids],
             turn.cache_salt,
             adapter=None if adapter is None else adapter.digest,
+            images=turn.places,
         )
 
     @property

@@ -7,6 +7,7 @@ of the latter: calls of tools, their outputs, thoughts and references.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -48,6 +49,55 @@ _HARMLESS = frozenset(
 )
 _PART_KEYS = frozenset({"type", "text"}) | _HARMLESS
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_IMAGE_KEYS = frozenset({"type", "image_url", "detail", "file_id", "uuid"}) | _HARMLESS
+_DETAILS = ("auto", "low", "high", "original")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image in a message's content.
+
+    Attributes:
+        url: as it was sent; not checked yet.
+    """
+
+    url: str
+
+
+def _parts_of(content: Any) -> Any:
+    """The texts and images of a message's content."""
+    if not isinstance(content, list):
+        return _texts_of(content)
+    return tuple(_image_part(part) or _part_text(part) for part in content)
+
+
+def _image_part(part: Any) -> ImagePart | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("image_url", "input_image"):
+        return None
+    given = {key: value for key, value in part.items() if value is not None}
+    unknown = sorted(given.keys() - _IMAGE_KEYS)
+    if unknown:
+        raise PydanticCustomError(
+            "unknown_parameter", "an image part has no field {name}", {"name": repr(unknown[0])}
+        )
+    if "file_id" in given:
+        raise PydanticCustomError(
+            "unsupported_parameter", "images by file_id are not supported; send a data URL"
+        )
+    image: Any = given.get("image_url")
+    if isinstance(image, dict):  # chat's form
+        given |= image
+        image = image.get("url")
+    if given.get("detail", "auto") not in _DETAILS:
+        raise PydanticCustomError(
+            "value_error",
+            "an image's detail must be one of {names}",
+            {"names": ", ".join(_DETAILS)},
+        )
+    if not isinstance(image, str):
+        raise PydanticCustomError("invalid_type", "an image part needs a string `image_url`")
+    return ImagePart(image)
 
 
 def _texts_of(content: Any) -> Any:
@@ -82,6 +132,14 @@ def _part_text(part: Any) -> str:
     return text
 
 
+class ImageUrlPart(Model):
+    """What `_image_part` accepts; only the OpenAPI document uses it."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: str | dict[str, Any]
+    detail: Literal["auto", "low", "high", "original"] = "auto"
+
+
 class TextPart(Model):
     """What `_texts_of` accepts as a part; only the OpenAPI document uses it."""
 
@@ -114,6 +172,10 @@ def _given(value: Any) -> Any:
 Texts = Annotated[
     tuple[str, ...], BeforeValidator(_texts_of, json_schema_input_type=str | list[TextPart])
 ]
+Parts = Annotated[
+    tuple[str | ImagePart, ...],
+    BeforeValidator(_parts_of, json_schema_input_type=str | list[TextPart | ImageUrlPart]),
+]
 Role = Literal["system", "developer", "user", "assistant"]
 _ChatRole = Annotated[
     Literal["system", "developer", "user", "assistant", "tool"],
@@ -128,17 +190,29 @@ class Message(Model):
     """One message of a conversation.
 
     Attributes:
-        content: the text of each part.
+        content: the text of each part, or an image.
     """
 
     role: Role
-    content: Texts
+    content: Parts
     name: str | None = None
     # Fields that a response's output has when it is sent back as input.
     type: Annotated[Literal["message"], BeforeValidator(_message_type)] = "message"
     id: str | None = None
     status: _Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _check_images(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("role", "user") != "user" and not all(isinstance(p, str) for p in value):
+            raise PydanticCustomError("value_error", "only a user's message may have images")
+        return value
+
+    @property
+    def images(self) -> list[tuple[int, ImagePart]]:
+        """The images, with their numbers among the parts."""
+        return [(at, part) for at, part in enumerate(self.content) if isinstance(part, ImagePart)]
 
     @model_validator(mode="before")
     @classmethod
@@ -243,11 +317,21 @@ class ChatMessage(Message):
         return message
 
 
-def template_message(role: str, texts: Sequence[str], name: str | None = None) -> dict[str, Any]:
-    """A message as chat templates expect it: one text, and `system` instead of `developer`."""
+def template_message(
+    role: str, parts: Sequence[str | ImagePart], name: str | None = None
+) -> dict[str, Any]:
+    """A message as chat templates expect it: one text, or the parts where there are images, and
+    `system` instead of `developer`."""
     named = {} if name is None else {"name": name}
     known_role = "system" if role == "developer" else role
-    return {"role": known_role, "content": "\n".join(texts), **named}
+    texts = [part for part in parts if isinstance(part, str)]
+    content: str | list[dict[str, str]] = "\n".join(texts)
+    if len(texts) < len(parts):
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in parts
+        ]
+    return {"role": known_role, "content": content, **named}
 
 
 def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.gateway.api.chat.schema import chat_prompt
+from penstock.gateway.api.chat.schema import chat_prompt, image_sources
 from penstock.gateway.api.json_api import json_response, read_fields
 from penstock.gateway.api.operations import operation
 from penstock.gateway.api.schema.parsing import parse_fields
@@ -92,8 +92,9 @@ class Tokens:
                 param="prompt",
                 must_fit=False,
             )
+        images = await self._generator.images.load(image_sources(asked.messages))
         return await self._generator.tokenise_chat(
-            await self._generator.render_chat(chat_prompt(asked)),
+            await self._generator.render_chat(chat_prompt(asked, images)),
             add_special_tokens=asked.add_special_tokens,
             must_fit=False,
         )

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.engine.request import ImageInput
+
 TurnStatus = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
 Item = Mapping[str, Any]  # in the API's format: {"id", "type": "message", "role", "content", …}
 
@@ -54,6 +56,8 @@ class StoredTurn:
         prompt, whole: the rendered texts of the prompt's ids, and of prompt and answer together;
             None if unknown.
         prefix_id: identifies the KV of the turn in an engine.
+        images: files of the images in the prompt, by digest.
+        places: where they are among its ids, without their files.
         response: the finished Response object as JSON; empty while it runs and for items without a
             response.
     """
@@ -73,6 +77,8 @@ class StoredTurn:
     whole: Rendering | None = None
     prefix_id: bytes | None = None
     cache_salt: str = ""
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    places: tuple[ImageInput, ...] = ()
     response: bytes = b""
 
     @property

@@ -6,6 +6,7 @@ instead of quadratically. The stores keep the data of the tree (ids, parent, sta
 
 In version 1 the answer is a message or nothing, in version 2 a list of items. Older gateways, which
 may share this one's Redis, read version 1 only, so it is written wherever it can hold the answer.
+Version 3 has images: each file is one more chunk, so a conversation stores it once.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 
 import msgpack
 
+from penstock.engine.request import ImageInput
 from penstock.gateway.storage.conversations.records import Rendering, StoredTurn, TurnStatus
 
-_MESSAGE_VERSION, _VERSION = 1, 2
+_MESSAGE_VERSION, _VERSION, _IMAGE_VERSION = 1, 2, 3
 _NUM_NAMES = struct.Struct("<I")
 NAME_BYTES = 16
 CHUNK_BYTES = 2048
@@ -56,7 +58,7 @@ class Packed:
 
     Attributes:
         body: number of chunks (4 bytes), their names, and msgpack of the rest.
-        chunks: chunks of the prompt's token ids, by name.
+        chunks: chunks of the prompt's token ids, and its images' files, by name.
     """
 
     body: bytes
@@ -71,12 +73,21 @@ def pack(turn: StoredTurn) -> Packed:
     chunks = {}
     for start in range(0, end, CHUNK_BYTES):
         chunk = token_ids[start : start + CHUNK_BYTES]
-        names.append(hashlib.blake2b(chunk, digest_size=NAME_BYTES).digest())
+        names.append(_name(chunk))
         chunks[names[-1]] = chunk
+    for file in turn.images.values():
+        names.append(_name(file))
+        chunks[names[-1]] = file
     is_one_message = [item["type"] for item in turn.output] in ([], ["message"])
+    is_one_message = is_one_message and not turn.images
+    images = []
+    if turn.images:
+        places = [(p.digest, p.offset, p.num_tokens, p.num_features) for p in turn.places]
+        images = [(list(turn.images), places)]
+    version = _MESSAGE_VERSION if is_one_message else _VERSION
     rest: bytes = msgpack.packb(
         (
-            _MESSAGE_VERSION if is_one_message else _VERSION,
+            _IMAGE_VERSION if turn.images else version,
             turn.items,
             next(iter(turn.output), None) if is_one_message else turn.output,
             turn.continues,
@@ -87,9 +98,14 @@ def pack(turn: StoredTurn) -> Packed:
             turn.prefix_id,
             turn.cache_salt,
             turn.response,
+            *images,
         )
     )
     return Packed(b"".join((_NUM_NAMES.pack(len(names)), *names, rest)), chunks)
+
+
+def _name(chunk: bytes) -> bytes:
+    return hashlib.blake2b(chunk, digest_size=NAME_BYTES).digest()
 
 
 def chunk_names(body: bytes) -> list[bytes]:
@@ -114,10 +130,12 @@ def unpack(node: TreeNode, body: bytes, chunks: Mapping[bytes, bytes]) -> Stored
     names = chunk_names(body)
     packed = memoryview(body)[_NUM_NAMES.size + len(names) * NAME_BYTES :]
     version, items, output, continues, *rest = msgpack.unpackb(packed)
-    assert version in (_MESSAGE_VERSION, _VERSION)
+    assert version in (_MESSAGE_VERSION, _VERSION, _IMAGE_VERSION)
     if version == _MESSAGE_VERSION:
         output = [] if output is None else [output]
+    digests, places = rest.pop() if version == _IMAGE_VERSION else ((), ())
     prompt_ids, output_ids, prompt, whole, prefix_id, cache_salt, response = rest
+    num_chunks = len(names) - len(digests)
     return StoredTurn(
         turn_id=node.turn_id,
         conversation_id=node.conversation_id,
@@ -128,12 +146,21 @@ def unpack(node: TreeNode, body: bytes, chunks: Mapping[bytes, bytes]) -> Stored
         items=tuple(items),
         output=tuple(output),
         continues=continues,
-        prompt_token_ids=array("I", b"".join((*(chunks[name] for name in names), prompt_ids))),
+        prompt_token_ids=array(
+            "I", b"".join((*(chunks[name] for name in names[:num_chunks]), prompt_ids))
+        ),
         output_token_ids=array("I", output_ids),
         prompt=_unpack_rendering(prompt),
         whole=_unpack_rendering(whole),
         prefix_id=prefix_id,
         cache_salt=cache_salt,
+        images={
+            digest: chunks[name] for digest, name in zip(digests, names[num_chunks:], strict=True)
+        },
+        places=tuple(
+            ImageInput(digest=digest, offset=offset, num_tokens=tokens, num_features=features)
+            for digest, offset, tokens, features in places
+        ),
         response=response,
     )
 

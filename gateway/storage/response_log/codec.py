@@ -25,6 +25,7 @@ from penstock.engine.request import (
     Adapter,
     BeamSearch,
     FinishReason,
+    ImageInput,
     Request,
     Retention,
     SamplingParams,
@@ -215,6 +216,8 @@ def _header_fields(header: ResponseHeader) -> dict[str, Any]:
     request["sampling_params"] = params
     request["retention"] = _optional_fields(request["retention"])
     request["adapter"] = _optional_fields(request["adapter"])
+    if "images" in request:
+        request["images"] = [structs.asdict(image) for image in request["images"]]
     return {**named, "echo": dict(header.echo), "request": request}
 
 
@@ -253,6 +256,7 @@ def _read_request(named: dict[str, Any]) -> Request:
             "prompt_token_ids": tuple(named["prompt_token_ids"]),
             "output_token_ids": tuple(named["output_token_ids"]),
             "prediction_token_ids": tuple(named.get("prediction_token_ids", ())),
+            "images": tuple(ImageInput(**image) for image in named.get("images", ())),
             "adapter": None if named["adapter"] is None else Adapter(**named["adapter"]),
             "retention": None if retention is None else Retention(**retention),
             "sampling_params": SamplingParams(
