@@ -7,6 +7,7 @@ import { ConversationPane } from "./conversation-pane.js";
 import { byId, confirmOn, copyText, make } from "./dom.js";
 import { draftOf, keepDraft } from "./drafts.js";
 import { liveText, queueText } from "./figures.js";
+import { ImageTray, imagesIn } from "./images.js";
 import { askForKey, closeKeyDialog, listenForKey, openKeyDialog, storedKey } from "./key-dialog.js";
 import { PenstockClient, PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
@@ -46,6 +47,8 @@ const page = {
   hint: byId("hint"),
   live: byId("live"),
   obstacle: byId("obstacle"),
+  attach: byId("attach"),
+  files: /** @type {HTMLInputElement} */ (byId("files")),
   refusal: byId("refusal"),
   announcer: byId("announcer"),
 };
@@ -74,6 +77,8 @@ const pane = new ConversationPane({
   },
   onRefused: (text) => { if (!page.text.value) keepDraft(draftId, text); },
 });
+/** The images of the next message. */
+const tray = new ImageTray(byId("tray"));
 /** The conversation that the text in the message box is for. */
 let draftId = location.hash.slice(1) || null;
 /** Notifies the other tabs of this browser when a conversation has changed, with its id. */
@@ -110,16 +115,23 @@ function showNewChat(said = "New chat.") {
 
 function submit() {
   const text = page.text.value.trim();
-  if (!text || !mayAsk()) return;
+  if ((!text && tray.isEmpty) || !mayAsk()) return;
   page.text.value = "";
   keepDraft(draftId, "");
   fitComposer();
-  ask(text);
+  ask(text, tray.take());
 }
 
-function ask(/** @type {string} */ text) {
+/** Adds images to the next message, if the model takes any. */
+async function attach(/** @type {Iterable<File>} */ files) {
+  page.refusal.textContent = client.takesImages ? await tray.add(files) : "This model takes no images.";
+  if (page.refusal.textContent) announce(page.refusal.textContent);
+  refresh();
+}
+
+function ask(/** @type {string} */ text, /** @type {import("./images.js").ImagePart[]} */ images = []) {
   page.refusal.textContent = "";
-  void pane.ask(text);
+  void pane.ask(text, images);
   scroll.follow();
 }
 
@@ -284,7 +296,8 @@ function refresh() {
   page.refusal.hidden = isAnswering || obstacle !== "" || !page.refusal.textContent;
   page.live.hidden = !isAnswering || obstacle !== "";
   page.hint.hidden = isAnswering || obstacle !== "" || !page.refusal.hidden;
-  page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || !page.text.value.trim();
+  page.send.disabled = isAnswering ? pane.answer?.isCancelling === true : !canAsk() || (!page.text.value.trim() && tray.isEmpty);
+  page.attach.hidden = !client.takesImages;
   page.send.setAttribute("aria-label", isAnswering ? "Stop" : "Send");
   page.send.title = isAnswering ? "Stop (Esc)" : "Send (Enter)";
   for (const button of document.querySelectorAll("button[data-asks]")) {
@@ -346,6 +359,23 @@ function listenToPage() {
     obstacle = "";
     fitComposer();
     refresh();
+  });
+  tray.addEventListener("change", () => refresh());
+  page.attach.addEventListener("click", () => page.files.click());
+  page.files.addEventListener("change", () => {
+    void attach([...(page.files.files ?? [])]);
+    page.files.value = "";
+  });
+  page.text.addEventListener("paste", (event) => {
+    const files = imagesIn(event.clipboardData);
+    if (files.length === 0) return;
+    event.preventDefault();
+    void attach(files);
+  });
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    void attach(imagesIn(event.dataTransfer));
   });
   page.text.addEventListener("keydown", (event) => {
     if (event.key === "ArrowUp" && !page.text.value && !pane.isEmpty) {

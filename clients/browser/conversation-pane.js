@@ -14,7 +14,7 @@ import { PenstockError } from "./penstock-client.js";
 import { quietly } from "./quietly.js";
 import { TurnView, messageText } from "./transcript.js";
 import { outputsOf } from "./tools.js";
-import { grouped, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
+import { grouped, imagesOf, openCalls, inputOf, numShown, outputOf, pathShown, placeOf, runningOf, titleFrom, usageOf, userItem } from "./turns.js";
 
 /** @typedef {import("./penstock-client.js").Answer} Answer */
 /** @typedef {import("./answer.js").Outcome} Outcome */
@@ -52,7 +52,7 @@ export class ConversationPane extends EventTarget {
     regenerate: (/** @type {TurnView} */ view) => void this.#branch(view, view.items),
     edit: (/** @type {TurnView} */ view, /** @type {string} */ text) => {
       this.#around.write();
-      void this.#branch(view, [userItem(text)]);
+      void this.#branch(view, [userItem(text, imagesOf(view.items[view.items.length - 1]))]);
     },
     switchBranch: (/** @type {TurnView} */ view, /** @type {number} */ step) => void this.#switch(view, step),
     usage: (/** @type {TurnView} */ view) => usageOf(this.#around.client, view.turnIds.at(-1)),
@@ -147,7 +147,7 @@ export class ConversationPane extends EventTarget {
   // ---- asking --------------------------------------------------------------------------------
 
   /** Sends a message at the end of the conversation. */
-  async ask(/** @type {string} */ text) {
+  async ask(/** @type {string} */ text, /** @type {import("./conversations.js").Part[]} */ images = []) {
     const { id } = this;
     const epoch = this.#epoch;
     while (this.#loading) {
@@ -158,7 +158,7 @@ export class ConversationPane extends EventTarget {
       this.isBusy = false;
       if (!isLoaded || this.answer) return this.#handBack(text, isLoaded ? TAKEN : NOT_LOADED);
     }
-    await this.#send([userItem(text)]);
+    await this.#send([userItem(text, images)]);
   }
 
   stop() {

@@ -5,12 +5,13 @@
 
 /** @typedef {import("./http.js").Http} Http */
 /** @typedef {{ id: string, created_at: number, metadata: Record<string, string> }} Conversation */
+/** @typedef {{ type: string, text?: string, image_url?: string }} Part */
 /**
  * @typedef {object} Item  a message
  * @property {string} id
  * @property {string} type  `message`
  * @property {"user" | "assistant" | "system" | "developer"} role
- * @property {{ type: string, text: string }[]} content
+ * @property {Part[]} content
  */
 /**
  * @typedef {object} Turn

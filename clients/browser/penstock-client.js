@@ -76,6 +76,8 @@ export class PenstockClient extends EventTarget {
   /** @type {ConnectionState} */ state = "closed";
   /** Ids of the models that the server offers; refreshed on every connect. @type {string[]} */
   models = [];
+  /** Whether messages may have images. */
+  takesImages = false;
   /** Tries in a row that brought no lasting connection, and what became of the last one. */
   numFailures = 0;
   /** @type {"unreachable" | "no websocket" | "dropped" | null} */ failure = null;
@@ -255,6 +257,7 @@ export class PenstockClient extends EventTarget {
       const url = this.#WebSocket && (await this.#socketUrl());
       if (attempt !== this.#attempt) return;
       this.models = models.data.map((/** @type {{ id: string }} */ model) => model.id);
+      this.takesImages = models.data[0]?.input_modalities?.includes("image") ?? false;
       this.#open(attempt, url);
     } catch (error) {
       if (attempt !== this.#attempt) return;

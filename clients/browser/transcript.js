@@ -6,6 +6,7 @@
 
 import { Blocks } from "./blocks.js";
 import { button, confirmOn, copyText, make } from "./dom.js";
+import { pictureOf } from "./images.js";
 import { countsOf, figureElements, timesOf } from "./figures.js";
 import { MarkdownStream } from "./markdown.js";
 
@@ -36,7 +37,7 @@ const MAX_UNCUT_CHARACTERS = 250; // twelve lines on a narrow screen
 
 /** A message's text. */
 export function messageText(/** @type {Pick<Item, "content">} */ item) {
-  return item.content.map((part) => part.text).join("\n");
+  return item.content.flatMap((part) => part.text ?? []).join("\n");
 }
 
 /** What came in, and the answer to it: one turn, and those that continue its answer. */
@@ -284,6 +285,7 @@ export class TurnView {
       bubble.dir = "auto";
       if (text.length <= MAX_UNCUT_CHARACTERS && text.split("\n").length <= 12) bubble.textContent = text;
       else bubble.append(...cutText(text));
+      for (const { image_url } of item.content) if (image_url) message.append(pictureOf(image_url));
       message.append(bubble);
     }
     if (item.role === "user") {

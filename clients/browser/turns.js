@@ -12,9 +12,19 @@ import { childrenOf, pathTo } from "./penstock-client.js";
 
 const MAX_TITLE_CHARACTERS = 80;
 
-/** @returns {{ role: "user", content: { type: string, text: string }[] }} */
-export function userItem(/** @type {string} */ text) {
-  return { role: "user", content: [{ type: "input_text", text }] };
+/**
+ * A message of the user.
+ * @param {string} text
+ * @param {import("./conversations.js").Part[]} [images]
+ * @returns {{ role: "user", content: import("./conversations.js").Part[] }}
+ */
+export function userItem(text, images = []) {
+  return { role: "user", content: [...images, { type: "input_text", text }] };
+}
+
+/** The images of a message. */
+export function imagesOf(/** @type {Said} */ { content }) {
+  return content.filter((part) => part.image_url);
 }
 
 /** The turns that begin where a view begins, and which of them it shows. */
@@ -66,8 +76,11 @@ export function runningOf(/** @type {Tree} */ { data, head, running }) {
 }
 
 /** An item as sent to the server. */
-export function inputOf(/** @type {Said} */ { role, content }) {
-  return { role, content: content.map((part) => part.text).join("\n") };
+export function inputOf(/** @type {Said} */ item) {
+  const text = item.content.flatMap((part) => part.text ?? []).join("\n");
+  const images = imagesOf(item);
+  if (images.length === 0) return { role: item.role, content: text };
+  return { role: item.role, content: [...images, { type: "input_text", text }] };
 }
 
 /** What a conversation is called by its first message. */

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from .images import with_images
 from .objects import Role
 
 
 class _Message(TypedDict):
     role: Role
-    content: str | Sequence[Mapping[str, Any]]
+    # Of a list: parts, texts, and images as paths, bytes of a file or Pillow's.
+    content: str | Sequence[Any]
 
 
 class Message(_Message, total=False):
@@ -105,4 +107,6 @@ def body_of(params: Mapping[str, Any], **more: object) -> dict[str, Any]:
     """The body of a request, without parameters that are None."""
     everything = {**params, **(params.get("extra_body") or {}), **more}
     everything.pop("extra_body", None)
+    for name in {"messages", "input"} & everything.keys():
+        everything[name] = with_images(everything[name], is_chat=name == "messages")
     return {name: value for name, value in everything.items() if value is not None}

@@ -32,7 +32,9 @@ from .errors import (
 )
 from .event_stream import EventStream
 from .events import ResponseEvent
+from .images import data_url
 from .operation import AsyncRunner
+from .parameters import Messages as Items
 from .retries import RetryPolicy
 from .terminal_input import Messages
 from .terminal_screen import Screen, Timing, clean
@@ -45,6 +47,7 @@ HELP = """\
 /retry         answer the last question again
 /resume        continue an answer after all reconnection attempts failed
 /branch [N]    continue from turn N (0: from the beginning); without N, list the turns
+/image PATH    send an image with the next message
 /save [FILE]   write the conversation to FILE as Markdown
 /new           start a new conversation
 /quit          leave (also Ctrl-D)
@@ -124,7 +127,9 @@ class TerminalChat:
         self._loop = loop
         self._model = ""
         self._transcript = Transcript()
-        self._asked: tuple[str, Turn | None] | None = None  # the last question, and its parent
+        # The last question, its parent and its images.
+        self._asked: tuple[str, Turn | None, tuple[str, ...]] | None = None
+        self._images: tuple[str, ...] = ()  # data URLs, for the next question
         self._stream: EventStream[AsyncRunner] | None = None
         self._text = ""  # of the current answer, even if its connection was lost
         self._num_failed = 0
@@ -171,6 +176,8 @@ class TerminalChat:
                 self._resume()
             case "/branch":
                 self._branch(argument.strip())
+            case "/image":
+                self._attach(argument.strip())
             case "/save":
                 self._save(argument.strip())
             case "/help":
@@ -183,7 +190,7 @@ class TerminalChat:
         if self._asked is None:
             self._screen.complain("nothing was asked yet")
             return
-        question, after = self._asked
+        question, after, self._images = self._asked
         self._ask(question, after=after)
 
     def _branch(self, number: str) -> None:
@@ -208,8 +215,18 @@ class TerminalChat:
             return
         self._screen.say(f"saved to {path}")
 
+    def _attach(self, path: str) -> None:
+        """Send an image with the next message."""
+        try:
+            self._images += (data_url(path),)
+        except (OSError, ValueError) as error:
+            self._screen.complain(f"cannot send {path or 'an image without a path'}: {error}")
+            return
+        self._screen.say(f"the next message has {len(self._images)} image(s)")
+
     def _ask(self, question: str, *, after: Turn | None) -> None:
-        self._asked, self._stream, self._text = (question, after), None, ""
+        self._asked = (question, after, self._images)
+        self._images, self._stream, self._text = (), None, ""
         self._take_turn()
 
     def _resume(self) -> None:
@@ -269,10 +286,10 @@ class TerminalChat:
 
     async def _run_tools(self, timing: Timing) -> None:
         assert self._asked is not None
-        question, after = self._asked
+        question, after, images = self._asked
         run = self._client.responses.run_tools(
             model=self._model,
-            input=question,
+            input=_input_of(question, images),
             tools=self._tools,
             previous_response_id=None if after is None else after.response_id,
             penstock={"events": ["preempted", "resumed", "queue"]},
@@ -300,10 +317,10 @@ class TerminalChat:
         if lost is not None and lost.response_id is not None:
             return await self._socket.follow(lost.response_id, starting_after=lost.last_number)
         assert self._asked is not None
-        question, after = self._asked
+        question, after, images = self._asked
         return await self._socket.create(
             model=self._model,
-            input=question,
+            input=_input_of(question, images),
             previous_response_id=None if after is None else after.response_id,
             penstock={"events": ["preempted", "resumed", "queue"]},
             reasoning=self._reasoning,
@@ -336,7 +353,7 @@ class TerminalChat:
         if response is None or self._asked is None:
             return
         raise_if_failed(response)
-        question, after = self._asked
+        question, after, _ = self._asked
         self._transcript.add(question, self._text, response_id=response["id"], parent=after)
         notes = []
         if response["status"] == "cancelled":
@@ -368,6 +385,13 @@ class TerminalChat:
         for farewell in (self._socket.close, self._client.close):
             with contextlib.suppress(Exception):
                 self._loop.start(farewell()).result(timeout=3)
+
+
+def _input_of(question: str, images: Sequence[str]) -> str | Items:
+    if not images:
+        return question
+    parts = [{"type": "input_image", "image_url": url} for url in images]
+    return [{"role": "user", "content": [*parts, {"type": "input_text", "text": question}]}]
 
 
 def _on_one_line(text: str) -> str:

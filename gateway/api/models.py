@@ -52,6 +52,7 @@ class Models:
             "owned_by": "penstock",
             "root": self._model.name,
             "max_model_len": info.max_model_len,
+            "input_modalities": ["text"] if self._model.images is None else ["text", "image"],
             "quantization": info.quantization,
             "weight_bytes": info.weight_bytes,
             **parent,

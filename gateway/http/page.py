@@ -16,7 +16,7 @@ _SERVED = frozenset({"", ".html", ".css", ".js", ".svg"})  # not the notes and s
 _METHODS = ("GET", "HEAD")
 _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]+")
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'{sockets}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )

@@ -1,0 +1,145 @@
+"""Images through the whole stack: by the stock client, in a conversation, across a dead engine."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import BadRequestError, OpenAI
+from PIL import Image
+
+from penstock.clients.python import Client
+from tests.engine.vision_models import picture, save_model
+
+from .processes import Served, serve
+
+TEXT = "what is this?"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("llava")
+    save_model("llava", path)
+    arguments = (str(path), "--dtype", "float32", "--served-model-name", "llava")
+    with serve(*arguments, "--num-blocks", "200", log=path / "log") as served:
+        yield served
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as made:
+        yield made
+
+
+def url_of(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def chat(client: OpenAI, *files: bytes, **options: Any) -> Any:
+    parts: list[Any] = [
+        {"type": "image_url", "image_url": {"url": url_of(file), "detail": "high"}}
+        for file in files
+    ]
+    return client.chat.completions.create(
+        model="llava",
+        messages=[{"role": "user", "content": [*parts, {"type": "text", "text": TEXT}]}],
+        temperature=0,
+        **{"max_tokens": 24} | options,
+    )
+
+
+def test_the_stock_client_sends_images(client: OpenAI) -> None:
+    one = chat(client, picture(0))
+    assert one.choices[0].message.content
+    assert one.usage.prompt_tokens - chat(client).usage.prompt_tokens == 16
+    again = chat(client, picture(0))
+    assert again.choices[0].message.content == one.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    assert chat(client, picture(1)).choices[0].message.content != one.choices[0].message.content
+    streamed = "".join(
+        chunk.choices[0].delta.content or "" for chunk in chat(client, picture(0), stream=True)
+    )
+    assert streamed == one.choices[0].message.content
+    with pytest.raises(BadRequestError) as caught:
+        chat(client, picture(0), picture(0)[:-100])
+    assert caught.value.param == "messages[0].content[1].image_url"
+    assert caught.value.code == "invalid_image"
+
+
+def test_a_conversation_keeps_its_images(client: OpenAI) -> None:
+    """And is deleted with them."""
+    conversation = client.conversations.create().id
+    sent: Any = {"type": "input_image", "image_url": url_of(picture(2)), "detail": "auto"}
+    first: Any = [{"role": "user", "content": [{"type": "input_text", "text": TEXT}, sent]}]
+    options: Any = {"model": "llava", "temperature": 0, "max_output_tokens": 8}
+    one = client.responses.create(input=first, conversation=conversation, **options)
+    two = client.responses.create(input="And now?", conversation=conversation, **options)
+    assert two.usage
+    assert one.usage
+    assert two.usage.input_tokens_details.cached_tokens >= one.usage.input_tokens - 1
+    three = client.responses.create(input="Still?", previous_response_id=two.id, **options)
+    assert three.usage
+    assert three.usage.input_tokens > two.usage.input_tokens
+    for items in (
+        client.conversations.items.list(conversation, order="asc"),
+        client.responses.input_items.list(two.id, order="asc"),
+    ):
+        listed: Any = next(iter(items))
+        shown = next(part for part in listed.content if part.type == "input_image")
+        assert base64.b64decode(shown.image_url.partition(",")[2]) == picture(2)
+    client.conversations.delete(conversation)
+
+
+def test_our_client_takes_files_bytes_and_pictures(server: Served, tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(picture(3))
+    answers = set()
+    with Client(server.base_url) as ours:
+        for image in (file, file.read_bytes(), Image.open(io.BytesIO(file.read_bytes()))):
+            asked: Any = [{"role": "user", "content": [TEXT, image]}]
+            said = ours.chat.create(model="llava", messages=asked, temperature=0, max_tokens=8)
+            answers.add(said["choices"][0]["message"]["content"])
+            response = ours.responses.create(model="llava", input=asked, max_output_tokens=2)
+            assert response["status"] == "incomplete"
+        with pytest.raises(ValueError, match="PNG, JPEG, GIF or WebP"):
+            ours.chat.create(model="llava", messages=[{"role": "user", "content": [b"no image"]}])
+    assert len(answers) == 1
+
+
+def test_a_stream_with_an_image_survives_its_engine(server: Served, client: OpenAI) -> None:
+    """It is given the image again."""
+    options: Any = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
+    whole = chat(client, picture(4), **options).choices[0].message.content
+    engines = [
+        each
+        for each in psutil.Process(server.process.pid).children(recursive=True)
+        if "engine" in " ".join(each.cmdline()) or "engine" in each.name()
+    ]
+    (engine,) = engines
+    text = ""
+    for number, chunk in enumerate(chat(client, picture(4), stream=True, **options)):
+        text += chunk.choices[0].delta.content or ""
+        if number == 3:
+            engine.kill()
+            assert chunk.choices[0].finish_reason is None
+    assert text == whole
+
+
+def test_a_text_model_refuses_images(demo_server: Served) -> None:
+    body = {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": url_of(picture(0))}}],
+            }
+        ]
+    }
+    answer = httpx.post(f"{demo_server.base_url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].content[0].image_url"
