@@ -24,6 +24,7 @@ BENCHES: dict[str, str] = {
     "speculation": "drafts: tokens per second with them beside those without, and which were right",
     "adapters": "adapters (LoRA): tokens per second with them beside those without",
     "structured": "structured outputs: schemas accepted, masks, validity, and what they cost",
+    "images": "the largest gaps of streams beside images, beside text, and alone",
     "embeddings": "texts to vectors: texts per second and cosines, beside Hugging Face",
     "backend": "a model through transformers: tokens per second and start, beside our own code's",
     "startup": "a server's start: seconds to ready and to a first token, memory of each process",
