@@ -401,6 +401,12 @@ ANSWERS: dict[str, Schema] = {
         "oneOf": [
             _object(type=_one_of("input_text"), text=STRING),
             _object(
+                type=_one_of("input_image"),
+                detail=STRING,
+                file_id=nullable(STRING),
+                image_url=STRING,
+            ),
+            _object(
                 type=_one_of("output_text"),
                 text=STRING,
                 annotations=_list(_ANYTHING),
@@ -519,6 +525,7 @@ ANSWERS: dict[str, Schema] = {
         owned_by=STRING,
         root=STRING,
         max_model_len=INTEGER,
+        input_modalities=_list(_one_of("text", "image")),
         quantization=STRING,
         weight_bytes=INTEGER,
     ),

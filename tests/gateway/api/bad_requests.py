@@ -66,7 +66,7 @@ CASES: list[tuple[str, str | bytes, int, str, str | None]] = [
         says(content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
         400,
         "unsupported_parameter",
-        "messages[0].content",
+        "messages[0].content[0].image_url",
     ),
     (CHAT, says(content="x" * 2000), 400, "context_length_exceeded", "messages"),
     (
