@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,31 @@ def test_our_client_takes_files_bytes_and_pictures(server: Served, tmp_path: Pat
         with pytest.raises(ValueError, match="PNG, JPEG, GIF or WebP"):
             ours.chat.create(model="llava", messages=[{"role": "user", "content": [b"no image"]}])
     assert len(answers) == 1
+
+
+def test_the_terminal_sends_an_image(server: Served, tmp_path: Path) -> None:
+    """With the next message and when that is asked again."""
+    (tmp_path / "a.png").write_bytes(picture(5))
+    program = "import sys; from penstock.gateway.launch.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "chat", "--base-url", server.base_url]
+
+    def num_prompt_tokens(lines: str) -> int:
+        before = _prompt_tokens(server)
+        done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert ("cannot send" in done.stderr) == ("none.png" in lines)
+        return _prompt_tokens(server) - before
+
+    without = num_prompt_tokens(f"{TEXT}\n/retry\n/quit\n")
+    assert num_prompt_tokens(f"/image {tmp_path}/none.png\n{TEXT}\n/retry\n/quit\n") == without
+    both = num_prompt_tokens(f"/image {tmp_path}/a.png\n{TEXT}\n/retry\n/quit\n")
+    assert both == without + 2 * 16
+
+
+def _prompt_tokens(server: Served) -> int:
+    told = httpx.get(f"{server.base_url}/metrics").text
+    lines = [each for each in told.splitlines() if each.startswith("penstock:prompt_tokens_total")]
+    return sum(int(float(line.rpartition(" ")[2])) for line in lines)
 
 
 def test_a_stream_with_an_image_survives_its_engine(server: Served, client: OpenAI) -> None:
