@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from penstock.engine.blocks.prefix_cache import block_key, chain_root, pack
+from penstock.engine.blocks.prefix_cache import block_key, chain_root, pack, with_images
 from penstock.engine.transport.messages import SHORT_KEY_BYTES, EngineInfo, EngineStats
 from penstock.gateway.config import Routing
 from penstock.gateway.engines.engine_stream import EngineStream
@@ -261,7 +261,7 @@ class BlockKeys:
         assert info is not None, "an engine of the pool is alive"
         request = stream.request
         self._block_size = info.block_size
-        self._tokens = pack(request.prompt_token_ids)
+        self._tokens, self._images = pack(request.prompt_token_ids), request.images
         if stream.token_ids[0]:
             self._tokens += pack(stream.token_ids[0])
         # The last token is always computed.
@@ -293,10 +293,11 @@ class BlockKeys:
         return self._keys
 
     def _key(self, number: int) -> int:
-        size = 4 * self._block_size
         while len(self._keys) <= number:
-            start = len(self._keys) * size
-            self._parent = block_key(self._parent, self._tokens[start : start + size])
+            start = len(self._keys) * self._block_size
+            end = start + self._block_size
+            parent = with_images(self._parent, self._images, start, end)
+            self._parent = block_key(parent, self._tokens[4 * start : 4 * end])
             self._keys.append(short_key(self._parent))
         return self._keys[number] if number >= 0 else 0
 
