@@ -29,6 +29,7 @@ SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle3")
 MAX_SPECULATIVE_TOKENS = 31
 DEMO_MODEL = "demo"
 MAX_BLOCK_SIZE = 1 << 16
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +265,9 @@ class DeviceConfig:
     """Where the model runs. `auto` is CUDA if available, else the CPU.
 
     Attributes:
-        num_threads: compute threads on a CPU; None derives the number from the cores.
+        num_threads: compute threads of a rank on a CPU; None derives the number from the cores.
+        tensor_parallel_size: processes that share each matrix of the model.
+        pipeline_parallel_size: parts into which its layers are cut, each with such processes.
         deterministic: refuse to start where a result may depend on the batch, a prompt's chunks,
             preemption or the prefix cache.
         cudagraph_mode: what a GPU replays from graphs: `full`, decode batches whole and other
@@ -276,10 +279,32 @@ class DeviceConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     deterministic: bool = False
     cudagraph_mode: CudagraphMode = "auto"
     enforce_eager: bool = False
     num_sharing: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "tensor": self.tensor_parallel_size,
+            "pipeline": self.pipeline_parallel_size,
+        }
+        for kind, size in sizes.items():
+            _check(
+                1 <= size <= MAX_RANKS,
+                f"--{kind}-parallel-size must be between 1 and {MAX_RANKS}, not {size}",
+            )
+        _check(
+            self.num_ranks <= MAX_RANKS,
+            f"--tensor-parallel-size times --pipeline-parallel-size is {self.num_ranks}: at most "
+            f"{MAX_RANKS} ranks are possible",
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

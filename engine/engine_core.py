@@ -11,7 +11,7 @@ Joins policy and device, which never import each other; `Executor` is the interf
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.engine.batch import Batch, BatchResult
@@ -47,10 +47,20 @@ class Grammars(Protocol):
 
 
 class Executor(Protocol):
-    """The device or devices: runs batches in the order they are submitted."""
+    """The device or devices: runs batches in the order they are submitted.
+
+    Attributes:
+        wake: called, in another thread, when no step can run any more.
+    """
+
+    wake: Callable[[], None]
 
     def submit(self, batch: Batch) -> Handle:
         """Hand a batch over; it may still be running on return."""
+        ...
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` if no step can run any more."""
         ...
 
     def num_parts_done(self) -> int:
@@ -108,6 +118,11 @@ class EngineCore:
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
 
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have this called, in another thread, when a step has something to do or to say though no
+        request has come: an adapter has been read, an image encoded, or a rank has ended."""
+        self.adapters.wake = self.images.wake = self._executor.wake = wake
+
     def add(self, request: Request) -> None:
         """Add a request; raises `InvalidRequestError` if it can never be served. The steps wait
         for its grammar if it is not among `grammars` yet. Its adapter is read, and its images are
@@ -159,6 +174,7 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         """Keep the device busy and return the outputs of the oldest step in flight."""
+        self._executor.check()
         refused = self.adapters.admit() if self.adapters.has_work else []
         if self.images.has_work:
             refused += self.images.admit()

@@ -84,7 +84,7 @@ class EngineServer:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
         self._transport = Transport(address, info, remote=remote)
-        core.adapters.wake = core.images.wake = self._transport.interrupt
+        core.wake_by(self._transport.interrupt)
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
         self._compiled: deque[tuple[Request, InvalidRequestError | None]] = deque()
         self._owners: dict[str, _Owner] = {}  # by request id

@@ -11,6 +11,7 @@ from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.engine.engine_core import EngineCore, Executor
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
+from penstock.engine.executor.ranks import RanksExecutor
 from penstock.engine.lora.files import find_adapter
 from penstock.engine.model_files import (
     read_generation_defaults,
@@ -40,9 +41,19 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     executor: Executor
     images: Images | None = None
     if pooling.is_encoder:
+        if config.device.num_ranks > 1:
+            raise ConfigError(
+                "--tensor-parallel-size and --pipeline-parallel-size are not supported for an "
+                "encoder"
+            )
         encoder = EncoderRunner(config, path, pooling=pooling)
         device, executor = encoder.info, InProcessExecutor(encoder)
         config = _for_encoder(config, device.max_model_len)
+    elif config.device.num_ranks > 1:
+        if config.lora.enable_lora and config.device.pipeline_parallel_size > 1:
+            raise ConfigError("--enable-lora cannot be used with --pipeline-parallel-size")
+        executor = RanksExecutor(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
+        device = executor.info
     else:
         runner = ModelRunner(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
         device, images = runner.info, runner.images

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.engine.batch import Batch, BatchResult
@@ -25,6 +26,7 @@ class InProcessExecutor:
     """Runs each batch synchronously: the step has finished when `submit` returns."""
 
     def __init__(self, runner: ModelRunner | EncoderRunner) -> None:
+        self.wake: Callable[[], None] = lambda: None  # never called
         self._runner = runner
 
     @property
@@ -33,6 +35,9 @@ class InProcessExecutor:
 
     def submit(self, batch: Batch) -> DoneHandle:
         return DoneHandle(self._runner.execute(batch))
+
+    def check(self) -> None:
+        """Nothing to check: there is no other process."""
 
     def num_parts_done(self) -> int:
         return self._runner.progress.num_parts_done()
@@ -56,6 +61,7 @@ class OverlappedExecutor:
     """Launches each batch on a GPU after the earlier ones, without waiting for it."""
 
     def __init__(self, runner: ModelRunner) -> None:
+        self.wake: Callable[[], None] = lambda: None  # never called
         self._runner = runner
 
     @property
@@ -64,6 +70,9 @@ class OverlappedExecutor:
 
     def submit(self, batch: Batch) -> StepInFlight:
         return self._runner.launch(batch)
+
+    def check(self) -> None:
+        """Nothing to check: there is no other process."""
 
     def num_parts_done(self) -> int:
         return self._runner.progress.num_parts_done()

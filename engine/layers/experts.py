@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.layers.linear import MatrixLayer, constant
+from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.weights.matrix import DenseMatrix, Matrix
 from penstock.kernels.activation import activate_and_mul
 from penstock.kernels.experts import (
@@ -165,6 +166,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, hidden_size)
         self.shared_expert = shared_expert
         self.shared_expert_gate = None if shared_expert is None else Router(1, hidden_size)
+        self.ranks: Ranks = ALONE  # each has a part of every expert
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] → the same shape"""
@@ -177,4 +179,4 @@ class MixtureOfExperts(nn.Module):
         shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x).float()
-        return combine_slots(y, groups, weights, shared)
+        return self.ranks.sum(combine_slots(y, groups, weights, shared))

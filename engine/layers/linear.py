@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.layers.adapters import LayerAdapters, TorchAdapters
+from penstock.engine.parallel.ranks import ALONE, Ranks
+from penstock.engine.parallel.shard import Shard
 from penstock.engine.weights.matrix import DenseMatrix, Matrix, QuantizedMatrix
 from penstock.kernels.linear import linear
 from penstock.kernels.linear_quantized import (
@@ -44,10 +46,14 @@ class MatrixLayer(nn.Module):
             `linear_quantized` does.
         is_invariant: a row's result does not depend on the other rows, to the bit.
         adapters: what adapters add to its results.
+        shard: which part of a matrix this one is; None: all of it.
+        ranks: over which its results are summed.
     """
 
     is_invariant = False
     adapters: LayerAdapters | None = None
+    shard: Shard | None = None
+    ranks: Ranks = ALONE
     quantized: tuple[PackedMatrix, ...] = ()
     rounds_inputs = False
 
@@ -111,13 +117,18 @@ class Linear(MatrixLayer):
         y = self.multiply(x, self.bias)
         if isinstance(self.adapters, TorchAdapters):
             self.adapters.add(y, x)
-        return y
+        return self.ranks.sum(y)
 
 
 class Embedding(MatrixLayer):
-    """A table of one vector per token id; as an output head, one dot product per id."""
+    """A table of one vector per token id; as an output head, one dot product per id.
+
+    Attributes:
+        first_id, num_ids: of the ids that it has; num_ids 0: all.
+    """
 
     bias: nn.Parameter | None
+    first_id, num_ids = 0, 0
 
     def __init__(self, vocab_size: int, hidden_size: int, *, has_bias: bool = False) -> None:
         super().__init__(vocab_size, hidden_size)
@@ -125,10 +136,17 @@ class Embedding(MatrixLayer):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] → [num_tokens, hidden_size]"""
+        rows, is_here = token_ids, None
+        if self.num_ids:
+            rows = token_ids - self.first_id
+            is_here = (rows >= 0) & (rows < self.num_ids)
+            rows = rows.clamp(0, self.num_ids - 1)
         if self.quantized:
-            y = embed_quantized(token_ids, self.quantized[0], self.weight.dtype)
+            y = embed_quantized(rows, self.quantized[0], self.weight.dtype)
         else:
-            y = F.embedding(token_ids, self.weight)
+            y = F.embedding(rows, self.weight)
+        if is_here is not None:
+            y = self.ranks.sum(torch.where(is_here[:, None], y, 0.0))
         if isinstance(self.adapters, TorchAdapters):
             self.adapters.add_looked_up(y, token_ids)
         return y

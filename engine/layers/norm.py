@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.parallel.shard import Shard
 from penstock.kernels.layer_norm import layer_norm
 from penstock.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -52,7 +53,13 @@ class LayerNorm(nn.Module):
 
 
 class HeadNorm(LayerNorm):
-    """The same of each head's part of a row, with weights of its own: [num_heads · head_dim]."""
+    """The same of each head's part of a row, with weights of its own: [num_heads · head_dim].
+
+    Attributes:
+        shard: which of the heads' weights these are; None: all.
+    """
+
+    shard: Shard | None = None
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, has_bias: bool) -> None:
         super().__init__(num_heads * head_dim, eps, has_bias=has_bias)

@@ -55,13 +55,13 @@ class AdapterSlots:
         self._max_rank = max_rank
         self._modules = {
             module: ModuleShape(
-                in_features=layer.in_features,
+                in_features=inputs,
                 out_features=size,
                 is_table=layer.is_table,
                 is_linear=name not in (HEAD, TABLE),
             )
             for name, layer in model.layers.items()
-            for module, size in zip(layer.modules, layer.part_sizes, strict=True)
+            for module, (size, inputs) in layer.shapes().items()
         }
         self._loaded: dict[str, Packed] = {}  # by digest
         self._slots: dict[str, int] = {}  # by digest, the least recently used first
@@ -91,10 +91,12 @@ class AdapterSlots:
         memory = WeightMemory()
         packed = {
             name: layer.adapters.pack(
-                [
-                    _in_order(matrices.get(module), order)
-                    for module, order in zip(layer.modules, layer.row_orders, strict=True)
-                ],
+                layer.own(
+                    [
+                        _in_order(matrices.get(module), order)
+                        for module, order in zip(layer.modules, layer.row_orders, strict=True)
+                    ]
+                ),
                 memory,
             )
             for name, layer in self._model.layers.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.errors import ConfigError
-from penstock.engine.layers.adapters import LayerAdapters, StepRows, TorchAdapters
+from penstock.engine.layers.adapters import LayerAdapters, LowRank, StepRows, TorchAdapters
 from penstock.engine.layers.linear import Linear
 from penstock.engine.models.cpu_adapters import CpuAdapters, CpuRows
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.language_model import TorchModel
 from penstock.engine.models.names import Names, row_orders
+from penstock.engine.parallel.shard import Shard
 from penstock.kernels.cpu.library import CpuLibrary
 
 
@@ -26,6 +27,7 @@ class AdaptedLayer:
     Attributes:
         modules: the checkpoint's names of its parts.
         row_orders: of each part, which of the checkpoint's rows is each row here; None: in order.
+        shard: which part of the checkpoint's matrix it has; None: all.
     """
 
     modules: tuple[str, ...]
@@ -34,6 +36,27 @@ class AdaptedLayer:
     in_features: int
     is_table: bool
     adapters: LayerAdapters
+    shard: Shard | None = None
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The sizes of each module in the checkpoint, by name: outputs and inputs."""
+        sizes, size = self.part_sizes, self.in_features
+        if self.shard is not None:
+            sizes, size = self.shard.part_sizes, self.shard.in_features
+        if len(self.modules) == 1:
+            sizes = (sum(sizes),)
+        return {name: (each, size) for name, each in zip(self.modules, sizes, strict=True)}
+
+    def own(self, parts: Sequence[LowRank | None]) -> list[LowRank | None]:
+        """What this layer has of the modules' updates."""
+        shard = self.shard
+        if shard is None:
+            return list(parts)
+        places = [None] if len(parts) == 1 else range(len(parts))
+        return [
+            part and LowRank(*shard.take_update(part.a, part.b, place), part.scale)
+            for place, part in zip(places, parts, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +108,7 @@ def make_room(
         rows: StepRows,
         *,
         is_table: bool = False,
+        shard: Shard | None = None,
     ) -> LayerAdapters:
         # PEFT has transformers' name of the head, whatever old checkpoints call it.
         modules = (HEAD,) if name == HEAD else names(name)
@@ -99,18 +123,20 @@ def make_room(
             adapters = TorchAdapters(part_sizes, in_features, rows=rows, like=like, **room)
         layers[name] = AdaptedLayer(
             modules=modules,
-            row_orders=row_orders(names, model.config, name),
+            row_orders=row_orders(names, model.whole_config, name),
             part_sizes=part_sizes,
             in_features=in_features,
             is_table=is_table,
             adapters=adapters,
+            shard=shard,
         )
         return adapters
 
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.adapters = add(name, module.part_sizes, module.in_features, rows)
-    vocab_size, hidden_size = model.config.vocab_size, model.config.hidden_size
+            sizes, size = module.part_sizes, module.in_features
+            module.adapters = add(name, sizes, size, rows, shard=module.shard)
+    vocab_size, hidden_size = model.vocab_size, model.config.hidden_size
     model.embed_tokens.adapters = add(TABLE, (hidden_size,), vocab_size, rows, is_table=True)
     model.head_adapters = add(HEAD, (vocab_size,), hidden_size, sampled_rows)
     model.can_be_captured = False  # the rows of a graph would stay the same

@@ -22,18 +22,23 @@ if TYPE_CHECKING:
 
 
 def cpu_kernels(
-    model: Decoder | TransformersModel, block_size: int, *, num_threads: int | None = None
+    model: Decoder | TransformersModel,
+    block_size: int,
+    *,
+    num_threads: int | None = None,
+    num_ranks: int = 1,
 ) -> CpuLibrary | None:
     """The kernels for a model on a CPU; None on a GPU or without a compiler.
 
     Args:
         block_size: of the KV cache.
         num_threads: None uses one per core.
+        num_ranks: that share the cores.
     """
     library = load_library(model.dtype) if model.device.type == "cpu" else None
     if library is None or (isinstance(model, Decoder) and not can_run(model.config, block_size)):
         return library
-    library.start_threads(num_threads or num_usable_cores())
+    library.start_threads(num_threads or max(1, num_usable_cores() // num_ranks))
     if isinstance(model, Decoder) or not model.has_fused_experts:
         torch.set_num_threads(1)  # torch computes little now, and must not wake a second pool
     return library

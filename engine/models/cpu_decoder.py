@@ -35,7 +35,15 @@ from penstock.engine.models.decoder import (
 )
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.packed_experts import PackedMixture, memory_for_experts
-from penstock.engine.models.packed_linear import CpuLinear, CpuTable, pack_linear, pack_table
+from penstock.engine.models.packed_linear import (
+    CpuLinear,
+    CpuTable,
+    RankGather,
+    RankSums,
+    pack_linear,
+    pack_table,
+)
+from penstock.engine.parallel.ranks import SharedRanks
 from penstock.kernels.activation import Activation
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
@@ -74,15 +82,27 @@ class CpuDecoder:
         self._feature_layers = decoder.feature_layers
         self._features: tuple[Buffer, ...] = ()
         self._rotary = RotaryTable(list(decoder.rotaries))  # type: ignore[arg-type]
+        self._ranks = ranks = decoder.ranks
+        # Over all ranks, over those with the same layers, and from each stage to the next.
+        self._table_sums = self._sums = None
+        self._handovers: list[RankSums] = []
+        if isinstance(ranks, SharedRanks):
+            self._table_sums = self._sums = RankSums(library, ranks)
+        if isinstance(ranks, SharedRanks) and ranks.num_stages > 1:
+            self._handovers = [RankSums(library, ranks) for _ in range(ranks.num_stages)]
+            layers = ranks.layers
+            self._sums = RankSums(library, layers) if isinstance(layers, SharedRanks) else None
         expert_memory = memory_for_experts(library, decoder.expected_bytes)
         self._layers = [
-            PackedLayer(library, layer, expert_memory)  # type: ignore[arg-type]
-            for layer in decoder.layers
+            PackedLayer(library, layer, expert_memory, self._sums) for layer in decoder.own_layers
         ]
         self._norm = decoder.norm
         self._embed_positions = decoder.embed_positions if self.config.has_position_table else None
         self._embed_norm = decoder.embed_norm if self.config.has_embedding_norm else None
         head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
+        gather = None
+        if isinstance(ranks, SharedRanks):
+            gather = RankGather(library, ranks, decoder.vocab_size)
         self._head = CpuHead(
             library,
             pack_table(library, head, head.bias),
@@ -90,7 +110,10 @@ class CpuDecoder:
             as_cpu(decoder.head_adapters),
             scale=self.config.logit_scale,
             soft_cap=self.config.logit_soft_cap or 0.0,
+            gather=gather,
         )
+        table = decoder.embed_tokens
+        self._own_ids = {"first_id": table.first_id, "num_ids": table.num_ids}
         self._table_adapters = as_cpu(decoder.embed_tokens.adapters)
         # A tied embedding is looked up in the packed head, so it is stored once.
         self._embedding = (
@@ -210,6 +233,10 @@ class CpuDecoder:
             self._library.settle()
             self._recorded_for = (0, 0)  # in case memory is too short
             capacity = max(capacity, 1 << (num_tokens - 1).bit_length())
+            # In an order that is the same on all ranks.
+            for sums in dict.fromkeys((self._table_sums, self._sums, *self._handovers)):
+                if sums is not None:
+                    sums.begin(capacity, self.config.hidden_size)
             self._program = self._write(kv_pool)
             self._program.record(capacity)
             self._recorded_for = (capacity, kv_pool.data_ptr())
@@ -221,13 +248,25 @@ class CpuDecoder:
         kept = {layer: program.buffer(f"input {layer}", size) for layer in self._feature_layers}
         self._features = tuple(kept.values())
         x = self._write_embedding(program, stream)
+        for stage in range(self._ranks.stage):
+            x = self._write_handover(program, stream, x, stage)
         for number, (layer, cache) in enumerate(zip(self._layers, kv_pool, strict=True)):
             y = kept.get(number + 1, stream)
             layer.write(program, y, x, cache)
             x = y
+        for stage in range(self._ranks.stage, len(self._handovers)):
+            x = self._write_handover(program, stream, x, stage)
         _write_norm(program, normed, x, self._norm)
         self._head.write(program, normed)
         return program
+
+    def _write_handover(self, program: Program, y: Buffer, x: Buffer, stage: int) -> Buffer:
+        """Add y = x of this stage's first rank: a sum, to which the others add zeros."""
+        sums, ranks = self._handovers[stage], self._ranks
+        if ranks.stage == stage and ranks.layers.rank == 0:
+            program.add("scale_add", y=sums.part(x.size), x=x, factor=1.0, size=x.size)
+        sums.write(program, y, x.size)
+        return y
 
     def _write_embedding(self, program: Program, stream: Buffer) -> Buffer:
         """Add the operations of `Decoder._embed`; the buffer that then holds the embedding."""
@@ -237,7 +276,12 @@ class CpuDecoder:
             stream,
             program.buffer("embedded", stream.size) if self._changes_embedding else stream,
         )
-        self._embedding.write_lookup(program, x)
+        if self._table_sums is None:
+            self._embedding.write_lookup(program, x)
+        else:
+            part = self._table_sums.part(x.size)
+            self._embedding.write_lookup(program, part, **self._own_ids)
+            self._table_sums.write(program, x, x.size)
         if self._table_adapters is not None:
             self._table_adapters.write_lookup(program, x)
         if scale != 1.0:
@@ -269,10 +313,14 @@ class PackedLayer:
     """
 
     def __init__(
-        self, library: CpuLibrary, layer: DecoderLayer, expert_memory: WeightMemory
+        self,
+        library: CpuLibrary,
+        layer: DecoderLayer,
+        expert_memory: WeightMemory,
+        sums: RankSums | None,
     ) -> None:
         def pack(linear: Linear) -> CpuLinear:
-            return pack_linear(library, linear, linear.bias)
+            return pack_linear(library, linear, linear.bias, sums=sums)
 
         self.input_norm = layer.input_layernorm
         self.post_attention_norm = layer.post_attention_layernorm
@@ -282,7 +330,7 @@ class PackedLayer:
         if isinstance(layer.mlp, MixtureOfExperts):
             shared = layer.mlp.shared_expert
             packed = PackedMLP(shared, pack) if isinstance(shared, GatedMLP) else None
-            self.mlp = PackedMixture(library, layer.mlp, packed, expert_memory)
+            self.mlp = PackedMixture(library, layer.mlp, packed, expert_memory, sums)
         else:
             self.mlp = PackedMLP(layer.mlp, pack)
         self._attention_end = _End(layer.attention_post_norm, layer.residual_scale)
@@ -478,8 +526,8 @@ class _PlainTable:
     def num_bytes(self) -> int:
         return self._table.nbytes
 
-    def write_lookup(self, program: Program, y: Buffer) -> None:
-        program.add("embed", y=y, weight=self._table, size=y.size)
+    def write_lookup(self, program: Program, y: Buffer, **ids: int) -> None:
+        program.add("embed", y=y, weight=self._table, size=y.size, **ids)
 
 
 def _pack_table(library: CpuLibrary, embedding: Embedding) -> _PlainTable | CpuTable:
@@ -552,6 +600,21 @@ class StepOutput:
     features: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _WrittenLogits:
+    """Arguments of operations that end in logits.
+
+    Attributes:
+        product: `y` is where they end, before `change`; a structure of its own where ranks have
+            parts of them (`gathered`), in which adapters look that up.
+        change: None: they are not scaled or capped.
+    """
+
+    product: Structure
+    change: Structure | None
+    gathered: tuple[Structure, Structure] | None
+
+
 class CpuHead:
     """The end of a step: logits of the sampled rows, and a token drawn from each.
 
@@ -560,6 +623,7 @@ class CpuHead:
         dtype: of hidden states and logits.
         adapters: of the sampled rows.
         scale, soft_cap: of the logits; 0: no cap.
+        gather: of the logits of the ranks, of which each has some tokens'.
 
     Attributes:
         hidden: all rows of a step, once the head is written into a program.
@@ -576,12 +640,14 @@ class CpuHead:
         *,
         scale: float = 1.0,
         soft_cap: float = 0.0,
+        gather: RankGather | None = None,
     ) -> None:
-        self.matrix = matrix
+        self.matrix, self._gather = matrix, gather
+        self._vocab_size = matrix.out_features if gather is None else gather.size
         self._adapters = adapters
         self._scale, self._soft_cap = scale, soft_cap
         self._library = library
-        self._logits = torch.empty(0, matrix.out_features, dtype=dtype)
+        self._logits = torch.empty(0, self._vocab_size, dtype=dtype)
         self._raw = self._logits  # products that are still to be scaled or capped
         self._uniforms = torch.empty(0)
         self._given: tuple[Tensor | None, ...] = ()
@@ -595,35 +661,37 @@ class CpuHead:
         program.add("gather_rows", y=gathered, x=hidden, size=hidden.size)
         self._product = self._write_logits(program, gathered, self._num_rows)
         if self._adapters is not None:
-            self._adapters.write(program, None, gathered, self._product[0])
+            self._adapters.write(program, None, gathered, self._product.product)
         self._draw = program.add("draw_uniforms", num_rows=_NO_ROWS)
-        self._sample = program.add(
-            "sample_tokens", num_rows=_NO_ROWS, vocab_size=self.matrix.out_features
-        )
+        self._sample = program.add("sample_tokens", num_rows=_NO_ROWS, vocab_size=self._vocab_size)
 
-    def _write_logits(
-        self, program: Program, x: Buffer, num_rows: int
-    ) -> tuple[Structure, Structure | None]:
-        """Add the product and, if there is anything, what is done to it; their arguments."""
-        size = self.matrix.out_features
-        product = self.matrix.write(program, None, x, num_rows=num_rows)
+    def _write_logits(self, program: Program, x: Buffer, num_rows: int) -> _WrittenLogits:
+        """Add the product and, if there is anything, what is done to it."""
+        size = self._vocab_size
+        gathered = None
+        if self._gather is None:
+            product = self.matrix.write(program, None, x, num_rows=num_rows)
+        else:
+            gathered = self._gather.write(program, self.matrix, x, num_rows)
+            product = self._library.structure("linear_args", num_rows=num_rows)
         if self._scale == 1.0 and not self._soft_cap:
-            return product, None
+            return _WrittenLogits(product, None, gathered)
         change = program.add(
             "cap_logits", num_rows=num_rows, size=size, factor=self._scale, soft_cap=self._soft_cap
         )
-        return product, change
+        return _WrittenLogits(product, change, gathered)
 
-    def _point(self, written: tuple[Structure, Structure | None], logits: Tensor) -> None:
+    def _point(self, written: _WrittenLogits, logits: Tensor) -> None:
         """Let the operations of `_write_logits` end in these rows."""
-        product, change = written
-        if change is None:
-            product.y = logits.data_ptr()
-            return
-        if len(logits) > len(self._raw):
-            self._raw = torch.empty_like(logits)
-        product.y = change.x = self._raw.data_ptr()
-        change.y = logits.data_ptr()
+        products, change = logits, written.change
+        if change is not None:
+            if len(logits) > len(self._raw):
+                self._raw = torch.empty_like(logits)
+            products = self._raw[: len(logits)]
+            change.x, change.y = products.data_ptr(), logits.data_ptr()
+        written.product.y = products.data_ptr()
+        if self._gather is not None and written.gathered is not None:
+            self._gather.point(written.gathered, products)
 
     def skip(self) -> None:
         """Make the operations do nothing."""
@@ -698,7 +766,7 @@ class CpuHead:
     def _room(self, num_rows: int) -> Tensor:
         """Rows for logits; the memory is kept, since fresh pages cost more than small products."""
         if num_rows > len(self._logits):
-            self._logits = self._logits.new_empty(num_rows, self.matrix.out_features)
+            self._logits = self._logits.new_empty(num_rows, self._vocab_size)
         return self._logits[:num_rows]
 
 

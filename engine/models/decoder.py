@@ -27,6 +27,8 @@ from penstock.engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from penstock.engine.layers.rotary import RotaryEmbedding
 from penstock.engine.models.decoder_config import DecoderConfig
 from penstock.engine.models.language_model import LayerKV
+from penstock.engine.parallel.ranks import ALONE, Ranks
+from penstock.engine.parallel.shard import Shard
 from penstock.kernels import int8_cache
 from penstock.kernels.activation import activate, activate_and_mul
 from penstock.kernels.qk_norm import QKNorm
@@ -56,7 +58,13 @@ class SelfAttention(nn.Module):
     """
     Args:
         num_inputs: of queries, keys and values; None: hidden_size.
+
+    Attributes:
+        shard, kv_shard: which of the query's and key's heads these are; None: all.
     """
+
+    shard: Shard | None = None
+    kv_shard: Shard | None = None
 
     def __init__(self, config: DecoderConfig, layer: int, *, num_inputs: int | None = None) -> None:
         super().__init__()
@@ -80,7 +88,7 @@ class SelfAttention(nn.Module):
             else None
         )
         self.attention = Attention(
-            layer=layer,
+            layer=layer - config.layer_numbers.start,
             head_dim=self.head_dim,
             window=config.windows[layer],
             scale=config.attention_scale,
@@ -244,14 +252,17 @@ class Decoder(nn.Module):
         feature_layers: layers, ascending from 1 on, whose inputs are wanted besides the result.
         features: these inputs in the last forward pass, [num_tokens, hidden_size] each.
         head_adapters: what adapters add to the logits of sampled rows.
+        ranks: that have the other parts of its tables.
+        whole_config: of the model of which this may be a part.
     """
 
     can_be_captured = True
     head_adapters: LayerAdapters | None = None
+    ranks: Ranks = ALONE
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config = self.whole_config = config
         self.vocab_size, self.context_len = config.vocab_size, config.context_len
         self.quantization = "none"
         self.images = None
@@ -265,8 +276,11 @@ class Decoder(nn.Module):
             )
         if config.has_embedding_norm:
             self.embed_norm = _norm(config)
+        own = config.layer_numbers
+        # By their numbers in the model; others are empty.
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer) for layer in range(config.num_layers)
+            DecoderLayer(config, layer) if layer in own else nn.Identity()
+            for layer in range(config.num_layers)
         )
         self.norm = _norm(config)
         self.rotaries = rotary_embeddings(config)
@@ -283,13 +297,26 @@ class Decoder(nn.Module):
             each(context.positions, context.prompt_lens, x.dtype) for each in self.rotaries
         )
         features = []
-        for number, layer in enumerate(self.layers):
+        stages = self.ranks.num_stages
+        for stage in range(self.ranks.stage):
+            x, residual = self._handed_over(x, stage), None
+        for number in self.config.layer_numbers:
+            layer = self.layers[number]
             if number in self.feature_layers:
                 features.append(x if residual is None else x + residual)
             x, residual = layer(x, residual, rotary[layer.rope], context)  # type: ignore[index]
+        if stages > 1:
+            x, residual = x if residual is None else x + residual, None
+            for stage in range(self.ranks.stage, stages):
+                x = self._handed_over(x, stage)
         self.features = tuple(features)
         hidden, _ = self.norm.add(x, residual)
         return hidden
+
+    def _handed_over(self, x: Tensor, stage: int) -> Tensor:
+        """What the first rank of this stage has; all others add nothing to that."""
+        is_source = self.ranks.stage == stage and self.ranks.layers.rank == 0
+        return self.ranks.sum(x if is_source else torch.zeros_like(x))
 
     def _embed(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         x: Tensor = self.embed_tokens(input_ids)
@@ -307,12 +334,20 @@ class Decoder(nn.Module):
         """
         head = self.embed_tokens if self.config.is_tied else self.lm_head
         logits = head.logits(hidden)
+        if self.ranks.size > 1:
+            logits = self._gathered(logits)
         if are_sampled and isinstance(self.head_adapters, TorchAdapters):
             self.head_adapters.add(logits, hidden)
         cap = self.config.logit_soft_cap
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         return logits if cap is None else (logits / cap).tanh() * cap
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """[num_rows, num_ids] of each rank, the last of which may have fewer → all."""
+        size = -(-self.vocab_size // self.ranks.size)
+        padded = F.pad(logits, (0, size - logits.shape[1])).contiguous()
+        return self.ranks.gather(padded)[:, : self.vocab_size].contiguous()
 
     @property
     def kv_spec(self) -> tuple[LayerKV, ...]:
@@ -326,7 +361,7 @@ class Decoder(nn.Module):
                 dtype=self._kv_dtype or self.dtype,
                 window=window,
             )
-            for window in self.config.windows
+            for window in (self.config.windows[layer] for layer in self.config.layer_numbers)
         )
 
     def use_fp8_cache(self) -> None:
@@ -348,6 +383,11 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, MatrixLayer | Attention):
                 module.is_invariant = True
+
+    @property
+    def own_layers(self) -> list[DecoderLayer]:
+        """Those that this process has."""
+        return [each for each in self.layers if isinstance(each, DecoderLayer)]
 
     @property
     def matrix_layers(self) -> list[MatrixLayer]:

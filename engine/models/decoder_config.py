@@ -66,6 +66,7 @@ class DecoderConfig:
             attention and MLP add to the stream, and of the logits.
         logit_soft_cap: bounds the logits.
         experts: of the MLPs that have some; None: of none.
+        own_layers: those that this process has; None: all.
     """
 
     vocab_size: int
@@ -111,6 +112,12 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
+    own_layers: range | None = None
+
+    @property
+    def layer_numbers(self) -> range:
+        """Those that this process has."""
+        return range(self.num_layers) if self.own_layers is None else self.own_layers
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -48,6 +48,8 @@ from penstock.engine.models.registry import (
     own_dtype,
     read_model_config,
 )
+from penstock.engine.models.sharding import rank_config, split_over
+from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.converted import ConvertedMatrices
 from penstock.engine.weights.experts import CheckpointExperts, DummyExperts, stack_experts
@@ -77,29 +79,48 @@ DraftingModel: TypeAlias = Decoder | Eagle3Head
 
 
 def load_model(
-    config: ModelConfig, path: Path, device: torch.device, *, defers_experts: bool = False
+    config: ModelConfig,
+    path: Path,
+    device: torch.device,
+    *,
+    defers_experts: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Decoder | TransformersModel:
     """The model in directory `path`, with the checkpoint's weights or, for `dummy`, random ones.
 
     Args:
         defers_experts: on a CPU, leave reading the experts to `ExpertMatrices.load`, so that not
             all of them are in memory before they are packed.
+        ranks: that share the model, of which this process has a part.
 
     Raises:
         ModelLoadError: names the invalid file, field or tensor.
-        ConfigError: --quantization-override or -exclude names modules that there are not.
+        ConfigError: --quantization-override or -exclude names modules that there are not; the
+            ranks cannot share the model.
     """
     if is_native(config, path):
-        return load_decoder(config, path, device, defers_experts=defers_experts)
+        return load_decoder(config, path, device, defers_experts=defers_experts, ranks=ranks)
+    if ranks.size > 1:
+        raise ConfigError(
+            "--tensor-parallel-size and --pipeline-parallel-size need a native family, and this "
+            "model runs through transformers"
+        )
     return _load_through_transformers(config, path, device)
 
 
 def load_decoder(
-    config: ModelConfig, path: Path, device: torch.device, *, defers_experts: bool = False
+    config: ModelConfig,
+    path: Path,
+    device: torch.device,
+    *,
+    defers_experts: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """The same of a native family."""
     architecture, decoder_config = read_model_config(path, max_model_len=config.max_model_len)
+    own_config = rank_config(decoder_config, ranks)
     dtype = _resolve_dtype(config, decoder_config.dtype, path)
+    ranks.open(dtype, device)
     weights = _Weights.of(config, path, torch.empty(0, dtype=dtype, device=device))
     checkpoint, hold, like = weights.checkpoint, weights.hold, weights.like
     names = architecture.names
@@ -113,7 +134,8 @@ def load_decoder(
             raise checkpoint.config.error("architectures", "GGUF files of these are not supported")
         _check_layers(checkpoint, names, decoder_config)
     with torch.device("meta"):
-        model = Decoder(decoder_config).to(dtype)
+        model = Decoder(own_config).to(dtype)
+    split_over(model, decoder_config, ranks)
     if checkpoint is None:
         model = _allocate(model, path, device)
         _fill_random(model, config.seed)
@@ -125,9 +147,9 @@ def load_decoder(
     else:
         orders = partial(row_orders, names, decoder_config)
         _fill_from(checkpoint, model, names, hold, like, orders=orders)
-        for index, layer in enumerate(model.layers):
+        for index, layer in zip(own_config.layer_numbers, model.own_layers, strict=True):
             (prefix,) = names(f"layers.{index}.self_attn")
-            _read_kv_scales(checkpoint, prefix, layer.self_attn)  # type: ignore[arg-type]
+            _read_kv_scales(checkpoint, prefix, layer.self_attn)
     is_transposed = architecture.has_transposed_experts
     for experts in _expert_readers(
         model, weights, names, seed=config.seed, is_transposed=is_transposed
@@ -137,13 +159,17 @@ def load_decoder(
     if checkpoint is not None:
         ignored = {f"{names('lm_head')[0]}.weight"} if decoder_config.is_tied else set()
         ignored |= {"score.weight"} if architecture.is_headless else set()
-        checkpoint.check_all_read(lambda name: name in ignored or is_ignorable(name))
+        others = set(range(decoder_config.num_layers)) - set(own_config.layer_numbers)
+        absent = tuple(f"{names.root}{names.layers}.{number}." for number in others)
+        checkpoint.check_all_read(
+            lambda name: name in ignored or is_ignorable(name) or name.startswith(absent)
+        )
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
     # Rotary frequencies and slopes follow from the config and stay float32.
     model.rotaries = rotary_embeddings(decoder_config).to(device)
-    for layer in model.layers:
-        layer.self_attn.attention.place_alibi(device)  # type: ignore[union-attr, operator]
+    for layer in model.own_layers:
+        layer.self_attn.attention.place_alibi(device)
     return model.eval()
 
 
@@ -239,6 +265,7 @@ class _Weights:
         """Give a module the matrix that is made of these parts, in the checkpoint's names."""
         is_router = isinstance(module, Router)
         matrix = stack(parts, self.like) if is_router else self.quantize(names, parts, self.like)
+        matrix = _share(module, matrix, names)
         module.hold(matrix, rounds_inputs=self.rounds_inputs, like=self.like)
 
     def describe(self) -> str:
@@ -295,6 +322,11 @@ def _load_eagle3_head(name: str, target: TorchModel) -> Eagle3Head:
         )
     if target.device.type != "cpu":  # graphs do not hand out hidden states
         raise ConfigError("--speculative-config: the method eagle3 needs a CPU")
+    if target.ranks.size > 1:
+        raise ConfigError(
+            "--speculative-config: the method eagle3 needs a model that is whole, so it cannot be "
+            "used with --tensor-parallel-size or --pipeline-parallel-size"
+        )
     settings = ModelConfig(model=name)
     head = _read_eagle3_head(open_checkpoint(resolve_model(settings, weights=True)), target)
     target.feature_layers = head.config.feature_layers
@@ -347,14 +379,18 @@ def _read_target_ids(checkpoint: Checkpoint, head: Eagle3Head) -> Tensor:
 
 def _read_kv_scales(checkpoint: Checkpoint, prefix: str, attention: SelfAttention) -> None:
     """The scales of an FP8 cache, if the checkpoint has them, whether or not they are used."""
-    heads, found = attention.num_kv_heads, []
+    shard, found = attention.kv_shard, []
+    heads = attention.num_kv_heads if shard is None else shard.part_sizes[0]
     for kind in ("k", "v"):
         names = (f"{prefix}.{kind}_scale", f"{prefix}.{kind}_proj.{kind}_scale")
         for name in (each for each in names if each in checkpoint):
             shape = checkpoint.shape(name)
             if shape not in ((), (1,), (heads,)):
                 raise checkpoint.fault(name, f"has shape {list(shape)}, expected [] or [{heads}]")
-            found.append(checkpoint.read(name, shape).float().reshape(-1))
+            scales = checkpoint.read(name, shape).float().reshape(-1)
+            if shard is not None and len(scales) == heads:
+                scales = shard.take_bias(scales)
+            found.append(scales)
     if len(found) == 2:
         attention.attention.given_scales = (found[0], found[1])
 
@@ -426,7 +462,10 @@ def _expert_readers(
     checkpoint, quantize, like = weights.checkpoint, weights.quantize, weights.like
 
     def hold(module: ExpertMatrices, source: CheckpointExperts | DummyExperts) -> None:
-        parts = [quantize(names, matrices, like) for names, matrices in source.read()]
+        parts = [
+            _share(module, quantize(names, matrices, like), names)
+            for names, matrices in source.read()
+        ]
         matrix, orders = stack_experts(parts, like)
         module.hold(matrix, rounds_inputs=weights.rounds_inputs, like=like)
         module.orders = None if orders is None else orders.to(like.device)
@@ -435,27 +474,29 @@ def _expert_readers(
     for index, (name, module) in enumerate(model.named_modules()):
         if not isinstance(module, ExpertMatrices):
             continue
-        names, size = module_names(name), module.in_features
+        names, (part_sizes, size) = module_names(name), _whole_shape(module)
         source: CheckpointExperts | DummyExperts
         if checkpoint is None:
-            shape = (sum(module.part_sizes), size)
+            shape = (sum(part_sizes), size)
             source = DummyExperts(
-                names, num_experts=module.num_experts, part_sizes=module.part_sizes,
+                names, num_experts=module.num_experts, part_sizes=part_sizes,
                 draw=partial(_draw_matrix, like, shape, seed, index),
                 quantize=partial(quantize, like=like),
             )  # fmt: skip
         else:
             source = CheckpointExperts(
                 checkpoint, name, names, num_experts=module.num_experts,
-                part_sizes=module.part_sizes, in_features=size,
+                part_sizes=part_sizes, in_features=size,
                 is_transposed=is_transposed,
             )  # fmt: skip
             if module.bias is not None:
-                module.bias = constant(concatenate([source.read_bias()], like))
+                bias = source.read_bias()
+                bias = bias if module.shard is None else module.shard.take_bias(bias)
+                module.bias = constant(concatenate([bias], like))
         kinds = {quantize.kind(each) for own in source.names for each in own}
         if is_dense:
             bits = max(_EXPECTED_BITS.get(kind, like.itemsize * 8.0) for kind in kinds)
-            module.expected_bytes = int(module.out_features * size * bits / 8)
+            module.expected_bytes = int(module.out_features * module.in_features * bits / 8)
         else:
             module.expected_bytes = source.num_bytes
         module.read = partial(hold, module, source)
@@ -476,11 +517,20 @@ def _fill_random(model: nn.Module, seed: int) -> None:
 
     Every device gets the same. A large matrix repeats its numbers: drawing billions takes minutes.
     """
-    for index, (name, parameter) in enumerate(model.named_parameters()):
+    shared = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, MatrixLayer) and module.shard and module.weight.numel()
+    }
+    for index, (name, parameter) in enumerate(list(model.named_parameters())):
         if parameter.dim() < 2:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        _draw(parameter.data, seed, index)
+        elif name in shared:  # the whole, of which `hold` takes a share
+            part_sizes, size = _whole_shape(shared[name])
+            whole = parameter.new_empty(sum(part_sizes), size)
+            shared[name].weight = constant(_draw(whole, seed, index))
+        else:
+            _draw(parameter.data, seed, index)
 
 
 def _draw_matrix(like: Tensor, shape: tuple[int, int], seed: int, index: int) -> Tensor:
@@ -525,7 +575,7 @@ def _fill_from(
             sizes, biases, parts = _sizes(module, prefixes), [], []
             has_bias = isinstance(module, Linear | Embedding | Router) and module.bias is not None
             for prefix, size, order in zip(prefixes, sizes, orders(name), strict=False):
-                shape = (size, module.in_features)
+                shape = (size, _whole_shape(module)[1])
                 is_turned = is_transposed and isinstance(module, Linear)
                 read = read_transposed if is_turned else read_matrix
                 part = read(checkpoint, prefix, shape)
@@ -535,18 +585,36 @@ def _fill_from(
                     biases.append(bias if order is None else bias[order])
             hold(module, prefixes, parts)
             if has_bias:
-                module.bias = constant(concatenate(biases, like))
+                shard = module.shard
+                own = biases if shard is None else [shard.take_bias(torch.cat(biases))]
+                module.bias = constant(concatenate(own, like))
         else:
             for kind, parameter in list(module.named_parameters(recurse=False)):
-                vector = _read_parameter(checkpoint, prefixes, kind, module, tuple(parameter.shape))
+                shard, shape = getattr(module, "shard", None), tuple(parameter.shape)
+                shape = shape if shard is None else shard.part_sizes
+                vector = _read_parameter(checkpoint, prefixes, kind, module, shape)
                 order = orders(name)[0] if prefixes else None
                 vector = vector if order is None else vector[order]
+                vector = vector if shard is None else shard.take_bias(vector)
                 module.register_parameter(kind, constant(concatenate([vector], like)))
 
 
 def _sizes(module: MatrixLayer, prefixes: Sequence[str]) -> list[int]:
     """How many rows of a module each of the checkpoint's modules has."""
-    return [module.out_features] if len(prefixes) == 1 else list(module.part_sizes)
+    part_sizes, _ = _whole_shape(module)
+    return [sum(part_sizes)] if len(prefixes) == 1 else list(part_sizes)
+
+
+def _whole_shape(module: MatrixLayer) -> tuple[tuple[int, ...], int]:
+    """The rows of each part, and the columns, of the matrix of which a module may have a share."""
+    shard = module.shard
+    if shard is None:
+        return module.part_sizes, module.in_features
+    return shard.part_sizes, shard.in_features
+
+
+def _share(module: MatrixLayer, matrix: Matrix, names: Sequence[str]) -> Matrix:
+    return matrix if module.shard is None else module.shard.take(matrix, names[0])
 
 
 def _read_parameter(
@@ -561,7 +629,8 @@ def _read_parameter(
         return torch.ones(shape)
     (prefix,) = prefixes
     if isinstance(module, HeadNorm):
-        return _read_head_norm(checkpoint, prefix, kind, module.num_groups, shape[0])
+        num_heads = module.num_groups * shape[0] // len(module.weight)
+        return _read_head_norm(checkpoint, prefix, kind, num_heads, shape[0])
     if isinstance(module, PositionTable):
         name, first = f"{prefix}.{kind}", module.first_position
         return checkpoint.read(name, (first + shape[0], shape[1]))[first:]

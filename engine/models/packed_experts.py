@@ -11,7 +11,7 @@ import torch
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.experts import ExpertMatrices, MixtureOfExperts
-from penstock.engine.models.packed_linear import CpuLinear
+from penstock.engine.models.packed_linear import CpuLinear, RankSums
 from penstock.kernels.cpu.build import BuildError, cache_dir
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
@@ -218,6 +218,7 @@ class PackedMixture:
     Args:
         shared_expert: the packed expert that all tokens share.
         memory: for the experts' matrices.
+        sums: over the ranks that have the other parts of each expert, if there are some.
 
     Attributes:
         num_bytes: of all its matrices.
@@ -230,8 +231,10 @@ class PackedMixture:
         mixture: MixtureOfExperts,
         shared_expert: WritesMLP | None,
         memory: WeightMemory,
+        sums: RankSums | None = None,
     ) -> None:
         self._config = config = mixture.config
+        self._sums = sums
         gates = [mixture.gate.weight.data]
         if mixture.shared_expert_gate is not None:
             gates.append(mixture.shared_expert_gate.weight.data)
@@ -298,7 +301,12 @@ class PackedMixture:
             self._shared_expert.write(program, shared_output, x, residual=None)
             gate = logits.columns(config.num_experts)
             shared = {"shared": shared_output, "shared_logits": gate, "stride": num_logits}
+        combined: dict[str, Any] = {"y": y, "residual": residual}
+        if self._sums is not None:
+            combined = {"y": self._sums.part(y.size)}
         program.add(
-            "combine_slots", y=y, x=output, residual=residual, places=slots.places,
-            weights=weights, size=y.size, experts_per_token=count, **shared,
+            "combine_slots", x=output, places=slots.places, weights=weights, size=y.size,
+            experts_per_token=count, **combined, **shared,
         )  # fmt: skip
+        if self._sums is not None:
+            self._sums.write(program, y, y.size, residual)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
 from penstock.engine.models.cpu_adapters import CpuAdapters, as_cpu
+from penstock.engine.parallel.ranks import SharedRanks
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
@@ -45,8 +46,12 @@ class CpuLinear(Protocol):
 class CpuTable(CpuLinear, Protocol):
     """A matrix that is one piece: an embedding, or the output head."""
 
-    def write_lookup(self, program: Program, y: Buffer) -> None:
-        """Add y[t] = the row of token t."""
+    def write_lookup(self, program: Program, y: Buffer, **ids: int) -> None:
+        """Add y[t] = the row of token t.
+
+        Args:
+            ids: `first_id` and `num_ids`, where the table does not have all.
+        """
         ...
 
 
@@ -68,10 +73,10 @@ class PackedLinear:
             in_features=self.in_features, out_features=self.out_features, **others,
         )  # fmt: skip
 
-    def write_lookup(self, program: Program, y: Buffer) -> None:
+    def write_lookup(self, program: Program, y: Buffer, **ids: int) -> None:
         program.add(
             "embed", y=y, weight=self._weight, size=self.in_features,
-            vocab_size=self.out_features, is_packed=1,
+            vocab_size=self.out_features, is_packed=1, **ids,
         )  # fmt: skip
 
 
@@ -117,9 +122,9 @@ class QuantizedLinear:
             **packed.arguments(), **others,
         )  # fmt: skip
 
-    def write_lookup(self, program: Program, y: Buffer) -> None:
+    def write_lookup(self, program: Program, y: Buffer, **ids: int) -> None:
         assert self._order is None, "a table's columns are in the order of the hidden state"
-        program.add("embed_quantized", y=y, **self._packed.embed_arguments())
+        program.add("embed_quantized", y=y, **ids, **self._packed.embed_arguments())
 
 
 class StackedLinear:
@@ -162,12 +167,128 @@ class AdaptedLinear:
         return product
 
 
-def pack_linear(library: CpuLibrary, layer: MatrixLayer, bias: Tensor | None = None) -> CpuLinear:
-    """Pack the layer's matrix as its kernel reads it; the layer loses it."""
+class RankSums:
+    """Sums over the ranks in a program.
+
+    Two places in shared memory take turns, so that a rank that writes its part of the next sum does
+    not change what another one still reads of the last.
+    """
+
+    def __init__(self, library: CpuLibrary, ranks: SharedRanks) -> None:
+        self._ranks, self._dtype = ranks, library.dtype
+        self._structure = ranks.structure(library)
+        self._places: tuple[Tensor, ...] = ()  # [ranks, rows · size] each
+        self._turn = 0
+
+    def begin(self, num_rows: int, size: int) -> None:
+        """Before a program whose buffers have room for so many rows is written."""
+        num_values, self._turn = num_rows * size, 0
+        if not self._places or self._places[0].shape[1] < num_values:
+            num_bytes = self._ranks.size * num_values * self._dtype.itemsize
+            self._places = tuple(
+                self._ranks.memory.region(num_bytes).view(self._dtype).view(self._ranks.size, -1)
+                for _ in range(2)
+            )
+
+    def part(self, size: int) -> Buffer:
+        """Where the next sum's operations write this rank's part."""
+        own = self._places[self._turn][self._ranks.rank]
+        rows = len(own) // size
+        return Buffer("rank_part", size, own[: rows * size].view(rows, size))
+
+    def write(self, program: Program, y: Place, size: int, residual: Place | None = None) -> None:
+        """Add y = the sum of all ranks' parts (+ residual)."""
+        parts = self._places[self._turn]
+        self._turn ^= 1
+        program.add(
+            "sum_ranks", y=y, parts=parts, residual=residual, ranks=self._structure, size=size,
+            part_stride=parts.shape[1],
+        )  # fmt: skip
+
+
+class RankGather:
+    """The logits of all ranks, of which each has a part of the vocabulary.
+
+    Attributes:
+        size: of the vocabulary.
+    """
+
+    def __init__(self, library: CpuLibrary, ranks: SharedRanks, size: int) -> None:
+        self.size = size
+        self._ranks, self._dtype = ranks, library.dtype
+        self._structure = ranks.structure(library)
+        self._part_size = -(-size // ranks.size)
+        self._places: list[Tensor] = []  # [ranks, rows · part_size] each; the last two are in use
+        self._turn = 0
+
+    def write(
+        self, program: Program, table: CpuTable, x: Buffer, num_rows: int
+    ) -> tuple[Structure, Structure]:
+        """Add this rank's logits, and then all; the arguments of both."""
+        product = table.write(program, None, x, num_rows=num_rows, stride=self._part_size)
+        gather = program.add(
+            "gather_ranks", num_rows=num_rows, ranks=self._structure, size=self.size,
+            part_size=self._part_size,
+        )  # fmt: skip
+        return product, gather
+
+    def point(self, written: tuple[Structure, Structure], logits: Tensor) -> None:
+        """Let the operations of `write` end in these rows."""
+        product, gather = written
+        num_rows = len(logits)
+        num_values = num_rows * self._part_size
+        if not self._places or self._places[-1].shape[1] < num_values:
+            num_values = 1 << max(num_values - 1, 0).bit_length()
+            num_bytes = self._ranks.size * num_values * self._dtype.itemsize
+            self._places += [
+                self._ranks.memory.region(num_bytes).view(self._dtype).view(self._ranks.size, -1)
+                for _ in range(2)
+            ]
+        self._turn ^= 1
+        parts = self._places[-1 - self._turn]
+        product.y = parts[self._ranks.rank].data_ptr()
+        gather.y, gather.parts, gather.part_stride = (
+            logits.data_ptr(), parts.data_ptr(), parts.shape[1]
+        )  # fmt: skip
+
+
+class SummedLinear:
+    """A matrix of which each rank has some columns."""
+
+    def __init__(self, linear: CpuLinear, sums: RankSums) -> None:
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self._linear, self._sums = linear, sums
+
+    @property
+    def num_bytes(self) -> int:
+        return self._linear.num_bytes
+
+    def write(self, program: Program, y: Place | None, x: Buffer, **others: Any) -> Structure:
+        assert y is not None, "the sum is not the product"
+        residual: Place | None = others.pop("residual", None)
+        product = self._linear.write(program, self._sums.part(self.out_features), x, **others)
+        self._sums.write(program, y, self.out_features, residual)
+        return product
+
+
+def pack_linear(
+    library: CpuLibrary,
+    layer: MatrixLayer,
+    bias: Tensor | None = None,
+    *,
+    sums: RankSums | None = None,
+) -> CpuLinear:
+    """Pack the layer's matrix as its kernel reads it; the layer loses it.
+
+    Args:
+        sums: over the ranks that share the model, if some do.
+    """
     parts = _pack_parts(library, layer, bias)
-    linear = parts[0] if len(parts) == 1 else StackedLinear(parts)
+    linear: CpuLinear = parts[0] if len(parts) == 1 else StackedLinear(parts)
     adapters = as_cpu(layer.adapters)
-    return linear if adapters is None else AdaptedLinear(linear, adapters)
+    if adapters is not None:
+        linear = AdaptedLinear(linear, adapters)
+    return linear if sums is None or layer.ranks.size == 1 else SummedLinear(linear, sums)
 
 
 def pack_table(library: CpuLibrary, layer: Embedding, bias: Tensor | None = None) -> CpuTable:

@@ -7,6 +7,7 @@ import torch
 from penstock.engine.config import CacheConfig, CudagraphMode, DeviceConfig, ModelConfig
 from penstock.engine.errors import ConfigError
 from penstock.engine.models.language_model import TorchModel
+from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.kernels.cpu.cores import num_usable_cores
 
 # Tokens that a decoding step computes in about the time of one. On a CPU MAX_ROWS of
@@ -14,20 +15,30 @@ from penstock.kernels.cpu.cores import num_usable_cores
 NUM_CHEAP_ROWS = {"cpu": 8, "cuda": 32}
 
 
-def select_device(config: DeviceConfig) -> torch.device:
-    """The device to run on; sets the number of CPU threads of this process.
+def select_device(config: DeviceConfig, ranks: Ranks = ALONE) -> torch.device:
+    """The device to run on, of several GPUs that of the rank's number; sets the number of CPU
+    threads of this process.
 
     Raises:
         ConfigError: CUDA is requested but not available.
     """
     if config.num_threads is not None and config.num_threads < 1:
         raise ConfigError(f"--num-threads must be at least 1, not {config.num_threads}")
-    torch.set_num_threads(config.num_threads or _default_num_threads())
+    torch.set_num_threads(
+        config.num_threads or max(1, _default_num_threads() // ranks.num_on_cores)
+    )
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: torch found no CUDA device; use --device cpu")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
+    if ranks.size > torch.cuda.device_count():
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks.size} needs as many GPUs, and there are "
+            f"{torch.cuda.device_count()}"
+        )
+    if ranks.size > 1:
+        torch.cuda.set_device(ranks.rank)
     return torch.device("cuda", torch.cuda.current_device())
 
 

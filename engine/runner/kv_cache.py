@@ -142,12 +142,14 @@ def choose_num_host_blocks(
     num_blocks: int,
     free_bytes: int,
     device: torch.device,
+    num_ranks: int = 1,
 ) -> int:
     """Blocks of the host tier: as configured, or a moderate number; 0 for none.
 
     Args:
         num_blocks: of the device's pool.
         free_bytes: free host memory.
+        num_ranks: that share the configured size.
 
     Raises:
         ConfigError: the configured size exceeds the free memory.
@@ -158,7 +160,7 @@ def choose_num_host_blocks(
     if cache.num_host_blocks is not None:
         num_bytes, flag = cache.num_host_blocks * shape.bytes_per_block, "--num-host-blocks"
     elif cache.swap_space is not None:
-        num_bytes, flag = int(cache.swap_space * _GIB), "--swap-space"
+        num_bytes, flag = int(cache.swap_space * _GIB) // num_ranks, "--swap-space"
     else:
         share = min(_HOST_BYTES[device.type], free_bytes // _HOST_SHARE)
         return min(share // shape.bytes_per_block, _MAX_HOST_POOLS * num_blocks)

@@ -15,6 +15,7 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.free_memory import free_cpu_bytes
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.language_model import TorchModel
+from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.runner.cuda_graphs import (
     CudaGraphMaker,
     GraphedModel,
@@ -39,38 +40,54 @@ _ATTENTION_BYTES = 1 << 30
 
 
 def allocate_pool(
-    config: EngineConfig, model: TorchModel, shape: KVShape, max_model_len: int
+    config: EngineConfig,
+    model: TorchModel,
+    shape: KVShape,
+    max_model_len: int,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
-    """The device's pool, as in `KVShape.allocate`.
+    """The device's pool, as in `KVShape.allocate`: of as many blocks as all ranks have room for.
 
     Raises:
         ConfigError: the pool is too small for max_model_len tokens, or too large for the memory.
     """
     device = model.device
+    # Ranks on a CPU have all loaded their weights when they look at the memory that they share.
+    ranks.minimum(0)
+    num_sharing = ranks.size if device.type == "cpu" else 1
     num_blocks = choose_num_blocks(
         config.cache,
         shape,
-        available_bytes=lambda: available_bytes(config, model, shape, max_model_len),
+        available_bytes=lambda: available_bytes(config, model, shape, max_model_len) // num_sharing,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
-    _check_fits(num_blocks * shape.bytes_per_block, device)
+    num_blocks = ranks.minimum(num_blocks)
+    _check_fits(num_blocks * shape.bytes_per_block * num_sharing, device)
     return shape.allocate(num_blocks, device)
 
 
-def allocate_host_tier(config: EngineConfig, shape: KVShape, pool: Tensor) -> HostTier | NoHostTier:
-    """The host tier.
+def allocate_host_tier(
+    config: EngineConfig, shape: KVShape, pool: Tensor, ranks: Ranks = ALONE
+) -> HostTier | NoHostTier:
+    """The host tier, of which each rank has a part of every block.
 
     Raises:
         ConfigError: its configured size exceeds the free memory.
     """
     free = free_cpu_bytes() // config.device.num_sharing
     if pool.device.type == "cpu":
-        free = max(0, free - pool.nbytes)  # allocated, but its pages are not in use yet
+        # Allocated, but its pages are not in use yet.
+        free = max(0, free - pool.nbytes * ranks.size)
     num_blocks = choose_num_host_blocks(
-        config, shape, num_blocks=pool.shape[2], free_bytes=free, device=pool.device
+        config,
+        shape,
+        num_blocks=pool.shape[2],
+        free_bytes=free // ranks.size,
+        device=pool.device,
+        num_ranks=ranks.size,
     )
-    return make_host_tier(pool, num_blocks)
+    return make_host_tier(pool, ranks.minimum(num_blocks))
 
 
 def make_host_tier(pool: Tensor, num_blocks: int) -> HostTier | NoHostTier:

@@ -30,6 +30,7 @@ from penstock.engine.models.language_model import LanguageModel, TorchModel
 from penstock.engine.models.loader import load_drafting_model, load_model
 from penstock.engine.models.registry import read_model_config
 from penstock.engine.models.score_head import load_score_head
+from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.request import FinishReason, TokenLogprobs
 from penstock.engine.runner.cuda_graphs import with_graphs
@@ -95,6 +96,7 @@ class ModelRunner:
         model_path: the directory of the model's files.
         eos_token_ids: masked while a sequence has fewer than `min_tokens`.
         pooling: how the model makes vectors and scores.
+        ranks: that share the model, of which this process has a part.
 
     Raises:
         ModelLoadError: the model's files are invalid.
@@ -108,10 +110,11 @@ class ModelRunner:
         *,
         eos_token_ids: tuple[int, ...] = (),
         pooling: ModelPooling | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._device = select_device(config.device)
+        self._device = select_device(config.device, ranks)
         check_kv_dtype(config.cache, self._device)
-        model = load_model(config.model, model_path, self._device, defers_experts=True)
+        model = load_model(config.model, model_path, self._device, defers_experts=True, ranks=ranks)
         self.adapters = adapter_slots(config, model, model_path)
         dtype, quantization = model.dtype, model.quantization
         max_model_len = resolve_max_model_len(config.model, model.context_len)
@@ -121,9 +124,14 @@ class ModelRunner:
         shape = KVShape.of(model.kv_spec, config.cache.block_size)
         draft_specs = draft_kv_specs(drafting_model, kv_dtype)
         shape = replace(shape, num_draft_bytes=num_draft_bytes(draft_specs, shape.block_size))
-        self._kv_pool = allocate_pool(config, model, shape, max_model_len)
-        self._host_tier = allocate_host_tier(config, shape, self._kv_pool)
-        library = cpu_kernels(model, shape.block_size, num_threads=config.device.num_threads)
+        self._kv_pool = allocate_pool(config, model, shape, max_model_len, ranks)
+        self._host_tier = allocate_host_tier(config, shape, self._kv_pool, ranks)
+        library = cpu_kernels(
+            model,
+            shape.block_size,
+            num_threads=config.device.num_threads,
+            num_ranks=ranks.num_on_cores,
+        )
         if config.device.deterministic:
             if self._device.type == "cpu":
                 check_deterministic(model, shape.block_size, library)

@@ -130,7 +130,8 @@ def rows_of(matrix: Matrix, order: Tensor) -> Matrix:
     """The matrix with row order[i] as row i; order int64 [out_features]."""
     if isinstance(matrix, DenseMatrix):
         return DenseMatrix(matrix.values[order])
-    assert isinstance(matrix, QuantizedMatrix), "a module's layout is one"
+    if isinstance(matrix, StackedMatrix):
+        return _rows_of_parts(matrix.parts, order)
     scales, offsets = matrix.block_values()
     return replace(
         matrix,
@@ -141,11 +142,30 @@ def rows_of(matrix: Matrix, order: Tensor) -> Matrix:
     )
 
 
+def _rows_of_parts(parts: Sequence[QuantizedMatrix], order: Tensor) -> StackedMatrix:
+    """The same of matrices of which one stands below the other; `order` ascends from each to the
+    next."""
+    found, start = [], 0
+    for part in parts:
+        end = start + len(part.codes)
+        rows = rows_of(part, order[(order >= start) & (order < end)] - start)
+        assert isinstance(rows, QuantizedMatrix)
+        found.append(rows)
+        start = end
+    return StackedMatrix(tuple(each for each in found if len(each.codes)))
+
+
 def take_rows(codes: Tensor, order: Tensor) -> Tensor:
     """codes[order], of any dtype: torch does not index E4M3."""
     if codes.dtype == torch.float8_e4m3fn:
         return codes.view(torch.uint8)[order].view(codes.dtype)
     return codes[order]
+
+
+def take_columns(codes: Tensor, columns: range) -> Tensor:
+    """codes[:, columns], of any dtype."""
+    raw = codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
+    return raw[:, columns.start : columns.stop].contiguous().view(codes.dtype)
 
 
 def stack(parts: Sequence[Matrix], like: Tensor) -> Matrix:

@@ -15,6 +15,7 @@ from penstock.engine.config import (
     DTYPES,
     KV_CACHE_DTYPES,
     MAX_BLOCK_SIZE,
+    MAX_RANKS,
     MODEL_IMPLS,
     QUANTIZATIONS,
     CacheConfig,
@@ -169,6 +170,7 @@ REPLICAS = Kind("N", "a whole number from 0 to 1024", _integer(0, 1024))
 ENDPOINT = Kind("HOST:PORT", "an address and a port, such as 10.0.0.1:7000", _endpoint)
 COUNT = Kind("N", "a whole number, 1 or more", _integer(1))
 BOUNDED = Kind("N", f"a whole number from 1 to {_MAX_COUNT}", _integer(1, _MAX_COUNT))
+RANKS = Kind("N", f"a whole number from 1 to {MAX_RANKS}", _integer(1, MAX_RANKS))
 THREADS = Kind("N", f"a whole number from 1 to {_MAX_THREADS}", _integer(1, _MAX_THREADS))
 SHARE = Kind("SHARE", "a number between 0 and 1", float)
 SIZE = Kind("SIZE", "a size such as 4M or 2GiB", parse_bytes, show_bytes)
@@ -325,7 +327,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "default: as its chat template shows"),
         Flag("enable-auto-tool-choice", False, "accepted without effect: it is always on"),
         Flag("device", "auto", "where the model runs", choices=("auto", "cpu", "cuda")),
-        Flag("num-threads", None, "CPU threads of the engine; default: one per core", THREADS),
+        Flag("num-threads", None, "CPU threads of the engine, or of each of its ranks; default: "
+             "one per core", THREADS),
+        Flag("tensor-parallel-size", 1, "processes that share each matrix of the model, one for "
+             "each GPU or NUMA node", RANKS),
+        Flag("pipeline-parallel-size", 1, "parts into which the layers are cut, each in such "
+             "processes", RANKS),
         Flag("deterministic", False, "results never depend on batch, chunks, preemption or cache; "
              "slower on a GPU"),
         Flag("cudagraph-mode", "auto", "CUDA graphs. full: whole decode batches, other batches "

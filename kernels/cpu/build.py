@@ -21,7 +21,7 @@ from penstock.kernels.cpu.isa import Isa
 
 CACHE_VARIABLE = "PENSTOCK_CACHE_DIR"
 _SOURCES = Path(__file__).parent
-_COMPILED = ("kernels.c", "pool.c")
+_COMPILED = ("kernels.c", "pool.c", "ranks.c")
 _SYSTEM_COMPILERS = ["cc", "gcc", "clang"]
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
 _TIMEOUT_S = 120.0

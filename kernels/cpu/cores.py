@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
+_NODE_FOLDER = Path("/sys/devices/system/node")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -30,6 +31,40 @@ def share_of_cores(index: int, num: int) -> list[int]:
     cores = list(by_core.values())
     mine = cores[len(cores) * index // num : len(cores) * (index + 1) // num]
     return [cpu for core in mine or [cores[index % len(cores)]] for cpu in core]
+
+
+def pin_rank(rank: int, num_ranks: int) -> int:
+    """Keep this thread, and those that it starts, on its rank's NUMA nodes, if there are several;
+    the number of ranks that share its cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        return num_ranks
+    usable = os.sched_getaffinity(0)
+    nodes = [cpus for each in read_nodes(_NODE_FOLDER) if (cpus := each & usable)]
+    if len(nodes) < 2:
+        return num_ranks
+    shares = [cpus_of_rank(each, num_ranks, nodes) for each in range(num_ranks)]
+    os.sched_setaffinity(0, shares[rank])
+    return shares.count(shares[rank])
+
+
+def cpus_of_rank(rank: int, num_ranks: int, nodes: Sequence[set[int]]) -> set[int]:
+    """Those of a rank's nodes: as many nodes for each rank, or as many ranks for each node."""
+    first, end = (each * len(nodes) // num_ranks for each in (rank, rank + 1))
+    return set().union(*nodes[first : max(first + 1, end)])
+
+
+def read_nodes(folder: Path) -> list[set[int]]:
+    """The CPUs of each NUMA node, from the system's files such as `node0/cpulist`: `0-3,8`."""
+    nodes = sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    return [_cpus((node / "cpulist").read_text()) for node in nodes]
+
+
+def _cpus(text: str) -> set[int]:
+    found: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _num_physical(cpus: Iterable[int]) -> int:

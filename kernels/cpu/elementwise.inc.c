@@ -310,8 +310,12 @@ struct job NAME(cap_logits)(const void *args) {
 
 static void NAME(embed_item)(const void *args, long token) {
     const struct embed_args *a = args;
-    long id = a->step->token_ids[token];
+    const long id = a->step->token_ids[token] - a->first_id;
     DTYPE *y = (DTYPE *)a->y + token * a->size;
+    if (a->num_ids && (id < 0 || id >= a->num_ids)) {
+        memset(y, 0, a->size * sizeof(DTYPE));
+        return;
+    }
     if (!a->is_packed) {
         memcpy(y, (const DTYPE *)a->weight + id * a->size, a->size * sizeof(DTYPE));
         return;

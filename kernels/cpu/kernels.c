@@ -3,6 +3,7 @@
 #include "bytes.h"
 #include "ops.h"
 #include "pool.h"
+#include "ranks.h"
 #include "simd.h"
 
 #include <float.h>
@@ -142,6 +143,7 @@ INLINE long num_attention_items(
 #include "linear_quantized.inc.c"
 #include "lora.inc.c"
 #include "experts.inc.c"
+#include "ranks.inc.c"
 #include "sampling.inc.c"
 
 /* Logits that penalties changed are floats, whatever the dtype. */

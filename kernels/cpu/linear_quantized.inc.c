@@ -422,7 +422,11 @@ struct job NAME(pack_quantized)(const void *args) {
 static void NAME(embed_quantized_item)(const void *args, long token) {
     const struct embed_quantized_args *a = args;
     const struct quantized_format *f = &a->format;
-    const long id = a->step->token_ids[token], n = id % GROUP_LANES, bits = f->code_bits;
+    const long id = a->step->token_ids[token] - a->first_id, n = id % GROUP_LANES, bits = f->code_bits;
+    if (a->num_ids && (id < 0 || id >= a->num_ids)) {
+        memset((DTYPE *)a->y + token * a->size, 0, a->size * sizeof(DTYPE));
+        return;
+    }
     const struct quantized_layout layout = quantized_layout(f, a->size, bits);
     const char *start = (const char *)a->weight + id / GROUP_LANES * layout.group, *w = start + GROUP_LANES * 4;
     const float factor = ((const float *)start)[n];

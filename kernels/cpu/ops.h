@@ -94,6 +94,7 @@ struct embed_quantized_args {
     const void *weight;
     const struct step *step;
     int64_t size;
+    int64_t first_id, num_ids; /* as in embed_args */
     struct quantized_format format;
 };
 
@@ -103,6 +104,7 @@ struct embed_args {
     const void *weight;
     const struct step *step;
     int64_t size, vocab_size, is_packed;
+    int64_t first_id, num_ids; /* of the rows that there are; others are zero; num_ids 0: all are there */
 };
 
 /* y = x / sqrt(mean(x²) + eps) · (weight + offset), row by row */
@@ -284,6 +286,32 @@ struct combine_slots_args {
     const float *weights, *shared_logits; /* shared_logits: one every `stride` */
     const int64_t *num_rows;
     int64_t size, experts_per_token, stride;
+};
+
+/* The processes that share a model, each with a part of the sums of every product. */
+struct ranks {
+    int64_t rank, num_ranks;
+    void *places; /* [num_ranks + 1] of 64 bytes, in memory that all share; see ranks.c */
+};
+
+/* y[rows, size] = Σ over the ranks, in their order, of parts[rank] (+ residual, after rounding the sum). First
+ * waits until all have written their parts. */
+struct sum_ranks_args {
+    void *y;
+    const void *parts;    /* the first rank's [rows, size], in memory that all share */
+    const void *residual; /* may be null, and is not y */
+    const struct ranks *ranks;
+    const int64_t *num_rows;
+    int64_t size, part_stride; /* from a rank's part to the next one's, in values */
+};
+
+/* y[rows, size] = the parts side by side, each of part_size columns but for the last, which has what is left. */
+struct gather_ranks_args {
+    void *y;
+    const void *parts; /* the first rank's [rows, part_size], in memory that all share */
+    const struct ranks *ranks;
+    const int64_t *num_rows;
+    int64_t size, part_size, part_stride;
 };
 
 /* y[r, size] = x[sampled_tokens[r]], of num_sampled rows */

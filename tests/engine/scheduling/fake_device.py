@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, BatchResult, BlockMoves, SequenceEntry
@@ -94,6 +94,7 @@ class FakeDevice:
         self.returns: list[tuple[list[int], list[int]]] = []  # stamps at leaving, and back again
         self.grammars = FakeGrammars()
         self.adapters = NO_ADAPTERS
+        self.wake: Callable[[], None] = lambda: None
         self.guesses = False  # report forced tokens, of which some are none
         self.num_drafts = self.num_right_drafts = 0
         self._stamp = 0
@@ -124,6 +125,9 @@ class FakeDevice:
                 stamps = [stamp for _, stamp in self._read(self.rows[item.seq_id])]
                 self.returns.append((before, stamps[: item.entry.num_computed_tokens]))
         return _Handle(self._sample(batch))
+
+    def check(self) -> None:
+        """It never ends."""
 
     def close(self) -> None:
         self.rows.clear()

@@ -1,0 +1,239 @@
+"""The processes that share a model, each with a part of every matrix, and what they tell each other
+(tensor parallelism: Shoeybi et al., "Megatron-LM", 2019).
+
+All of them run the same steps. Where a product's inputs are split, each has a part of the sums, and
+`sum` adds these up in the order of the ranks, so that all go on with the same bits; where its
+outputs are split and all are needed, `gather` puts them side by side.
+
+On a CPU both are one operation in C, through memory that the processes share. `torch.distributed`
+does the same on GPUs (NCCL), and on a CPU without a compiler (gloo, the reference).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from ctypes import Structure, c_int64
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.engine.config import MAX_RANKS
+from penstock.engine.errors import ConfigError
+from penstock.kernels.cpu.library import CpuLibrary, load_library
+
+_LINE_BYTES = 64
+# A line for each rank and one more (`ranks.c`), then a line for each rank's number of `minimum`.
+_HEADER_BYTES = -(-2 * (MAX_RANKS + 1) * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+_NUMBERS_START = (MAX_RANKS + 1) * _LINE_BYTES
+_POLL_S = 0.002
+_JOIN_TIMEOUT_S = 600.0
+
+
+class Ranks(Protocol):
+    """
+    Attributes:
+        rank: this process's number, from 0 to size - 1.
+        layers: those of them that have the same layers.
+        stage: which part of the layers that is, of num_stages.
+        num_on_cores: of all ranks, those that share this one's cores.
+    """
+
+    rank: int
+    size: int
+    stage: int
+    num_stages: int
+    num_on_cores: int
+
+    @property
+    def layers(self) -> Ranks: ...
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Before the first tensor: of which dtype they are, and where."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x [num_rows, size], contiguous → the sum over the ranks, in their order"""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [num_rows, size], contiguous → the ranks' columns side by side"""
+        ...
+
+    def minimum(self, number: int) -> int:
+        """The least of the ranks' numbers; at start only, since it waits long."""
+        ...
+
+
+class _Alone:
+    """A process that has all of a model."""
+
+    rank, size = 0, 1
+    stage, num_stages = 0, 1
+    num_on_cores = 1
+
+    @property
+    def layers(self) -> Ranks:
+        return self
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> None: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def minimum(self, number: int) -> int:
+        return number
+
+
+ALONE = _Alone()
+
+
+class SharedMemory:
+    """Memory of all ranks, in which regions are found by the order of their making.
+
+    Args:
+        fd: of a file in memory (`memfd_create`) that the ranks have in common.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._end = fd, 0
+
+    def region(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], zero at first, with pages that are taken at the first access. All
+        ranks must ask for the same regions in the same order."""
+        start = self._end
+        # One page more, into which each rank writes: that never makes a file shorter, and another
+        # rank may use the region already.
+        self._end += (-(-num_bytes // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
+        os.pwrite(self._fd, b"\0", self._end - 1)
+        memory = mmap.mmap(self._fd, num_bytes, offset=start)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class SharedRanks:
+    """Ranks on one machine.
+
+    Args:
+        fd: as in `SharedMemory`.
+        store: a path for a file by which `torch.distributed` finds the ranks.
+        layers: those that have the same layers, if not all have.
+        stage, num_stages: where in the model these layers are.
+        check: called while this process waits at start; raises if another one has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        fd: int,
+        store: str,
+        check: Callable[[], None] = lambda: None,
+        layers: Ranks | None = None,
+        stage: int = 0,
+        num_stages: int = 1,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.stage, self.num_stages, self._layers = stage, num_stages, layers
+        self.num_on_cores = size
+        self.memory, self._check = SharedMemory(fd), check
+        self._store = store
+        self._header = self.memory.region(_HEADER_BYTES)
+        self._numbers = self._header[_NUMBERS_START:].view(torch.int64).view(-1, 8)[:size]
+        self._num_asked = 0
+        self.is_distributed = False  # by `torch.distributed`
+        self._library: CpuLibrary | None = None
+        self._structure: Structure | None = None
+        self._places = (torch.empty(0), torch.empty(0))  # uint8, of all ranks' parts
+        self._turn = 0
+
+    @property
+    def layers(self) -> Ranks:
+        return self if self._layers is None else self._layers
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._library = load_library(dtype) if device.type == "cpu" else None
+        if self._layers is not None:
+            if self._library is None and self._layers.size > 1:
+                raise ConfigError(
+                    "--pipeline-parallel-size with --tensor-parallel-size needs the CPU kernels"
+                )
+            self._layers.open(dtype, device)
+        if self._library is not None:
+            self._structure = self.structure(self._library)
+            return
+        self.is_distributed = True
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            store=dist.FileStore(self._store, self.size),  # type: ignore[attr-defined]
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=_JOIN_TIMEOUT_S),
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self._library is None:
+            dist.all_reduce(x)
+            return x
+        y = torch.empty_like(x)
+        self._exchange("sum_ranks", x, y=y, size=x.shape[1])
+        return y
+
+    def gather(self, x: Tensor) -> Tensor:
+        num_rows, part_size = x.shape
+        if self._library is None:
+            parts = [torch.empty_like(x) for _ in range(self.size)]
+            dist.all_gather(parts, x)
+            return torch.cat(parts, dim=1)
+        y = x.new_empty(num_rows, self.size * part_size)
+        self._exchange("gather_ranks", x, y=y, size=y.shape[1], part_size=part_size)
+        return y
+
+    def _exchange(self, operation: str, x: Tensor, **arguments: Any) -> None:
+        assert self._library is not None
+        if not x.numel():  # on all ranks
+            return
+        self._turn ^= 1
+        if x.nbytes * self.size > len(self._places[0]):
+            num_bytes = self.size * (1 << (x.nbytes - 1).bit_length())
+            self._places = (self.memory.region(num_bytes), self.memory.region(num_bytes))
+        parts = self._places[self._turn].view(self.size, -1)
+        parts[self.rank, : x.nbytes] = x.view(torch.uint8).flatten()
+        self._library.run(
+            operation, is_shared=False, parts=parts, ranks=self._structure,
+            num_rows=c_int64(len(x)),
+            part_stride=parts.shape[1] // x.itemsize, **arguments,
+        )  # fmt: skip
+
+    def minimum(self, number: int) -> int:
+        self._num_asked += 1
+        own = self._numbers[self.rank]
+        own[1 + self._num_asked % 2] = number
+        own[0] = self._num_asked
+        while (self._numbers[:, 0] < self._num_asked).any():
+            self._check()
+            time.sleep(_POLL_S)
+        return int(self._numbers[:, 1 + self._num_asked % 2].min())
+
+    def structure(self, library: CpuLibrary) -> Structure:
+        """`struct ranks` of `ops.h`; the caller keeps this object."""
+        return library.structure("ranks", rank=self.rank, num_ranks=self.size, places=self._header)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self.is_distributed:
+            dist.destroy_process_group()
+
+    def give_up(self) -> None:
+        """Let no rank wait for another one any more; what they compute is worthless."""
+        self._header[self.size * _LINE_BYTES] = 1
+        if isinstance(self._layers, SharedRanks):
+            self._layers.give_up()

@@ -1,0 +1,70 @@
+#define _GNU_SOURCE
+#include "ranks.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Ranks come to a sum of a decoding step within some microseconds of each other. One that is later was
+ * descheduled, and may need this core; one that is much later still plans its step. */
+enum { MAX_SPIN_NS = 10000, MAX_YIELD_NS = 200000, SPINS_PER_LOOK = 16, LOOK_NS = 50000000 };
+
+/* One rank's line of the shared memory; after the last there is one whose first member is not zero once the
+ * ranks have been given up. */
+struct place {
+    _Atomic uint32_t num_meetings; /* to which it came; others wait for it to change */
+    _Atomic uint32_t num_sleeping; /* of those that do */
+    char pad[56];
+};
+_Static_assert(sizeof(struct place) == 64, "as engine/parallel/ranks.py lays it out");
+
+static void pause_cpu(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static long now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+static int has_come(uint32_t num_meetings, uint32_t meeting) { return (int32_t)(num_meetings - meeting) >= 0; }
+
+static void wait_for(struct place *other, uint32_t meeting, struct place *end) {
+    long begin_ns = 0, waited_ns = 0;
+    for (long spin = 1; waited_ns < MAX_YIELD_NS; spin++) {
+        if (has_come(atomic_load_explicit(&other->num_meetings, memory_order_acquire), meeting)) return;
+        if (waited_ns > MAX_SPIN_NS) sched_yield();
+        else pause_cpu();
+        if (spin % SPINS_PER_LOOK) continue;
+        if (!begin_ns) begin_ns = now_ns();
+        waited_ns = now_ns() - begin_ns;
+    }
+    /* Counted before the last look, and looked for after the counter has changed: one of both sees the other. */
+    atomic_fetch_add(&other->num_sleeping, 1);
+    for (;;) {
+        const struct timespec look = {.tv_nsec = LOOK_NS};
+        const uint32_t seen = atomic_load(&other->num_meetings);
+        if (has_come(seen, meeting) || atomic_load(&end->num_meetings)) break;
+        syscall(SYS_futex, &other->num_meetings, FUTEX_WAIT, seen, &look, NULL, 0);
+    }
+    atomic_fetch_sub(&other->num_sleeping, 1);
+}
+
+void ranks_meet(const struct ranks *ranks) {
+    struct place *places = ranks->places, *own = &places[ranks->rank];
+    const uint32_t meeting = atomic_load_explicit(&own->num_meetings, memory_order_relaxed) + 1;
+    atomic_store(&own->num_meetings, meeting);
+    if (atomic_load(&own->num_sleeping))
+        syscall(SYS_futex, &own->num_meetings, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    for (long rank = 0; rank < ranks->num_ranks; rank++)
+        if (rank != ranks->rank) wait_for(&places[rank], meeting, &places[ranks->num_ranks]);
+}

@@ -1,0 +1,45 @@
+/* What ranks, the processes that share a model, tell each other, for one DTYPE. Each writes its part into
+ * memory that all share; when all have, each reads the parts of all. Two such places take turns: a rank that
+ * writes to one again has met the others since they read it. */
+
+static void NAME(sum_ranks_item)(const void *args, long row) {
+    const struct sum_ranks_args *a = args;
+    const DTYPE *parts = (const DTYPE *)a->parts + row * a->size;
+    const DTYPE *residual = a->residual ? (const DTYPE *)a->residual + row * a->size : NULL;
+    DTYPE *y = (DTYPE *)a->y + row * a->size;
+    const long num_ranks = a->ranks->num_ranks;
+    long i = 0;
+    for (; i + LANES <= a->size; i += LANES) {
+        vec sum = LOAD(parts + i);
+        for (long rank = 1; rank < num_ranks; rank++) sum += LOAD(parts + rank * a->part_stride + i);
+        STORE(y + i, residual ? ROUND(sum) + LOAD(residual + i) : sum);
+    }
+    for (; i < a->size; i++) {
+        float sum = GET(parts + i);
+        for (long rank = 1; rank < num_ranks; rank++) sum += GET(parts + rank * a->part_stride + i);
+        PUT(y + i, residual ? ROUND(splat(sum))[0] + GET(residual + i) : sum);
+    }
+}
+
+/* The thread that plans it waits for the other ranks; then rows are items. */
+struct job NAME(sum_ranks)(const void *args) {
+    const struct sum_ranks_args *a = args;
+    ranks_meet(a->ranks);
+    return (struct job){NAME(sum_ranks_item), a, *a->num_rows, 0};
+}
+
+static void NAME(gather_ranks_item)(const void *args, long row) {
+    const struct gather_ranks_args *a = args;
+    const DTYPE *part = (const DTYPE *)a->parts + row * a->part_size;
+    DTYPE *y = (DTYPE *)a->y + row * a->size;
+    for (long start = 0; start < a->size; start += a->part_size, part += a->part_stride) {
+        const long rest = a->size - start;
+        memcpy(y + start, part, (rest < a->part_size ? rest : a->part_size) * sizeof *y);
+    }
+}
+
+struct job NAME(gather_ranks)(const void *args) {
+    const struct gather_ranks_args *a = args;
+    ranks_meet(a->ranks);
+    return (struct job){NAME(gather_ranks_item), a, *a->num_rows, 0};
+}

@@ -1,0 +1,275 @@
+"""A model on several ranks answers as on one; what they cannot share is refused with numbers."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from penstock.engine import LLM
+from penstock.engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigError, EngineDeadError
+from penstock.engine.lora.files import find_adapter
+from penstock.engine.request import Request, SamplingParams, TokenLogprobs
+from penstock.engine.startup import build_core
+from tests.support.peft_models import write_adapter
+
+from .greedy_parity import NEAR_TIE
+
+CPU = DeviceConfig(device="cpu", num_threads=1)
+ONE_PREFIX = 20  # tokens with which some prompts begin alike
+NUM_NEW = 20
+# Names of cases → how many ranks and stages, the architecture with fields of its config, settings.
+CASES: dict[str, tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = {
+    "Llama, little memory": (
+        (2, 1),
+        "LlamaForCausalLM",
+        {"vocab_size": 161},
+        {
+            "cache": CacheConfig(num_blocks=18, num_host_blocks=200),
+            "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
+            "device": replace(CPU, deterministic=True),
+        },
+    ),
+    "GPT-2": ((2, 1), "GPT2LMHeadModel", {}, {}),
+    "experts in int8": (
+        (2, 1),
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "intermediate_size": 256,
+            "hidden_size": 256,
+            "num_attention_heads": 4,
+            "head_dim": 64,
+        },
+        {"quantization": "int8", "quantize_activations": False},
+    ),
+    "int4, more ranks than keys": (
+        (4, 1),
+        "Qwen3ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+        },
+        # Rounding inputs to bytes would make steps of the last bits.
+        {"quantization": "int4", "quantize_activations": False},
+    ),
+    "two stages, little memory": (
+        (1, 2),
+        "GPT2LMHeadModel",
+        {"num_hidden_layers": 3},
+        {
+            "cache": CacheConfig(num_blocks=18, num_host_blocks=200),
+            "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
+        },
+    ),
+    "two stages of two": ((2, 2), "Gemma2ForCausalLM", {"num_hidden_layers": 4}, {}),
+}
+
+
+def build(path: Path, num_ranks: int, num_stages: int = 1, **settings: Any) -> EngineCore:
+    settings = {
+        "cache": CacheConfig(num_blocks=400),
+        "scheduler": SchedulerConfig(max_num_batched_tokens=64),
+        "device": CPU,
+        **settings,
+    }
+    names = ("quantization", "quantize_activations")
+    model = {name: settings.pop(name) for name in names if name in settings}
+    settings["device"] = replace(
+        settings["device"], tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages
+    )
+    core, _ = build_core(
+        EngineConfig(model=ModelConfig(model=str(path), dtype="float32", **model), **settings)
+    )
+    return core
+
+
+def requests(adapters: Mapping[str, Path] | None = None) -> list[Request]:
+    rng = random.Random(3)
+    stem = [rng.randrange(3, 160) for _ in range(ONE_PREFIX)]
+    found = []
+    names = [None, *(adapters or {})]
+    for number, length in enumerate((1, 2, 15, 16, 17, 33, 48, 64, 90)):
+        prompt = (*stem, *(rng.randrange(3, 160) for _ in range(length)))
+        name = names[number % len(names)]
+        found.append(
+            Request(
+                request_id=f"r{number}",
+                prompt_token_ids=prompt[ONE_PREFIX * (number % 3 == 0) :],
+                sampling_params=SamplingParams(
+                    temperature=0.0,
+                    max_tokens=NUM_NEW,
+                    ignore_eos=True,
+                    logprobs=2,
+                    prompt_logprobs=0 if number == 4 and name is None else None,
+                ),
+                arrival_s=float(number),
+                adapter=None if name is None else find_adapter(name, str((adapters or {})[name])),
+            )
+        )
+    return found
+
+
+def answers(core: EngineCore, given: list[Request]) -> dict[str, list[TokenLogprobs]]:
+    """The tokens of each request, with their log-probabilities and those of the two likeliest."""
+    found: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in given}
+    live = set(found)
+    for request in given:
+        core.add(request)
+    while live:
+        if not core.has_work():
+            core.adapters.wait()
+        for output in core.step():
+            assert output.error is None, output.error
+            found[output.request_id] += output.logprobs
+            live -= {output.request_id} if output.is_last else set()
+        core.scheduler.blocks.check_integrity()
+    return found
+
+
+def assert_equal(
+    got: Mapping[str, list[TokenLogprobs]], expected: Mapping[str, list[TokenLogprobs]]
+) -> None:
+    """The same tokens, but where the likeliest two are as good as equal: ranks add up in another
+    order."""
+    for name, tokens in expected.items():
+        assert len(got[name]) == len(tokens) == NUM_NEW
+        for token, other in zip(tokens, got[name], strict=True):
+            if token.token_id != other.token_id:
+                assert token.top[0][1] - token.top[1][1] < NEAR_TIE, name
+                break
+            assert abs(token.logprob - other.logprob) < 1e-3, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_give_the_tokens_of_one(case: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    (num_ranks, num_stages), architecture, fields, settings = CASES[case]
+    path = tiny_checkpoint(architecture, **fields)
+    one = build(path, 1, **settings)
+    expected = answers(one, requests())
+    with closing(build(path, num_ranks, num_stages, **settings)) as several:
+        got = answers(several, requests())
+        children = psutil.Process().children()
+    assert_equal(got, expected)
+    whole, part = (each._executor.info for each in (one, several))
+    assert part.weight_bytes < 0.7 * whole.weight_bytes
+    if num_stages == 1:
+        assert part.bytes_per_block * min(num_ranks, 2) == whole.bytes_per_block
+    else:
+        assert part.bytes_per_block < whole.bytes_per_block / num_ranks
+    if "cache" in settings:
+        assert several.scheduler.counters.num_swaps > 0
+    assert len(children) == num_ranks * num_stages - 1
+    assert not psutil.Process().children()
+
+
+def test_adapters_on_ranks(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny_checkpoint("Qwen2ForCausalLM", tie_word_embeddings=True)
+    adapters = {"all": tmp_path / "all", "tables": tmp_path / "tables"}
+    write_adapter(path, adapters["all"], 1)
+    write_adapter(path, adapters["tables"], 2, target_modules=["embed_tokens", "lm_head"], r=16)
+    lora = LoraConfig(enable_lora=True, max_loras=2)
+    expected = answers(build(path, 1, lora=lora), requests(adapters))
+    with closing(build(path, 2, lora=lora)) as several:
+        got = answers(several, requests(adapters))
+    assert_equal(got, expected)
+    assert got["r1"] != got["r0"]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ranks_without_a_compiler(
+    num_stages: int,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In torch, by gloo."""
+    path = tiny_checkpoint("LlamaForCausalLM", vocab_size=161)
+    expected = answers(build(path, 1), requests())
+    monkeypatch.setenv("CC", "/nonexistent")
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    with closing(build(path, 3 - num_stages, num_stages)) as several:
+        assert_equal(answers(several, requests()), expected)
+    assert "no CPU kernels" in caplog.text
+
+
+@pytest.mark.gpu
+def test_ranks_on_two_gpus(tiny_checkpoint: Callable[..., Path]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are no two GPUs: nothing of NCCL has run")
+    path = tiny_checkpoint("LlamaForCausalLM")
+    device = DeviceConfig(device="cuda")
+    expected = answers(build(path, 1, device=device), requests())
+    with closing(build(path, 2, device=device)) as several:
+        assert_equal(answers(several, requests()), expected)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "heads": (
+        {"num_attention_heads": 7, "num_key_value_heads": 7, "hidden_size": 112},
+        {},
+        "num_attention_heads is 7, which 2 ranks cannot share",
+    ),
+    "keys": (
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+        {},
+        "num_key_value_heads is 3, which 2 ranks cannot share",
+    ),
+    "inner values": (
+        {"intermediate_size": 97},
+        {},
+        "intermediate_size is 97, which 2 ranks cannot share",
+    ),
+    "blocks of scales": (
+        {"intermediate_size": 160},
+        {"quantization": "int4"},
+        r"down_proj has a scale for each 64 of its 160 columns, which cannot be cut at column 80",
+    ),
+    "norms over all heads": (
+        {"architecture": "Olmo2ForCausalLM"},
+        {},
+        "queries and keys of this model are normalised over all heads together",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shared_is_refused(case: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    fields, settings, message = REFUSED[case]
+    path = tiny_checkpoint(**{"architecture": "LlamaForCausalLM", **fields})
+    with pytest.raises(ConfigError, match=message):
+        build(path, 2, **settings)
+    assert not psutil.Process().children()
+
+
+def test_the_end_of_a_rank_is_an_error() -> None:
+    with LLM("demo", device="cpu", num_threads=1, tensor_parallel_size=2) as llm:
+        (child,) = psutil.Process().children()
+        child.send_signal(signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"rank 1 has ended \(exit code -9\)"):
+            llm.generate(["Once"], SamplingParams(max_tokens=3000, ignore_eos=True))
