@@ -23,6 +23,7 @@ BENCHES: dict[str, str] = {
     "experts": "a mixture of experts beside a dense model that reads as many bytes for a token",
     "speculation": "drafts: tokens per second with them beside those without, and which were right",
     "adapters": "adapters (LoRA): tokens per second with them beside those without",
+    "ranks": "several ranks: tokens per second beside one with as many threads, and sums' times",
     "structured": "structured outputs: schemas accepted, masks, validity, and what they cost",
     "images": "the largest gaps of streams beside images, beside text, and alone",
     "embeddings": "texts to vectors: texts per second and cosines, beside Hugging Face",
