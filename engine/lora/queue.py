@@ -2,8 +2,8 @@
 
 A request waits here, outside the scheduler, while its adapter is read from disk (in a thread: the
 steps go on), or while `max_loras` other adapters have requests in the scheduler. Those that wait
-for a place get it in the order of arrival: none is overtaken by later requests for the adapters
-that have one.
+for a place get it in the order of arrival. Later requests for adapters that have one may go ahead,
+but no more than `MAX_OVERTAKING` of them: then one of these adapters runs out of requests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Protocol
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import Adapter, FinishReason, Request, RequestOutput
+
+MAX_OVERTAKING = 16  # later requests that go ahead of one that waits for a place
 
 
 class Adapters(Protocol):
@@ -67,6 +69,7 @@ class AdapterQueue:
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapter")
         self._waiting: deque[Request] = deque()
         self._aborted: dict[str, list[int]] = {}  # of waiting requests: branches to abort
+        self._overtaking: dict[str, int] = {}  # by waiting request: those that went ahead
         self._live: dict[str, Adapter] = {}  # by request_id, in the scheduler as far as we know
         self._loaded: dict[str, None] = {}  # digests, the least recently used first
         self._being_loaded: set[str] = set()
@@ -98,8 +101,8 @@ class AdapterQueue:
         for request in self._waiting:
             if request.request_id == request_id:
                 if index is None or request.sampling_params.num_branches == 1:
-                    self._waiting.remove(request)
-                    self._aborted.pop(request_id, None)
+                    self._remove(request)
+                    self._has_news.set()
                 else:
                     self._aborted.setdefault(request_id, []).append(index)
                 return True
@@ -148,15 +151,25 @@ class AdapterQueue:
             self._forget_ended()
         used = self._digests()
         self._lacks_slots = False
+        without_slot: list[str] = []
+        overtaking = 0  # the most that went ahead of one of these
         for request in list(self._waiting):
             adapter = request.adapter
             assert adapter is not None
             if adapter.digest not in used and len(used) >= self._max_loras:
                 self._lacks_slots = True
+                without_slot.append(request.request_id)
+                overtaking = max(overtaking, self._overtaking.get(request.request_id, 0))
+                continue
+            if overtaking >= MAX_OVERTAKING:
                 break
             used.add(adapter.digest)
             if adapter.digest in self._loaded:
                 self._hand_over(request, adapter)
+                for request_id in without_slot:
+                    count = self._overtaking.get(request_id, 0) + 1
+                    self._overtaking[request_id] = count
+                    overtaking = max(overtaking, count)
             elif adapter.digest not in self._being_loaded:
                 self._make_room(used)
                 self._being_loaded.add(adapter.digest)
@@ -180,14 +193,19 @@ class AdapterQueue:
         except InvalidRequestError as error:
             self._refuse(request, error)
             return
-        self._waiting.remove(request)
         self._live[request_id] = adapter
-        for index in self._aborted.pop(request_id, ()):
+        for index in self._remove(request):
             self._requests.abort(request_id, index=index)
 
-    def _refuse(self, request: Request, error: InvalidRequestError) -> None:
+    def _remove(self, request: Request) -> list[int]:
+        """Let it wait no longer; its branches to abort."""
         self._waiting.remove(request)
-        self._aborted.pop(request.request_id, None)
+        self._overtaking.pop(request.request_id, None)
+        return self._aborted.pop(request.request_id, [])
+
+    def _refuse(self, request: Request, error: InvalidRequestError) -> None:
+        self._remove(request)
+        self._has_news.set()  # others may have its place
         self._outputs.append(_failed(request.request_id, error))
 
     def _load(self, adapter: Adapter) -> None:

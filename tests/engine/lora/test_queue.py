@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
 from msgspec.structs import replace
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.lora.queue import AdapterQueue
+from penstock.engine.lora.queue import MAX_OVERTAKING, AdapterQueue
 from penstock.engine.request import Adapter, FinishReason, Request, SamplingParams
 
 
@@ -118,19 +119,104 @@ def test_what_cannot_be_read_fails_its_own_requests(queue, running):
 
 
 def test_places_go_to_those_who_came_first(queue, memory, running):
-    for name in ("a", "b", "c", "a", "b"):
+    for name in "ab":
+        queue.load(request("", name).adapter)
+    for name in ("a", "b", "c", "d", "a", "b"):
         queue.add(request(name + str(len(queue)), name))
     admit_all(queue)
-    assert list(running.requests) == ["a0", "b1"]  # c waits, and nobody overtakes it
+    assert list(running.requests) == ["a0", "b1", "a4", "b5"]  # c and d need places
     assert not queue.has_work
     del running.requests["a0"]
+    admit_all(queue)
+    assert list(running.requests) == ["b1", "a4", "b5"]
+    del running.requests["a4"]
     assert queue.has_work
     admit_all(queue)
-    assert list(running.requests) == ["b1", "c2"]
-    del running.requests["b1"]
+    assert list(running.requests) == ["b1", "b5", "c2"]
+    running.requests.clear()
     admit_all(queue)
-    assert list(running.requests) == ["c2", "a3"]
-    assert memory.held == {"digest of a", "digest of b", "digest of c"}
+    assert list(running.requests) == ["d3"]
+    assert memory.held == {"digest of b", "digest of c", "digest of d"}
+
+
+def test_only_so_many_go_ahead_of_one_that_waits_for_a_place(queue, running):
+    for name in "ab":
+        queue.load(request("", name).adapter)
+    for number, name in enumerate("abc" + "a" * (MAX_OVERTAKING + 1)):
+        queue.add(request(f"{name}{number}", name))
+    admit_all(queue)
+    assert len(running.requests) == 2 + MAX_OVERTAKING
+    assert len(queue) == 2
+    running.requests.clear()
+    admit_all(queue)
+    assert sorted(running.requests) == [f"a{MAX_OVERTAKING + 3}", "c2"]
+
+
+def test_the_place_of_one_that_never_ran_is_free_again(memory, running):
+    """Of a refused request, and of an aborted one that nobody may go ahead of any more."""
+    queue = AdapterQueue(memory, running, max_loras=1, max_cpu_loras=2)
+    memory.has_head = lambda _: True
+    queue.add(request("refused", "a", prompt_logprobs=1))
+    queue.add(request("b", "b"))
+    run_dry(queue)
+    assert list(running.requests) == ["b"]
+    queue.add(request("c", "c"))
+    for number in range(MAX_OVERTAKING + 1):
+        queue.add(request(f"b{number}", "b"))
+    run_dry(queue)
+    assert len(queue) == 2
+    queue.abort("c")
+    run_dry(queue)
+    assert len(queue) == 0
+    queue.close()
+
+
+@pytest.mark.parametrize("max_cpu_loras", [2, 5], ids=["read again and again", "in memory"])
+@pytest.mark.parametrize("seed", range(10))
+def test_every_request_gets_its_turn(memory, running, seed, max_cpu_loras):
+    rng = random.Random(seed)
+    queue = AdapterQueue(memory, running, max_loras=2, max_cpu_loras=max_cpu_loras)
+    if max_cpu_loras == 5:
+        for name in "abcde":
+            queue.load(request("", name).adapter)
+    ahead: dict[str, int] = {}  # of those that wait: later ones that ran
+    for number in range(400):
+        name = rng.choice("aaaaaaabbbcde")
+        queue.add(request(str(number), name))
+        ahead[str(number)] = 0
+        # Never all at once, so that the adapters that are asked for most keep their places.
+        if len(running.requests) > 6:
+            ended = rng.choice(list(running.requests))
+            del running.requests[ended]
+        if ahead and rng.random() < 0.05:
+            aborted = rng.choice(list(ahead))
+            queue.abort(aborted)
+            del ahead[aborted]
+        count_overtaking(queue, running, ahead)
+    while len(queue):
+        running.requests.pop(next(iter(running.requests)), None)
+        count_overtaking(queue, running, ahead)
+    assert not ahead
+    queue.close()
+
+
+def count_overtaking(queue: AdapterQueue, running: Running, ahead: dict[str, int]) -> None:
+    """Admit, and see who went ahead of whom. Who waits for a file is overtaken by all others."""
+    run_dry(queue)
+    for ran in [each for each in ahead if each in running.requests]:
+        del ahead[ran]
+        for waiting in ahead:
+            ahead[waiting] += int(waiting) < int(ran)
+    if queue._max_cpu_loras == 5:
+        assert max(ahead.values(), default=0) <= MAX_OVERTAKING
+
+
+def run_dry(queue: AdapterQueue) -> None:
+    """Admit as an engine does: only while there is something to do."""
+    while queue.has_work or queue._being_loaded:
+        if not queue.has_work:
+            queue.wait()
+        queue.admit()
 
 
 def test_the_least_recently_used_leaves_memory(queue, memory, running):
