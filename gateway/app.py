@@ -175,6 +175,7 @@ def create_app(
     embedder = Embedder(
         engine,
         model,
+        adapters=adapters,
         metrics=metrics,
         admission=gate.admission,
         long_work=generator.long_work,

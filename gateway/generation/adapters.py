@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Protocol
 
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.pooling import Task
 from penstock.engine.request import Adapter
 from penstock.gateway.auth.callers import Caller
@@ -110,12 +111,19 @@ class AdapterRegistry:
 
         Raises:
             RequestRefusedError: 404: there is no such model for this caller.
+            InvalidRequestError: the model does something else.
         """
         if name is not None and self.is_on and name not in self._model.names:
             if name not in self.of(caller):
                 await self._refresh()  # another gateway may just have loaded it
             if name in self.of(caller):
                 self._model.require(None, task)
+                if task in ("embed", "score"):
+                    raise InvalidRequestError(
+                        f"{name!r} is an adapter, which generates: for vectors and scores there "
+                        f"is {self._model.name}",
+                        param="model",
+                    )
                 return name
         return self._model.require(name, task, others=tuple(self.of(caller)))
 

@@ -21,6 +21,7 @@ from penstock.gateway.auth.callers import ANYBODY, Caller
 from penstock.gateway.engines.engine_client import EngineClient
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.errors import GenerationFailedError
+from penstock.gateway.generation.adapters import AdapterRegistry
 from penstock.gateway.generation.context_limits import (
     check_prompt_bytes,
     check_vocabulary,
@@ -52,6 +53,7 @@ class Embedder:
     """Tokenises texts and plans their vectors or scores. What can be refused is refused here.
 
     Args:
+        adapters: of this model; none of them makes vectors or scores.
         long_work: tokenises long texts off the event loop.
         max_prompt_bytes: see `GatewayConfig`.
     """
@@ -61,12 +63,14 @@ class Embedder:
         engine: EngineClient,
         model: ServedModel,
         *,
+        adapters: AdapterRegistry,
         metrics: Metrics,
         admission: Admission,
         long_work: LongWork,
         max_prompt_bytes: int | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.long_work = long_work
         self._engine = engine
         self._metrics = metrics

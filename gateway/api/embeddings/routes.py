@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import uuid
 from functools import partial
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -37,15 +36,12 @@ class Embeddings:
     )
     async def create(self, request: Request) -> Response:
         body = await read_fields(request, max_bytes=self._max_body_bytes)
-        asked = self._parse(body)
+        asked = parse_fields(EmbeddingRequest, body)
+        adapters, caller = self._embedder.adapters, caller_of(request.scope)
+        await adapters.require(asked.model, caller, task="embed")
+        self._embedder.model.pooling.check_dimensions(asked.dimensions)
         answer = await unless_gone(request, self._answer(request, asked))
         return Response(status_code=CLIENT_GONE) if answer is None else answer
-
-    def _parse(self, body: dict[str, Any]) -> EmbeddingRequest:
-        asked = parse_fields(EmbeddingRequest, body)
-        self._embedder.model.require(asked.model, "embed")
-        self._embedder.model.pooling.check_dimensions(asked.dimensions)
-        return asked
 
     async def _answer(self, request: Request, asked: EmbeddingRequest) -> Response:
         embedder = self._embedder

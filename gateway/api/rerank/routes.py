@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -120,7 +120,9 @@ class Rerank:
         embedder = self._embedder
         model = embedder.model
         is_reranker = "score" in model.pooling.tasks
-        model.require(asked.model, "score" if is_reranker else "embed")
+        caller = caller_of(request.scope)
+        task: Literal["embed", "score"] = "score" if is_reranker else "embed"
+        await embedder.adapters.require(asked.model, caller, task=task)
         if asked.instruction is not None and model.pooling.pair_format != "judge":
             raise invalid("instruction", "needs a reranker that judges by one")
         if is_reranker:
@@ -134,8 +136,8 @@ class Rerank:
         pooled = await embedder.pool(
             identity,
             prompts,
-            "score" if is_reranker else "embed",
-            caller=caller_of(request.scope),
+            task,
+            caller=caller,
             deadline_s=deadline_of(request.scope),
             priority=asked.priority,
         )

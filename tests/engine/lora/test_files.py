@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.lora.files import CONFIG_FILE, WEIGHTS_FILE, find_adapter, read_config
+from tests.engine.models.test_experts import VARIANTS as EXPERTS
 
 from .test_parity import engine
 
@@ -102,3 +103,27 @@ def test_a_cut_file_is_named(core, copied):
     (copied / WEIGHTS_FILE).write_bytes(data[: len(data) // 2])
     with pytest.raises(InvalidRequestError, match="safetensors is corrupt or incomplete"):
         core.adapters.load(find_adapter("mine", str(copied)))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "mlp.experts.2.up_proj.lora_A.weight",
+        "mlp.experts.2.down_proj.lora_B.weight",
+        "mlp.experts.base_layer.lora_A.weight",  # PEFT's, of all experts in one tensor
+        "mlp.gate.lora_A.weight",
+        "mlp.shared_expert_gate.lora_A.weight",
+    ],
+)
+def test_matrices_of_experts_and_routers_are_refused_by_tensor(
+    tiny_checkpoint, tmp_path, tensor, make_adapter
+):
+    architecture, options = EXPERTS["qwen2 shared"]
+    base = tiny_checkpoint(architecture, **options)
+    path = shutil.copytree(make_adapter(base, 1, target_modules=["q_proj"]), tmp_path / "adapter")
+    name = f"base_model.model.model.layers.1.{tensor}"
+    save_file({**load_file(path / WEIGHTS_FILE), name: torch.zeros(8, 64)}, path / WEIGHTS_FILE)
+    with pytest.raises(InvalidRequestError) as refusal:
+        engine(base).adapters.load(find_adapter("mine", str(path)))
+    assert f"tensor {name} is of model.layers.1" in str(refusal.value)
+    assert "where this model takes no adapter" in str(refusal.value)

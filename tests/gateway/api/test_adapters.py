@@ -163,6 +163,27 @@ async def test_tenants_have_their_adapters(
             assert error_of(response) == (403, "permission_denied", None)
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/rerank", {"query": "q", "documents": ["a"]}),
+        ("/score", {"text_1": "q", "text_2": "a"}),
+    ],
+)
+async def test_vectors_and_scores_are_the_base_models(
+    serve: Serve, route: str, body: dict[str, Any]
+) -> None:
+    async with serve(enable_lora=True, **GIVEN) as served:
+        refused = await served.http.post(route, json={"model": "given", **body})
+        assert error_of(refused) == (400, "invalid_value", "model")
+        assert "'given' is an adapter" in refused.json()["error"]["message"]
+        assert not served.engine.submitted
+        unknown = await served.http.post(route, json={"model": "other", **body})
+        assert error_of(unknown) == (404, "model_not_found", "model")
+        assert (await served.http.post(route, json={"model": "tiny", **body})).is_success
+
+
 async def test_without_adapters_there_are_no_routes(served: Served) -> None:
     response = await served.http.post("/v1/load_lora_adapter", json={})
     assert response.status_code == 404
