@@ -11,10 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from playwright.async_api import async_playwright, expect
 
 from penstock.engine.lora.files import WEIGHTS_FILE
 from tests.support.peft_models import PeftAnswers, write_adapter
 
+from .browser.page_flow import CHROMIUM_ARGS, STORY, conversation_of, open_page, say
+from .browser.page_flow import finished as finished_on_page
 from .processes import END_S, Served, serve
 
 NUM_TOKENS = 60
@@ -152,3 +155,38 @@ async def test_another_adapter_under_a_name_answers_at_once(
     assert response.status_code == 400
     assert WEIGHTS_FILE in response.json()["error"]["message"]
     assert (await Stream().read(http, "mine")).token_ids == expected["third"]
+
+
+@pytest.mark.browser
+async def test_the_page_offers_adapters(server: Served, http: httpx.AsyncClient) -> None:
+    path = shutil.which("chromium") or pytest.skip("chromium is not installed")
+    listed = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
+    assert listed[:2] == ["demo", "first"]
+    question: dict[str, Any] = {"input": STORY, "temperature": 0, "max_output_tokens": 40}
+    answers = {
+        name: (await http.post("/v1/responses", json={"model": name, **question})).json()["output"]
+        for name in listed[:2]
+    }
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=CHROMIUM_ARGS)
+        page = await browser.new_page()
+        await open_page(page, server.base_url, temperature=0, max_output_tokens=40)
+        choice = page.get_by_label("Model", exact=True)
+        await expect(choice.locator("option")).to_have_text(listed)
+        for name in ("demo", "first"):
+            await page.get_by_role("button", name="Settings").click()
+            await choice.select_option(name)
+            await page.get_by_role("button", name="Done").click()
+            await expect(page.locator("#model")).to_have_text(name)
+            await page.get_by_role("button", name="New chat").click()
+            await finished_on_page(await say(page, STORY))
+            tree = (await http.get(f"/v1/conversations/{conversation_of(page)}/tree")).json()
+            response = (await http.get(f"/v1/responses/{tree['head']}")).json()
+            assert response["model"] == name
+            assert _texts(response["output"]) == _texts(answers[name])
+        await browser.close()
+    assert _texts(answers["demo"]) != _texts(answers["first"])
+
+
+def _texts(output: list[dict[str, Any]]) -> list[str]:
+    return [part["text"] for item in output for part in item.get("content") or ()]
