@@ -4,18 +4,25 @@ Adapters of random numbers on all projections are written for the model. In turn
 of streams runs in an engine without `--enable-lora`, and in one with it: without an adapter, with
 one for all, and with a different one for each. A figure is the median of the ratios to the
 neighbouring run without. Prefixes are not cached.
+
+`--loads` measures what loading does to others instead: streams of the base model go on while that
+many requests come one after the other, each with an adapter that is not in memory, so that one is
+read and another one forgotten for each. The longest time between two tokens of a stream stands
+beside that of the same requests for the base model, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -44,6 +51,31 @@ _KV_BYTES = 512 << 20
 # The ratio that is wanted, by what the streams have.
 _NO_ADAPTER, _ONE, _DIFFERENT = "no adapter", "one adapter", "different adapters"
 _BARS = {_NO_ADAPTER: 0.98, _ONE: 0.94, _DIFFERENT: 0.75}
+_ADDED_MS = 50  # to the longest time between two tokens, at most
+_OTHER = "other"  # the id of the request beside the streams
+_MAX_STREAM_TOKENS = 1500  # never reached: the other requests end first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """The times between two tokens of streams, beside requests that load adapters and beside those
+    that do not; `longest_ms` and what loading adds to it round by round."""
+
+    num_seqs: int
+    median_ms: float
+    loading_median_ms: float
+    longest_ms: Sequence[float]
+    loading_longest_ms: Sequence[float]
+
+    @property
+    def added_ms(self) -> float:
+        return statistics.median(
+            new - old for old, new in zip(self.longest_ms, self.loading_longest_ms, strict=True)
+        )
+
+    @property
+    def verdict(self) -> str:
+        return f"{'held' if self.added_ms <= _ADDED_MS else 'missed'} ({_ADDED_MS})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-seqs", type=counts, default="1,8", help="numbers of streams, comma-separated")
     add("--prompt-tokens", type=positive, default=32, help="tokens of a prompt")
     add("--output-tokens", type=positive, default=64, help="tokens of an output")
+    add("--loads", type=positive, help="adapters to load beside streams; measures only that")
     add("--repeats", type=positive, default=7, help="timed rounds")
     add("--num-threads", type=positive, default=None, help="compute threads; default: one per core")
     add_out(parser)
@@ -80,6 +113,8 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure all cases; print and write the table."""
     most = max(parsed.num_seqs)
     model = ModelConfig(model=parsed.model, dtype=parsed.dtype, quantization=parsed.quantization)
+    if parsed.loads:
+        return _run_loads(model, parsed)
     with tempfile.TemporaryDirectory() as folder:
         adapters = [
             _write(resolve_model(model, weights=True), Path(folder) / str(number), parsed.rank)
@@ -110,6 +145,100 @@ def run(parsed: argparse.Namespace) -> int:
     data = {"rank": parsed.rank, "model": parsed.model, "cases": [asdict(each) for each in found]}
     publish(parsed.out, "adapters", f"Adapters of rank {parsed.rank}", report, data)
     return 0
+
+
+def _run_loads(model: ModelConfig, parsed: argparse.Namespace) -> int:
+    lora = LoraConfig(enable_lora=True, max_loras=1, max_lora_rank=parsed.rank)
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = [
+            _write(resolve_model(model, weights=True), Path(folder) / str(number), parsed.rank)
+            for number in range(2)  # of which one is in memory
+        ]
+        with closing(_core(model, lora, parsed.num_threads)) as core, frozen_garbage():
+            found = [
+                _measure_gaps(core, adapters, num_seqs, parsed) for num_seqs in parsed.num_seqs
+            ]
+    median = statistics.median
+    report = table_of(
+        found,
+        {
+            "streams": lambda each: str(each.num_seqs),
+            "median gap, ms": lambda each: f"{each.median_ms:.1f}",
+            "while loading": lambda each: f"{each.loading_median_ms:.1f}",
+            "longest of a round, ms": lambda each: f"{median(each.longest_ms):.1f}",
+            "with loading": lambda each: f"{median(each.loading_longest_ms):.1f}",
+            "added": lambda each: f"{each.added_ms:.1f}",
+            "bar": lambda each: each.verdict,
+        },
+    )
+    data = {
+        "rank": parsed.rank,
+        "model": Path(parsed.model).name,
+        "loads": parsed.loads,
+        "prompt_tokens": parsed.prompt_tokens,
+        "cases": [asdict(each) for each in found],
+    }
+    title = f"Streams while adapters of rank {parsed.rank} are loaded"
+    publish(parsed.out, "adapter-loads", title, report, data)
+    return 0
+
+
+def _measure_gaps(
+    core: EngineCore, adapters: Sequence[Adapter], num_seqs: int, parsed: argparse.Namespace
+) -> Gaps:
+    none, by_turns = itertools.repeat(None), itertools.cycle(adapters)
+    pairs = [
+        (_gaps_s(core, num_seqs, none, parsed), _gaps_s(core, num_seqs, by_turns, parsed))
+        for _ in range(parsed.repeats + 1)
+    ][1:]  # the first warms up
+    plain, loading = zip(*pairs, strict=True)
+    return Gaps(
+        num_seqs=num_seqs,
+        median_ms=1e3 * statistics.median(itertools.chain(*plain)),
+        loading_median_ms=1e3 * statistics.median(itertools.chain(*loading)),
+        longest_ms=[1e3 * max(each) for each in plain],
+        loading_longest_ms=[1e3 * max(each) for each in loading],
+    )
+
+
+def _gaps_s(
+    core: EngineCore, num_seqs: int, given: Iterator[Adapter | None], parsed: argparse.Namespace
+) -> list[float]:
+    """The times between tokens of the base model's streams, while `--loads` requests of one token,
+    with these adapters, come each after the end of the one before."""
+    rng = random.Random(num_seqs)
+    lengths = Lengths(prompt_tokens=parsed.prompt_tokens, output_tokens=_MAX_STREAM_TOKENS)
+    streams = make_requests(num_seqs, lengths, vocab_size=1000, rng=rng)
+    last_s: dict[str, float] = {}
+    gaps_s: list[float] = []
+    num_ended, is_one_running = 0, False
+    for request in streams:
+        core.add(request)
+    while num_ended < parsed.loads:
+        if len(last_s) == num_seqs and not is_one_running:
+            [request] = make_requests(
+                1, replace(lengths, output_tokens=1), vocab_size=1000, rng=rng
+            )
+            core.add(msgspec.structs.replace(request, request_id=_OTHER, adapter=next(given)))
+            is_one_running = True
+        outputs = core.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            if output.request_id == _OTHER:
+                num_ended, is_one_running = num_ended + 1, False
+            elif output.token_ids:
+                if output.request_id in last_s:
+                    gaps_s.append(now_s - last_s[output.request_id])
+                last_s[output.request_id] = now_s
+            if output.is_last and output.request_id != _OTHER:
+                raise RuntimeError(f"a stream ended before {parsed.loads} adapters were loaded")
+    for request in streams:
+        core.abort(request.request_id)
+    while core.has_work():
+        core.step()
+    return gaps_s
 
 
 def _core(model: ModelConfig, lora: LoraConfig, num_threads: int | None) -> EngineCore:
