@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from penstock.engine import LLM, LoRARequest
 from penstock.engine.config import (
@@ -30,6 +31,7 @@ from penstock.engine.models.cpu_decoder import CpuDecoder
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import Adapter, Request, SamplingParams
 from penstock.engine.startup import build_core
+from penstock.engine.weights.quantization import quantize_rows
 from tests.engine.model_families import FAMILIES
 from tests.engine.models.test_experts import VARIANTS as EXPERTS
 from tests.support.peft_models import PeftAnswers, write_adapter
@@ -296,6 +298,38 @@ def test_adapters_on_quantized_bases(tiny_checkpoint, make_adapter, quantization
     adapted = top(in_c, adapter)
     assert adapted == pytest.approx(top(in_torch, adapter), abs=1e-3)
     assert set(adapted) != set(top(in_c, None))
+
+
+@pytest.mark.parametrize("in_torch", [False, True], ids=["C", "torch"])
+@pytest.mark.parametrize("family", ["gptj", "phi3"])  # turned rows, fused matrices
+def test_adapters_of_other_layouts_on_quantized_bases(
+    tiny_checkpoint, make_adapter, peft_tokens, tmp_path, family, in_torch
+):
+    """PEFT's tokens, on a base of numbers that int8 keeps as they are."""
+    architecture, options = FAMILIES[family]
+    base = Path(shutil.copytree(tiny_checkpoint(architecture, **options), tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    rounded = {
+        name: quantize_rows(each, "int8", each).dequantize() if each.dim() == 2 else each
+        for name, each in tensors.items()
+    }
+    assert any(not tensors[name].equal(each) for name, each in rounded.items())
+    save_file(rounded, base / "model.safetensors", {"format": "pt"})
+    path = make_adapter(base, 3)
+    model = ModelConfig(
+        model=str(base), dtype="float32", quantization="int8", quantize_activations=False
+    )
+    core = engine(base, model=model, in_torch=in_torch)
+    token_ids = prompt(2, 21)
+    request = Request(
+        request_id="r",
+        prompt_token_ids=tuple(token_ids),
+        sampling_params=replace(GREEDY, max_tokens=8),
+        adapter=find_adapter("mine", str(path)),
+    )
+    expected = peft_tokens(base, path, token_ids, 8)
+    assert run(core, [request]) == {"r": expected}
+    assert expected != peft_tokens(base, None, token_ids, 8)
 
 
 def test_without_adapters_the_program_is_what_it_was(tiny_checkpoint):
