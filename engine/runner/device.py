@@ -32,12 +32,12 @@ def select_device(config: DeviceConfig, ranks: Ranks = ALONE) -> torch.device:
         raise ConfigError("--device cuda: torch found no CUDA device; use --device cpu")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
-    if ranks.size > torch.cuda.device_count():
-        raise ConfigError(
-            f"--tensor-parallel-size {ranks.size} needs as many GPUs, and there are "
-            f"{torch.cuda.device_count()}"
-        )
     if ranks.size > 1:
+        num_gpus = torch.cuda.device_count()
+        if ranks.size > num_gpus:
+            raise ConfigError(
+                f"--tensor-parallel-size {ranks.size} needs as many GPUs, and there are {num_gpus}"
+            )
         torch.cuda.set_device(ranks.rank)
     return torch.device("cuda", torch.cuda.current_device())
 

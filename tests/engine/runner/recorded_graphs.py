@@ -2,7 +2,8 @@
 
 As there, they run on the memory they were recorded with: what a step does not put into that memory
 does not reach it. While it is recorded nothing may be read back, and what comes out is no result;
-here it becomes NaN. The paged operations are recorded whole, as the one launch that each is.
+here it becomes NaN. Paged operations and experts' products are recorded whole, as the one launch
+that each is.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.kernels import paged_attention, rotary_store_kv
+from penstock.kernels import experts, paged_attention, rotary_store_kv
 
 aten = torch.ops.aten
-_LAUNCHES = ((paged_attention, "paged_attention_reference"),
-             (rotary_store_kv, "rotary_store_kv_reference"))  # fmt: skip
+_LAUNCHES = (
+    (experts, "experts_linear_reference"),
+    (paged_attention, "paged_attention_reference"),
+    (rotary_store_kv, "rotary_store_kv_reference"),
+)
 
 
 class RecordedGraph:
