@@ -121,6 +121,9 @@ class Bytes:
             self.computed[item.seq_id] += item.num_new_tokens
         return handle
 
+    def check(self) -> None:
+        self.executor.check()
+
     def close(self) -> None:
         self.executor.close()
 
