@@ -13,7 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.model_files import DEMO_MODEL_PATH
 
+from ..clients.packages import langchain, node_modules
 from .processes import Served, lengthen, serve
+
+__all__ = ["demo_server", "langchain", "long_model", "node_modules", "tiny_model"]
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from openai import BadRequestError, OpenAI
 from PIL import Image
 
 from penstock.clients.python import Client
+from tests.clients.packages import PACKAGES
 from tests.engine.vision_models import picture, save_model
 
 from .processes import Served, serve
@@ -43,14 +47,15 @@ def url_of(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def chat(client: OpenAI, *files: bytes, **options: Any) -> Any:
+def chat(client: OpenAI, *files: bytes, text_first: bool = False, **options: Any) -> Any:
     parts: list[Any] = [
         {"type": "image_url", "image_url": {"url": url_of(file), "detail": "high"}}
         for file in files
     ]
+    parts.insert(0 if text_first else len(parts), {"type": "text", "text": TEXT})
     return client.chat.completions.create(
         model="llava",
-        messages=[{"role": "user", "content": [*parts, {"type": "text", "text": TEXT}]}],
+        messages=[{"role": "user", "content": parts}],
         temperature=0,
         **{"max_tokens": 24} | options,
     )
@@ -112,6 +117,35 @@ def test_our_client_takes_files_bytes_and_pictures(server: Served, tmp_path: Pat
         with pytest.raises(ValueError, match="PNG, JPEG, GIF or WebP"):
             ours.chat.create(model="llava", messages=[{"role": "user", "content": [b"no image"]}])
     assert len(answers) == 1
+
+
+def _check_third_party(server: Served, command: Sequence[str | Path], *, cwd: Path) -> None:
+    """The answers of a script of a third-party client, of which each way sends the same pictures,
+    are those of the stock client."""
+    one, other = (base64.b64encode(picture(number)).decode() for number in (6, 7))
+    pictures = {"PENSTOCK_URL": server.base_url, "PICTURE": one, "OTHER_PICTURE": other}
+    done = subprocess.run(
+        command, env=os.environ | pictures, cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said: dict[str, list[str]] = json.loads(done.stdout)
+    with OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as client:
+        asked = [chat(client, picture(number), max_tokens=16, text_first=True) for number in (6, 7)]
+    first, second = (answer.choices[0].message.content for answer in asked)
+    assert first != second
+    assert len(said) >= 3
+    assert all(answers == [first, second, first] for answers in said.values())
+
+
+@pytest.mark.node
+def test_the_ai_sdk_sends_images(server: Served, node_modules: Path) -> None:
+    shutil.copy(PACKAGES / "images.mjs", node_modules)
+    _check_third_party(server, ["node", "images.mjs"], cwd=node_modules)
+
+
+@pytest.mark.slow
+def test_langchain_sends_images(server: Served, langchain: Path, tmp_path: Path) -> None:
+    _check_third_party(server, [langchain, PACKAGES / "images.py"], cwd=tmp_path)
 
 
 def test_the_terminal_sends_an_image(server: Served, tmp_path: Path) -> None:
