@@ -38,6 +38,7 @@ from penstock.engine.llm_prompts import (
     engine_config,
     offered_tools,
     params_for,
+    take_images,
     tokenise,
 )
 from penstock.engine.lora.request import AdapterFinder, LoRARequest, LoRARequests
@@ -58,6 +59,9 @@ from penstock.engine.request import (
 from penstock.engine.startup import build_core
 from penstock.engine.text import ChatTemplate, Tokenizer
 from penstock.engine.text.pairs import PairPrompts
+from penstock.engine.vision.image_file import LoadedImage
+from penstock.engine.vision.image_tokens import read_image_tokens
+from penstock.engine.vision.message_parts import parts_of, with_parts
 
 _CLOSED = "this LLM is closed"
 _Result = TypeVar("_Result", covariant=True)
@@ -96,6 +100,8 @@ class LLM:
         self._formats = ModelFormats.found_in(
             self._chat_template.source, self.tokenizer.added_tokens
         )
+        self._image_tokens = read_image_tokens(path)
+        self._message_parts = parts_of(self._chat_template, self._image_tokens)
         self._pooling = read_pooling(path, self.info.model)
         self._defaults = read_generation_defaults(path, config.model.generation_config)
         self._adapters = AdapterFinder(config.lora, self._core.adapters)
@@ -176,7 +182,8 @@ class LLM:
         Args:
             messages: one conversation (a list of messages with `role` and `content`), or several.
                 As over HTTP, an assistant's message may have `tool_calls`, and a message of the
-                role `tool` is a result.
+                role `tool` is a result; a user's message may have images among its parts, as
+                `image_url` (a data URL) or, as in vLLM, `image_pil` (Pillow's).
             chat_template: a template to use instead of the model's.
             chat_template_kwargs: further variables for the template (`enable_thinking`, …).
             tools: functions that the model may call, as in OpenAI's chat API. They are not run.
@@ -189,23 +196,26 @@ class LLM:
         """
         source = self._chat_template.source if chat_template is None else chat_template
         offered = offered_tools(tools or (), tool_choice)
+        talks = [
+            take_images(conversation, takes_images=self._image_tokens is not None)
+            for conversation in conversations(messages)
+        ]
         texts = [
             self._chat_template.render(
-                template_messages(conversation, source),
+                template_messages(
+                    with_parts(conversation, self._message_parts, self._image_tokens), source
+                ),
                 add_generation_prompt=add_generation_prompt,
                 template=chat_template,
                 kwargs={"tools": offered.for_template, **(chat_template_kwargs or {})},
             )
-            for conversation in conversations(messages)
+            for conversation, _ in talks
         ]
         formats = [
             offered.output_format(self._formats, text, template=chat_template) for text in texts
         ]
         tokens = [
-            TokenPrompt(
-                tuple(self.tokenizer.encode(text, add_special_tokens=False, param="messages")), text
-            )
-            for text in texts  # the template writes the special tokens itself
+            self._chat_prompt(text, images) for text, (_, images) in zip(texts, talks, strict=True)
         ]
         params = [
             each
@@ -425,6 +435,16 @@ class LLM:
     def _tokenise(self, prompts: Prompts) -> list[TokenPrompt]:
         return tokenise(prompts, self.tokenizer, vocab_size=self.info.vocab_size)
 
+    def _chat_prompt(self, text: str, images: Sequence[LoadedImage]) -> TokenPrompt:
+        """A rendered conversation with its images."""
+        tokens = self._image_tokens if images else None
+        if tokens is not None:
+            text = tokens.expanded(text, images)
+        # The template writes the special tokens itself.
+        ids = self.tokenizer.encode(text, add_special_tokens=False, param="messages")
+        places = () if tokens is None else tokens.located(ids, images)
+        return TokenPrompt(tuple(ids), text, places)
+
     def _find_adapters(self, requests: LoRARequests, num_prompts: int) -> list[Adapter | None]:
         if requests is None:
             return [None] * num_prompts
@@ -460,6 +480,7 @@ class LLM:
                 retention=retention,
                 prediction_token_ids=predicted,
                 adapter=adapter,
+                images=prompt.images,
             )
             for prompt, own, band, predicted, adapter in zip(
                 prompts,
@@ -574,7 +595,7 @@ class LLM:
 
     def _step(self) -> list[RequestOutput]:
         if not self._core.has_work():
-            self._core.adapters.wait()
+            (self._core.images if len(self._core.images) else self._core.adapters).wait()
         try:
             return self._core.step()
         except BaseException as error:

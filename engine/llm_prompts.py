@@ -6,6 +6,7 @@ A caller's mistakes are found here, before anything runs.
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeGuard, cast
@@ -22,14 +23,18 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.errors import ConfigError, InvalidRequestError
-from penstock.engine.request import SEED_MASK, SamplingParams
+from penstock.engine.request import SEED_MASK, ImageInput, SamplingParams
 from penstock.engine.text import Tokenizer
 from penstock.engine.type_checks import misfits
+from penstock.engine.vision.image_file import LoadedImage, data_of_url, load_image
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Prompts = Prompt | Sequence[Prompt]
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
+
+_MAX_IMAGE_BYTES = 1 << 28
+_IMAGE_KINDS = ("image_url", "image_pil")  # of parts, as in vLLM
 
 _SECTIONS = {
     "model": ModelConfig,
@@ -42,10 +47,11 @@ _SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A prompt's token ids, with its text if it had one."""
+    """A prompt's token ids, with its text if it had one, and its images."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    images: tuple[ImageInput, ...] = ()
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> OfferedTools:
@@ -185,6 +191,67 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[C
                 param="messages",
             )
     return several
+
+
+def take_images(
+    conversation: Conversation, *, takes_images: bool
+) -> tuple[Conversation, list[LoadedImage]]:
+    """A conversation with parts `{"type": "image"}` in the places of its images, and these.
+
+    Args:
+        takes_images: the model does.
+
+    Raises:
+        InvalidRequestError: names the part that cannot be used.
+    """
+    shown: list[Message] = []
+    images: list[LoadedImage] = []
+    for number, message in enumerate(conversation):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+        if not takes_images and not any(kind in _IMAGE_KINDS for kind in kinds):
+            shown.append(message)
+            continue
+        changed = []
+        for at, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
+            param = f"messages[{number}].content[{at}]"
+            try:
+                if kind in _IMAGE_KINDS:
+                    if not takes_images:
+                        raise InvalidRequestError("the model takes no images")
+                    if message.get("role") != "user":
+                        raise InvalidRequestError("only a user's message may have images")
+                    images.append(load_image(_image_file(part.get(kind))))
+                    part = {"type": "image"}
+                elif kind != "text" or not isinstance(part.get("text"), str):
+                    raise InvalidRequestError("a part must be a text, image_url or image_pil")
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{param}: {error}", param=param) from error
+            changed.append(part)
+        shown.append({**message, "content": changed} if parts else message)
+    return shown, images
+
+
+def _image_file(given: object) -> bytes:
+    """The file of an image that is a data URL, alone or as `url`, or Pillow's."""
+    if isinstance(given, Mapping):
+        given = given.get("url")
+    if isinstance(given, str):
+        if given[:5].lower() != "data:":
+            raise InvalidRequestError("an image's url must be a data URL; nothing is fetched")
+        return data_of_url(given, max_bytes=_MAX_IMAGE_BYTES)
+    from PIL.Image import Image  # slow to import, and most never see an image
+
+    if not isinstance(given, Image):
+        raise InvalidRequestError("an image must be a data URL or a Pillow image")
+    file = io.BytesIO()
+    keeps_mode = given.mode in ("1", "L", "LA", "P", "RGB", "RGBA")
+    try:
+        (given if keeps_mode else given.convert("RGB")).save(file, "PNG", compress_level=1)
+    except Exception as error:  # it may read its file only now
+        raise InvalidRequestError("the image is damaged") from error
+    return file.getvalue()
 
 
 def params_for(

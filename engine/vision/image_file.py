@@ -7,10 +7,14 @@ decoded. Pixels are then decoded whole, turned as EXIF says, and made RGB; what 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import io
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
 
 from penstock.engine.errors import InvalidRequestError
 
@@ -25,10 +29,51 @@ _MAX_SCANS = 64  # of a JPEG file; each goes over the whole picture, and usual f
 _ORIENTATION = 0x0112  # the EXIF tag
 
 
-def digest_of(data: bytes) -> str:
-    """The name of an image in block keys and caches: SHA-256 of its file, as 64 hexadecimal
-    digits."""
-    return hashlib.sha256(data).hexdigest()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedImage:
+    """A file that can be decoded.
+
+    Attributes:
+        digest: its name in block keys and caches: SHA-256 of the file, in hexadecimal digits.
+        width, height: in pixels, upright.
+    """
+
+    digest: str
+    data: bytes
+    width: int
+    height: int
+
+
+def load_image(data: bytes) -> LoadedImage:
+    """
+    Raises:
+        InvalidRequestError: as for `open_image`.
+    """
+    width, height = open_image(data).size
+    digest = hashlib.sha256(data).hexdigest()
+    return LoadedImage(digest=digest, data=data, width=width, height=height)
+
+
+def data_of_url(url: str, *, max_bytes: int) -> bytes:
+    """The file in a data URL.
+
+    Args:
+        max_bytes: twice as many characters are not decoded.
+
+    Raises:
+        InvalidRequestError: it is no data URL in base64, or is longer.
+    """
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise InvalidRequestError("the data URL has no comma")
+    if len(body) > 2 * max_bytes:
+        raise InvalidRequestError(f"the image has more than {max_bytes} bytes")
+    if not head.lower().endswith(";base64"):
+        raise InvalidRequestError("the data URL must be in base64")
+    try:
+        return base64.b64decode(unquote_to_bytes(body), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError("the data URL is not valid base64") from error
 
 
 def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image:

@@ -8,13 +8,16 @@ around them. Held against the processors of `transformers`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.config_fields import ConfigFields, read_model_fields
+from penstock.engine.errors import InvalidRequestError
 from penstock.engine.json_file import read_json
+from penstock.engine.request import ImageInput
+from penstock.engine.vision.image_file import LoadedImage
 
 # By model_type in `config.json`: see `_READERS`.
 Expand = Callable[[int, int], str]
@@ -35,6 +38,51 @@ class ImageTokens:
     placeholder: str
     token_id: int
     expand: Expand
+
+    def expanded(self, text: str, images: Sequence[LoadedImage]) -> str:
+        """A rendered prompt with the tokens of its images in the place of their placeholders.
+
+        Raises:
+            InvalidRequestError: it has another number of placeholders.
+        """
+        first, *others = text.split(self.placeholder)
+        if len(others) != len(images):
+            raise InvalidRequestError(
+                f"the prompt has {len(others)} times {self.placeholder!r}, which stands "
+                f"for an image, and {len(images)} images: no text may contain it"
+            )
+        parts = [first]
+        for image, after in zip(images, others, strict=True):
+            parts += (self.expand(image.width, image.height), after)
+        return "".join(parts)
+
+    def located(
+        self, token_ids: Sequence[int], images: Sequence[LoadedImage]
+    ) -> tuple[ImageInput, ...]:
+        """The images of a prompt with the places of their tokens.
+
+        Raises:
+            InvalidRequestError: the prompt has other image tokens than theirs.
+        """
+        places = [at for at, each in enumerate(token_ids) if each == self.token_id]
+        found: list[ImageInput] = []
+        for image in images:
+            num_features = self.expand(image.width, image.height).count(self.placeholder)
+            own, places = places[:num_features], places[num_features:]
+            if len(own) < num_features:
+                break
+            found.append(
+                ImageInput(
+                    digest=image.digest,
+                    offset=own[0],
+                    num_tokens=own[-1] + 1 - own[0],
+                    num_features=num_features,
+                    data=image.data,
+                )
+            )
+        if places or len(found) < len(images):
+            raise InvalidRequestError("the images' tokens are not whole in the prompt")
+        return tuple(found)
 
 
 def read_image_tokens(path: Path) -> ImageTokens | None:

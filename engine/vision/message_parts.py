@@ -53,13 +53,18 @@ def with_parts(
     """Messages as their template wants them."""
     if wanted is MessageParts.MIXED or tokens is None:
         return messages
-    return [{**each, "content": _content(each["content"], wanted, tokens)} for each in messages]
+    return [
+        {**each, "content": _content(each["content"], wanted, tokens)}
+        if "content" in each  # not that of an assistant who only calls tools
+        else each
+        for each in messages
+    ]
 
 
 def _content(content: Any, wanted: MessageParts, tokens: ImageTokens) -> Any:
     if wanted is MessageParts.PARTS:
         is_text = isinstance(content, str)
         return [{"type": "text", "text": content}] if is_text else content
-    if isinstance(content, str):
+    if not isinstance(content, list):
         return content
     return "\n".join(part.get("text", tokens.placeholder) for part in content)

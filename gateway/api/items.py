@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field
 from starlette.datastructures import QueryParams
 
+from penstock.engine.vision.image_file import LoadedImage
 from penstock.gateway.api.schema.fields import Includes
 from penstock.gateway.api.schema.messages import (
     CallOutput,
@@ -32,7 +33,7 @@ from penstock.gateway.api.schema.model import Model
 from penstock.gateway.api.schema.parsing import parse_fields
 from penstock.gateway.api.schema.tools import seen_name
 from penstock.gateway.errors import RequestRefusedError
-from penstock.gateway.generation.images import LoadedImage, shown_url, stored_image, stored_url
+from penstock.gateway.generation.images import shown_url, stored_image, stored_url
 from penstock.gateway.storage.conversations.records import Item, StoredTurn
 
 _MAX_LISTED = 100  # OpenAI's limit

@@ -32,6 +32,7 @@ from penstock.engine.request import ImageInput, Request, Retention, SamplingPara
 from penstock.engine.text import OutputText
 from penstock.engine.text.chat_template import SlowTemplateError
 from penstock.engine.transport.messages import EngineInfo
+from penstock.engine.vision.image_file import LoadedImage
 from penstock.engine.vision.message_parts import with_parts
 from penstock.gateway.admission.admission import Admission, Reservation
 from penstock.gateway.auth.callers import ANYBODY, Caller
@@ -49,7 +50,7 @@ from penstock.gateway.generation.context_limits import (
 )
 from penstock.gateway.generation.generation import Generation
 from penstock.gateway.generation.grammar_check import GrammarCheck
-from penstock.gateway.generation.images import ImageLoader, LoadedImage
+from penstock.gateway.generation.images import ImageLoader
 from penstock.gateway.generation.prompt_memory import PromptMemory
 from penstock.gateway.generation.served_model import ServedModel
 from penstock.gateway.generation.template_process import TemplateProcess

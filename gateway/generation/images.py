@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from urllib.parse import unquote_to_bytes
 
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.request import ImageInput
-from penstock.engine.vision.image_file import digest_of, open_image
+from penstock.engine.vision.image_file import LoadedImage, data_of_url, load_image
 from penstock.engine.vision.image_tokens import ImageTokens
 from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.image_fetch import ImageFetcher
@@ -38,16 +36,6 @@ class ImageSource:
 
     url: str
     param: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedImage:
-    """A file that can be decoded, and its size in pixels, upright."""
-
-    digest: str
-    data: bytes
-    width: int
-    height: int
 
 
 def media_type(data: bytes) -> str:
@@ -114,10 +102,10 @@ class ImageLoader:
 
     async def _load(self, source: ImageSource) -> LoadedImage:
         data = None
-        scheme, _, rest = source.url.partition(":")
-        if scheme.lower() in ("http", "https"):
+        scheme = source.url.partition(":")[0].lower()
+        if scheme in ("http", "https"):
             data = await self._fetcher.fetch(source.url, param=source.param)
-        elif scheme.lower() != "data":
+        elif scheme != "data":
             raise _refusal(source, "must be a data URL, or begin with https://")
         if self._num_waiting >= _MAX_WAITING:
             raise RequestRefusedError(
@@ -128,43 +116,27 @@ class ImageLoader:
         self._num_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._checked, source, rest, data
+                self._thread, self._checked, source, data
             )
         finally:
             self._num_waiting -= 1
 
-    def _checked(self, source: ImageSource, rest: str, data: bytes | None) -> LoadedImage:
+    def _checked(self, source: ImageSource, data: bytes | None) -> LoadedImage:
         """In the thread.
 
         Args:
-            rest: of a data URL.
             data: the file, if it was fetched.
         """
-        if data is None:
-            data = self._data_of(source, rest)
-        if len(data) > self._max_bytes:
-            raise _refusal(
-                source,
-                f"the image has {len(data)} bytes, but this server accepts {self._max_bytes}",
-            )
         try:
-            width, height = open_image(data).size
+            if data is None:
+                data = data_of_url(source.url, max_bytes=self._max_bytes)
+            if len(data) > self._max_bytes:
+                raise InvalidRequestError(
+                    f"the image has {len(data)} bytes, but this server accepts {self._max_bytes}"
+                )
+            return load_image(data)
         except InvalidRequestError as error:
             raise _refusal(source, str(error)) from error
-        return LoadedImage(digest=digest_of(data), data=data, width=width, height=height)
-
-    def _data_of(self, source: ImageSource, rest: str) -> bytes:
-        head, comma, body = rest.partition(",")
-        if not comma:
-            raise _refusal(source, "the data URL has no comma")
-        if len(body) > 2 * self._max_bytes:
-            raise _refusal(source, f"the image has more than {self._max_bytes} bytes")
-        if not head.lower().endswith(";base64"):
-            raise _refusal(source, "the data URL must be in base64")
-        try:
-            return base64.b64decode(unquote_to_bytes(body), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise _refusal(source, "the data URL is not valid base64") from error
 
     # -- in a prompt -------------------------------------------------------------------------
 
@@ -177,18 +149,10 @@ class ImageLoader:
         if not images:
             return text
         assert self._tokens is not None, "they were loaded"
-        first, *others = text.split(self._tokens.placeholder)
-        if len(others) != len(images):
-            raise RequestRefusedError(
-                f"the prompt has {len(others)} times {self._tokens.placeholder!r}, which stands "
-                f"for an image, and {len(images)} images: no text may contain it",
-                code="invalid_value",
-                param=param,
-            )
-        parts = [first]
-        for image, after in zip(images, others, strict=True):
-            parts += (self._tokens.expand(image.width, image.height), after)
-        return "".join(parts)
+        try:
+            return self._tokens.expanded(text, images)
+        except InvalidRequestError as error:
+            raise RequestRefusedError(str(error), code="invalid_value", param=param) from error
 
     def located(
         self, token_ids: Sequence[int], images: Sequence[LoadedImage], *, param: str
@@ -201,28 +165,10 @@ class ImageLoader:
         if not images:
             return ()
         assert self._tokens is not None, "they were loaded"
-        places = [at for at, each in enumerate(token_ids) if each == self._tokens.token_id]
-        found: list[ImageInput] = []
-        for image in images:
-            text = self._tokens.expand(image.width, image.height)
-            num_features = text.count(self._tokens.placeholder)
-            own, places = places[:num_features], places[num_features:]
-            if len(own) < num_features:
-                break
-            found.append(
-                ImageInput(
-                    digest=image.digest,
-                    offset=own[0],
-                    num_tokens=own[-1] + 1 - own[0],
-                    num_features=num_features,
-                    data=image.data,
-                )
-            )
-        if places or len(found) < len(images):
-            raise RequestRefusedError(
-                "the images' tokens are not whole in the prompt", code="invalid_value", param=param
-            )
-        return tuple(found)
+        try:
+            return self._tokens.located(token_ids, images)
+        except InvalidRequestError as error:
+            raise RequestRefusedError(str(error), code="invalid_value", param=param) from error
 
 
 # -- in stored items ------------------------------------------------------------------------------

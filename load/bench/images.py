@@ -27,7 +27,7 @@ from penstock.engine.config import CacheConfig, DeviceConfig, EngineConfig, Mode
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.request import ImageInput, Request, SamplingParams
 from penstock.engine.startup import build_core
-from penstock.engine.vision.image_file import digest_of
+from penstock.engine.vision.image_file import load_image
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
 from penstock.load.machine import frozen_garbage
 from penstock.load.report.options import add_out, positive
@@ -169,7 +169,7 @@ class _Prompts:
         Image.fromarray(pixels).save(file, "PNG")
         data = file.getvalue()
         image = ImageInput(
-            digest=digest_of(data),
+            digest=load_image(data).digest,
             offset=8,
             num_tokens=self._num_features,
             num_features=self._num_features,

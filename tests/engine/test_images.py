@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import threading
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, GenerationConfig, PreTrainedModel
 
+from penstock.engine import LLM, SamplingParams
 from penstock.engine.config import (
     CacheConfig,
     DeviceConfig,
@@ -24,7 +26,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.request import ImageInput, Request, RequestOutput, SamplingParams
+from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
 from penstock.engine.vision.image_tokens import ImageTokens, read_image_tokens
@@ -297,6 +299,50 @@ def test_a_request_that_waits_can_be_aborted(llava: Model) -> None:
     assert not core.has_request("a")
     run(core, llava.request(PROMPTS[0], "b", params={"max_tokens": 1}))
     assert len(core.images) == 0
+
+
+def test_llm_chat_takes_data_urls_and_pillow_images(llava: Model) -> None:
+    def user(*parts: Part, form: str) -> list[dict[str, Any]]:
+        content: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            elif form == "image_url":
+                url = f"data:image/png;base64,{base64.b64encode(part).decode()}"
+                content.append({"type": form, form: {"url": url}})
+            else:
+                content.append({"type": form, form: Image.open(io.BytesIO(part))})
+        return [{"role": "user", "content": content}]
+
+    several: list[list[Part]] = [
+        ["what is this? ", picture(0)], [picture(1, 30, 60), " or ", picture(2, 100, 20), "?"],
+        ["nothing?"],
+    ]  # fmt: skip
+    expected = [llava.expected(["user: ", *parts, "assistant: "]) for parts in several]
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    with LLM(
+        str(llava.path), dtype="float32", num_blocks=60, max_model_len=256, num_threads=1
+    ) as llm:
+        for form in ("image_url", "image_pil"):
+            talks = [user(*parts, form=form) for parts in several]
+            found = llm.chat(talks, greedy, use_tqdm=False)
+            assert [list(each.outputs[0].token_ids) for each in found] == expected
+        refused: dict[str, Any] = {
+            "nothing is fetched": {"type": "image_url", "image_url": "https://example.org/a.png"},
+            "not an image": {"type": "image_url", "image_url": "data:;base64,AAAA"},
+            "Pillow": {"type": "image_pil", "image_pil": b"no"},
+            "text, image_url or image_pil": {"type": "image"},
+        }
+        for why, part in refused.items():
+            with pytest.raises(InvalidRequestError, match=why) as caught:
+                llm.chat([{"role": "user", "content": [part]}], greedy, use_tqdm=False)
+            assert caught.value.param == "messages[0].content[0]"
+        assistant = [{**user(picture(0), form="image_pil")[0], "role": "assistant"}]
+        with pytest.raises(InvalidRequestError, match="only a user's"):
+            llm.chat(assistant, greedy, use_tqdm=False)
+        spoken = user("<image>", picture(0), form="image_pil")
+        with pytest.raises(InvalidRequestError, match="2 times '<image>'"):
+            llm.chat(spoken, greedy, use_tqdm=False)
 
 
 def test_a_model_without_a_tower_refuses_images(llava: Model, tiny_checkpoint: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from penstock.engine.chat_formats import OfferedTools
+from penstock.engine.vision.image_file import LoadedImage
 from penstock.gateway.api.schema.fields import (
     ChoicesRequest,
     MaxTokens,
@@ -27,7 +28,7 @@ from penstock.gateway.api.schema.tools import (
 )
 from penstock.gateway.api.tokens.schema import TokenizeChat
 from penstock.gateway.generation.generator import ChatPrompt
-from penstock.gateway.generation.images import ImageSource, LoadedImage
+from penstock.gateway.generation.images import ImageSource
 
 
 class ChatRequest(ChoicesRequest):
