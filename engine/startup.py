@@ -18,6 +18,7 @@ from penstock.engine.model_files import (
     resolve_model,
     weights_fingerprint,
 )
+from penstock.engine.models.language_model import ImageEncoder
 from penstock.engine.models.registry import is_native, read_model_config
 from penstock.engine.pooling import read_pooling
 from penstock.engine.request import Adapter
@@ -26,7 +27,6 @@ from penstock.engine.runner.encoder_runner import EncoderRunner
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.transport.messages import EngineInfo
-from penstock.engine.vision.queue import Images
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -39,7 +39,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     eos_token_ids = read_generation_defaults(path, config.model.generation_config).eos_token_ids
     pooling = read_pooling(path, config.model.model)
     executor: Executor
-    images: Images | None = None
+    images: ImageEncoder | None = None
     if pooling.is_encoder:
         if config.device.num_ranks > 1:
             raise ConfigError(
@@ -75,6 +75,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         block_move_s=device.block_move_s,
         num_cheap_rows=NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
         pooling=pooling,
+        keeps_images_whole=images is not None and images.is_whole,
     )
     core = EngineCore(
         scheduler,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,20 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
+class WholeImage(NamedTuple):
+    """An image whose tokens attend to all of it.
+
+    Attributes:
+        rows: of its tokens in the step; the first ones of the image may be cached already.
+        sequence: which one of the step's.
+        position: of the first of these rows; the last one's is that of the image's last token.
+    """
+
+    rows: slice
+    sequence: int
+    position: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepImages:
     """What the images of a step's sequences change.
@@ -41,11 +55,13 @@ class StepImages:
         rows: int64 [num_features], the tokens whose embeddings are replaced; None: none.
         features: [num_features, hidden_size], by what.
         offsets: int64 [3, num_tokens], what M-RoPE adds to the positions; None: nothing.
+        whole: images whose tokens see what follows them in their image.
     """
 
     rows: Tensor | None
     features: Tensor | None
     offsets: Tensor | None
+    whole: tuple[WholeImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

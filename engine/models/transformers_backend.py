@@ -46,7 +46,7 @@ from penstock.engine.models.transformers_modules import (
     replace_layers,
     trial_step,
 )
-from penstock.engine.models.vision import VisionEncoder, is_with_images, towers
+from penstock.engine.models.vision import VisionEncoder, is_with_images, sees_whole_images, towers
 from penstock.kernels.cpu.library import CpuLibrary
 
 _OLDEST = Version(
@@ -460,7 +460,9 @@ class TransformersModel(nn.Module):
         self._attentions = [
             PagedAttention(found, index) for index, found in enumerate(inspected.layers)
         ]
+        is_whole = sees_whole_images(self.causal_lm.config)
         for found, attention in zip(inspected.layers, self._attentions, strict=True):
+            attention.sees_whole_images = is_whole
             self.causal_lm.get_submodule(found.module).paged_attention = attention
         self.causal_lm.set_attn_implementation(_PAGED)
         self._base_name = inspected.base
@@ -523,15 +525,31 @@ class TransformersModel(nn.Module):
         )
 
     def use_fp8_cache(self) -> None:
-        """Store keys and values in FP8."""
+        """Store keys and values in FP8.
+
+        Raises:
+            ConfigError: images are attended to without our kernels.
+        """
+        self._refuse_with_whole_images()
         for each in self._attentions:
             each.cache_dtype = torch.float8_e4m3fn
             each.use_fp8_cache(each.num_kv_heads, self.device)
 
     def use_int8_cache(self) -> None:
-        """Store keys and values in bytes, with a scale for each token and head; on a CPU."""
+        """Store keys and values in bytes, with a scale for each token and head; on a CPU.
+
+        Raises:
+            ConfigError: as for FP8.
+        """
+        self._refuse_with_whole_images()
         for each in self._attentions:
             each.cache_dtype = torch.int8
+
+    def _refuse_with_whole_images(self) -> None:
+        if sees_whole_images(self.causal_lm.config):
+            raise ConfigError(
+                "--kv-cache-dtype must be auto: in this model an image's tokens attend to all of it"
+            )
 
     @torch.inference_mode()
     def check_rows(self, block_size: int) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from penstock.engine.layers.attention import Attention, ForwardContext
+from penstock.engine.layers.attention import Attention, ForwardContext, WholeImage
 from penstock.engine.layers.linear import Embedding, Linear
 from penstock.kernels import int8_cache
+from penstock.kernels.cpu.library import pair_of, unpack_keys, unpack_values
 from penstock.kernels.paged_layout import PagedLayout
 from penstock.kernels.rotary_store_kv import rotary_store_kv
 
@@ -47,11 +49,13 @@ class PagedAttention(Attention):
 
     Attributes:
         cache_dtype: of the cache; None: the model's.
+        sees_whole_images: an image's tokens attend to all of it.
         kernel: does the same on a CPU; None: torch does.
     """
 
     kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     cache_dtype: torch.dtype | None = None
+    sees_whole_images = False
 
     def __init__(self, found: AttendingLayer, layer: int) -> None:
         super().__init__(
@@ -82,6 +86,22 @@ class PagedAttention(Attention):
     ) -> Tensor:
         """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads,
         head_dim] → as the query"""
+        if self.sees_whole_images and context.images is not None:
+            attended = self._attend(query, key, value, context, sinks=sinks)
+            for image in context.images.whole:
+                attended[image.rows] = self._attend_within(image, query[image.rows], context)
+            return attended
+        return self._attend(query, key, value, context, sinks=sinks)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: ForwardContext,
+        *,
+        sinks: Tensor | None,
+    ) -> Tensor:
         if self.kernel is not None:
             return self.kernel(query, key, value)
         num_tokens, _, head_dim = query.shape
@@ -95,6 +115,36 @@ class PagedAttention(Attention):
             value_scale=self.value_scale,
         )
         return super().forward(query, context, sinks=sinks)
+
+    def _attend_within(self, image: WholeImage, query: Tensor, context: ForwardContext) -> Tensor:
+        """Of an image's tokens, to what its first token sees and to the rest of the image, of
+        which keys and values are stored by now; a window bounds how far back.
+
+        query [num_tokens, num_heads, head_dim] → the same shape
+        """
+        stop = image.position + len(query)
+        window = stop if self.window is None else self.window
+        begin = max(0, image.position + 1 - window)
+        queries = torch.arange(image.position, stop, device=query.device)
+        seen = torch.arange(begin, stop, device=query.device)
+        key_cache, value_cache = context.cache(self.layer)
+        block_size = key_cache.shape[1]
+        first = begin // block_size
+        blocks = context.layout.block_tables[image.sequence, first : -(-stop // block_size)].long()
+        keys, values = key_cache[blocks], value_cache[blocks]
+        if self.kernel is not None:
+            pair = pair_of(keys.dtype)
+            keys, values = unpack_keys(keys, pair), unpack_values(values, pair)
+        places = seen - first * block_size
+        attended: Tensor = functional.scaled_dot_product_attention(
+            query.transpose(0, 1),
+            keys.flatten(0, 1)[places].transpose(0, 1),
+            values.flatten(0, 1)[places].transpose(0, 1),
+            attn_mask=seen > queries[:, None] - window,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return attended.transpose(0, 1)
 
 
 def trial_step(

@@ -25,6 +25,7 @@ from penstock.engine.vision.image_tokens import read_image_tokens
 from penstock.kernels.cpu.cores import num_usable_cores
 
 _TOWERS = {
+    "gemma3": ("vision_tower", "multi_modal_projector"),
     "idefics3": ("vision_model", "connector"),
     "llava": ("vision_tower", "multi_modal_projector"),
     "llava_next": ("vision_tower", "multi_modal_projector"),
@@ -33,12 +34,19 @@ _TOWERS = {
     "smolvlm": ("vision_model", "connector"),
 }
 _GRID_POSITIONS = ("qwen2_vl", "qwen2_5_vl")  # M-RoPE
+_WHOLE = ("gemma3",)
+_UNUSED_INPUTS = ("num_crops",)  # of processors
 _NICE = 5  # a third of a stream's share where all cores are busy
 
 
 def is_with_images(config: PreTrainedConfig) -> bool:
     """Whether a model is one whose tower we run."""
     return config.model_type in _TOWERS and getattr(config, "vision_config", None) is not None
+
+
+def sees_whole_images(config: PreTrainedConfig) -> bool:
+    """Whether an image's tokens attend to all of that image, not only to what comes before."""
+    return is_with_images(config) and config.model_type in _WHOLE
 
 
 def towers(model: PreTrainedModel, base: str) -> list[nn.Module]:
@@ -58,6 +66,7 @@ class VisionEncoder:
     Attributes:
         token_id: of image tokens.
         has_grid: the features of an image have positions in a grid.
+        is_whole: an image's tokens attend to all of it.
         encoded: by digest; any thread may read it.
 
     Raises:
@@ -70,6 +79,7 @@ class VisionEncoder:
         assert tokens is not None, "both go by the type of the model"
         self.token_id = tokens.token_id
         self.has_grid = config.model_type in _GRID_POSITIONS
+        self.is_whole = sees_whole_images(config)
         self.encoded: dict[str, EncodedImage] = {}
         try:
             auto: Any = AutoImageProcessor
@@ -109,7 +119,7 @@ class VisionEncoder:
         given = {
             name: each.to(self._device, self._dtype if each.is_floating_point() else each.dtype)
             for name, each in inputs.items()
-            if isinstance(each, Tensor)
+            if isinstance(each, Tensor) and name not in _UNUSED_INPUTS
         }
         found = self._within.get_image_features(**given).pooler_output
         features = torch.cat(list(found)) if isinstance(found, list | tuple) else found

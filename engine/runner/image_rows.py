@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.batch import SequenceEntry
-from penstock.engine.layers.attention import StepImages
+from penstock.engine.layers.attention import StepImages, WholeImage
 from penstock.engine.models.language_model import EncodedImage, ImageEncoder
 
 Integers = npt.NDArray[np.int64]
@@ -25,6 +25,7 @@ class SequenceImages:
         offsets: int64 [3, num_prompt_tokens], what M-RoPE adds to each position for time, row and
             column; None: nothing.
         last_offset: the same for all positions after the prompt.
+        is_whole: an image's tokens attend to all of it.
     """
 
     def __init__(self, entry: SequenceEntry, encoder: ImageEncoder) -> None:
@@ -36,6 +37,7 @@ class SequenceImages:
             self.rows.append(image.offset + np.flatnonzero(span == encoder.token_id))
         self.offsets: Integers | None = None
         self.last_offset = 0
+        self.is_whole = encoder.is_whole
         if encoder.has_grid:
             self.offsets, self.last_offset = _grid_offsets(len(ids), self.rows, self.encoded)
 
@@ -89,14 +91,18 @@ def step_images(
     rows: list[Integers] = []
     features: list[Tensor] = []
     offsets: list[Integers] = []
+    whole: list[WholeImage] = []
     has_offsets = False
     first_row = 0
-    for images, start, stop in zip(sequences, starts, stops, strict=True):
+    for number, (images, start, stop) in enumerate(zip(sequences, starts, stops, strict=True)):
         moved = None
         if images is not None:
             for at, found in images.features(start, stop):
                 rows.append(at + (first_row - start))
                 features.append(found)
+                if images.is_whole:
+                    span = slice(int(rows[-1][0]), int(rows[-1][-1]) + 1)
+                    whole.append(WholeImage(span, number, int(at[0])))
             moved = images.offsets_of(start, stop)
         has_offsets |= moved is not None
         offsets.append(np.zeros((3, stop - start), np.int64) if moved is None else moved)
@@ -109,4 +115,5 @@ def step_images(
         offsets=torch.from_numpy(np.concatenate(offsets, axis=1)).to(device)
         if has_offsets
         else None,
+        whole=tuple(whole),
     )

@@ -69,6 +69,7 @@ class Scheduler:
         block_move_s: float = 0.0,
         num_cheap_rows: int = 8,
         pooling: ModelPooling | None = None,
+        keeps_images_whole: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._pooling = pooling or ModelPooling()
@@ -81,7 +82,9 @@ class Scheduler:
             num_blocks=blocks.num_blocks,
             block_size=blocks.block_size,
             pooling=self._pooling,
+            keeps_images_whole=keeps_images_whole,
         )
+        self._keeps_images_whole = keeps_images_whole
         self._stop_rule = StopRule(eos_token_ids=eos_token_ids, max_model_len=max_model_len)
         self._costs = PreemptionCosts(config.preemption, block_move_s=block_move_s)
         order = ServiceOrder(config.scheduling_policy, aging_s=config.priority_aging_s, clock=clock)
@@ -203,9 +206,11 @@ class Scheduler:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
         )
         limits = self._prompt_limits(in_prompt, budget - len(decoding))
+        spare = self._config.max_num_batched_tokens - budget  # for images that are not cut
         for sequence in decoding + in_prompt:
             num_new = min(self._num_uncomputed(sequence), budget)
             num_new = min(num_new, limits.get(sequence.seq_id, num_new))
+            num_new = self._uncut(sequence, num_new, room=budget + spare)
             if num_new > 0:
                 is_kept, num_preempted = self._extend(sequence, num_new, scheduled)
                 has_preempted |= num_preempted > 0
@@ -216,7 +221,7 @@ class Scheduler:
             self._advance(self._running_set.running[seq_id], item.num_new_tokens)
         if len(self._running_set.waiting) and not has_preempted:
             # After a preemption, a new sequence would take the blocks that the victim gave up.
-            self._admit(scheduled, budget)
+            self._admit(scheduled, budget, spare)
         if not scheduled:
             self._make_way(scheduled)
         self.drafting.add_drafts(scheduled)
@@ -296,8 +301,27 @@ class Scheduler:
             scheduled[sequence.seq_id] = self._enter(sequence, num_new)
         return True, num_preempted
 
-    def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int) -> None:
-        """Start waiting sequences, in the queue's order, while budget, slots and blocks last."""
+    def _uncut(self, sequence: Sequence, num_new: int, *, room: int) -> int:
+        """How many tokens to compute, `num_new` or else, so that the step ends in no image whose
+        tokens see all of it; 0: the image must wait for a step with more room."""
+        if not self._keeps_images_whole or num_new <= 0:
+            return num_new
+        begin = sequence.num_computed_tokens
+        end = begin + num_new
+        for image in sequence.request.images:
+            stop = image.offset + image.num_tokens
+            if image.offset < end < stop:
+                if image.offset > begin:
+                    return image.offset - begin
+                return stop - begin if stop - begin <= room else 0
+        return num_new
+
+    def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int, spare: int = 0) -> None:
+        """Start waiting sequences, in the queue's order, while budget, slots and blocks last.
+
+        Args:
+            spare: tokens beyond the budget, for images that are not cut.
+        """
         passed: set[str] = set()  # tenants that have used up their share
         while budget > 0 and self._running_set.num_free_slots > 0:
             sequence = self._running_set.waiting.peek(passed)
@@ -315,6 +339,9 @@ class Scheduler:
             if was_parked:
                 self._tell(sequence, Notice.RESUMED)
             num_new = min(self._num_missing(sequence), budget)
+            num_new = self._uncut(sequence, num_new, room=budget + spare)
+            if not num_new:
+                return  # it runs, and its image is computed in one of the next steps
             scheduled[sequence.seq_id] = self._enter(sequence, num_new)
             self._advance(sequence, num_new)
             budget -= num_new
@@ -394,6 +421,7 @@ class RequestLimits:
     Attributes:
         max_model_len: maximum number of prompt and output tokens; the pool must hold as many.
         pooling: what the model can do.
+        keeps_images_whole: a step computes all of an image's tokens, as these see each other.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -404,6 +432,7 @@ class RequestLimits:
     num_blocks: int
     block_size: int
     pooling: ModelPooling
+    keeps_images_whole: bool
 
     def __post_init__(self) -> None:
         config = self.config
@@ -444,6 +473,14 @@ class RequestLimits:
             )
         if not 0.0 < request.weight < math.inf:
             raise InvalidRequestError("weight must be a number more than 0", param="weight")
+        most = self.config.max_num_batched_tokens - self.config.max_num_seqs + 1
+        if self.keeps_images_whole and any(each.num_tokens > most for each in request.images):
+            raise InvalidRequestError(
+                f"an image of this model must fit into one step, beside "
+                f"{self.config.max_num_seqs - 1} sequences (--max-num-batched-tokens, "
+                f"--max-num-seqs): this one has more than {most} tokens",
+                param="messages",
+            )
         if params.num_branches > 1 or params.beam_search is not None:
             self._check_branches(request)
 

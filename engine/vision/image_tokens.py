@@ -30,12 +30,14 @@ class ImageTokens:
     """How prompts of one model have images.
 
     Attributes:
-        placeholder: what a chat template writes for an image: the text of one image token.
-        token_id: the id of that token, whose rows get the features.
+        placeholder: what a chat template writes for an image.
+        token: the text of an image token, whose rows get the features; often the placeholder.
+        token_id: its id.
         expand: width and height in pixels → the text in the place of a placeholder.
     """
 
     placeholder: str
+    token: str
     token_id: int
     expand: Expand
 
@@ -67,7 +69,7 @@ class ImageTokens:
         places = [at for at, each in enumerate(token_ids) if each == self.token_id]
         found: list[ImageInput] = []
         for image in images:
-            num_features = self.expand(image.width, image.height).count(self.placeholder)
+            num_features = self.expand(image.width, image.height).count(self.token)
             own, places = places[:num_features], places[num_features:]
             if len(own) < num_features:
                 break
@@ -153,6 +155,7 @@ def _read_llava(fields: ConfigFields, _: _Processor) -> ImageTokens:
     one = "<image>"
     return ImageTokens(
         placeholder=one,
+        token=one,
         token_id=_token_id(fields, 32000),
         expand=lambda *_: one * number,
     )
@@ -182,7 +185,7 @@ def _read_llava_next(fields: ConfigFields, processor: _Processor) -> ImageTokens
             columns -= 2 * padding
         return one * (side * side + rows * columns + rows)  # each row ends with a newline
 
-    return ImageTokens(placeholder=one, token_id=_token_id(fields, 32000), expand=expand)
+    return ImageTokens(placeholder=one, token=one, token_id=_token_id(fields, 32000), expand=expand)
 
 
 def _are_sizes(pinpoints: object) -> bool:
@@ -218,7 +221,9 @@ def _read_qwen2_vl(fields: ConfigFields, processor: _Processor) -> ImageTokens:
         rows, columns = _smart_resized(width, height, patch * merge, least, most)
         return one * (rows * columns)
 
-    return ImageTokens(placeholder=one, token_id=_token_id(fields, 151655), expand=expand)
+    return ImageTokens(
+        placeholder=one, token=one, token_id=_token_id(fields, 151655), expand=expand
+    )
 
 
 def _smart_resized(width: int, height: int, unit: int, least: int, most: int) -> tuple[int, int]:
@@ -234,6 +239,19 @@ def _smart_resized(width: int, height: int, unit: int, least: int, most: int) ->
         scale = math.sqrt(least / (height * width))
         return math.ceil(height * scale / unit), math.ceil(width * scale / unit)
     return rows, columns
+
+
+def _read_gemma3(fields: ConfigFields, processor: _Processor) -> ImageTokens:
+    if processor.get("do_pan_and_scan"):
+        raise fields.error("do_pan_and_scan", "crops of images are not supported")
+    first, one, last = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
+    text = f"\n\n{first}{one * fields.integer('mm_tokens_per_image', 256)}{last}\n\n"
+    return ImageTokens(
+        placeholder=first,
+        token=one,
+        token_id=_token_id(fields, 262144),
+        expand=lambda *_: text,
+    )
 
 
 def _read_idefics3(fields: ConfigFields, processor: _Processor) -> ImageTokens:
@@ -259,7 +277,9 @@ def _read_idefics3(fields: ConfigFields, processor: _Processor) -> ImageTokens:
         )
         return "\n".join(lines) + "\n\n" + whole
 
-    return ImageTokens(placeholder=one, token_id=_token_id(fields, 128257), expand=expand)
+    return ImageTokens(
+        placeholder=one, token=one, token_id=_token_id(fields, 128257), expand=expand
+    )
 
 
 def _tiles(width: int, height: int, tile: int, longest: int) -> tuple[int, int]:
@@ -291,6 +311,7 @@ def _tiles(width: int, height: int, tile: int, longest: int) -> tuple[int, int]:
 
 
 _READERS: dict[str, Callable[[ConfigFields, _Processor], ImageTokens]] = {
+    "gemma3": _read_gemma3,
     "llava": _read_llava,
     "llava_next": _read_llava_next,
     "qwen2_vl": _read_qwen2_vl,

@@ -26,6 +26,26 @@ _DTYPES = {
 }
 
 
+def pair_of(dtype: torch.dtype) -> int:
+    """How many numbers lie side by side in the cache and in packed weights."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def unpack_keys(keys: Tensor, pair: int) -> Tensor:
+    """Blocks of keys [num_blocks, block_size, num_kv_heads, head_dim] whose numbers have the order
+    of attention.inc.c, in that of their dimensions."""
+    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
+    packed = keys.view(num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
+    return packed.permute(0, 3, 1, 2, 4).reshape(keys.shape)
+
+
+def unpack_values(values: Tensor, pair: int) -> Tensor:
+    """The same of values."""
+    num_blocks, block_size, num_kv_heads, head_dim = values.shape
+    packed = values.view(num_blocks, num_kv_heads, block_size // pair, head_dim, pair)
+    return packed.permute(0, 2, 4, 1, 3).reshape(values.shape)
+
+
 class CpuLibrary:
     """The kernels for one dtype.
 

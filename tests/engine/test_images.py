@@ -25,7 +25,7 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.errors import InvalidRequestError
+from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.request import ImageInput, Request, RequestOutput
 from penstock.engine.startup import build_core
 from penstock.engine.text import Tokenizer
@@ -67,6 +67,9 @@ class Model:
                 continue
             text = self.tokens.expand(*Image.open(io.BytesIO(part)).size)
             before, after = IMAGE_TEXT[self.kind].split(self.tokens.placeholder)
+            if self.kind == "gemma3":
+                before, after = text.split(self.tokens.token * 16)
+                text = self.tokens.token * 16
             ids += self.tokenizer.encode(before, add_special_tokens=False, param="")
             new = self.tokenizer.encode(text, add_special_tokens=False, param="")
             images.append(
@@ -98,6 +101,9 @@ class Model:
         if files:
             given = dict(self.processor(images=[files], return_tensors="pt"))
             given.pop("rows", None), given.pop("cols", None)
+        if self.kind == "gemma3":
+            given.pop("num_crops", None)
+            given["token_type_ids"] = (ids == self.tokens.token_id).int()
         if self.kind.startswith("qwen2"):
             given["mm_token_type_ids"] = (ids == self.tokens.token_id).int()
         options = GenerationConfig(
@@ -109,7 +115,9 @@ class Model:
         )
         return found[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
-    def core(self, *, num_blocks: int, preemption: Any = "swap", **cache: Any) -> EngineCore:
+    def core(
+        self, *, num_blocks: int, preemption: Any = "swap", max_num_seqs: int = 8, **cache: Any
+    ) -> EngineCore:
         core, _ = build_core(
             EngineConfig(
                 model=ModelConfig(
@@ -118,7 +126,9 @@ class Model:
                 cache=CacheConfig(
                     block_size=8, num_blocks=num_blocks, num_host_blocks=200, **cache
                 ),
-                scheduler=SchedulerConfig(max_num_batched_tokens=24, preemption=preemption),
+                scheduler=SchedulerConfig(
+                    max_num_batched_tokens=24, max_num_seqs=max_num_seqs, preemption=preemption
+                ),
                 device=DeviceConfig(device="cpu", num_threads=1),
             )
         )
@@ -290,6 +300,20 @@ def test_what_cannot_be_encoded_fails_alone(llava: Model) -> None:
     late = msgspec.structs.replace(image, offset=1 << 20)
     with pytest.raises(InvalidRequestError, match="not in the prompt"):
         core.add(msgspec.structs.replace(broken, request_id="late", images=(late,)))
+
+
+def test_what_sees_whole_images_says_what_it_cannot_do(tmp_path: Path) -> None:
+    model = Model("gemma3", tmp_path)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype must be auto"):
+        model.core(num_blocks=60, kv_cache_dtype="fp8")
+    core = model.core(num_blocks=60, max_num_seqs=10)  # 24 tokens are those of an image and 8 more
+    with pytest.raises(InvalidRequestError, match="more than 15 tokens"):
+        core.add(model.request(PROMPTS[0], "a"))
+    expected = model.expected(PROMPTS[3])
+    assert tokens_of(run(core, model.request(PROMPTS[3], "b"))["b"]) == expected
+    (tmp_path / "processor_config.json").write_text('{"do_pan_and_scan": true}')
+    with pytest.raises(ModelLoadError, match="do_pan_and_scan"):
+        read_image_tokens(tmp_path)
 
 
 def test_a_request_that_waits_can_be_aborted(llava: Model) -> None:

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
@@ -26,7 +27,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm")
+KINDS = ("gemma3", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm")
 _TEXT = {
     "vocab_size": 360, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
@@ -38,7 +39,9 @@ _SQUARE = {
 }  # fmt: skip
 SPECIAL = (
     "<s>", "</s>", "<pad>", "<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>",
-    "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+    "<|video_pad|>",
+    "<start_of_image>", "<image_soft_token>", "<end_of_image>",
+    "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )  # fmt: skip
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
@@ -46,6 +49,7 @@ IMAGE_TEXT = dict.fromkeys(KINDS, "<image>")  # of an image in a template
 IMAGE_TEXT |= dict.fromkeys(
     ("qwen2_vl", "qwen2_5_vl"), "<|vision_start|><|image_pad|><|vision_end|>"
 )
+IMAGE_TEXT["gemma3"] = "<start_of_image>"
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -91,6 +95,19 @@ def config_of(kind: str, token_ids: dict[str, int]) -> Any:
             vision_end_token_id=token_ids["<|vision_end|>"],
             tie_word_embeddings=False,
         )
+    if kind == "gemma3":
+        vision = {**_SQUARE, "model_type": "siglip_vision_model"}
+        text = {**_TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 12}
+        text |= {"layer_types": ["sliding_attention", "full_attention"]}
+        return CONFIG_MAPPING[kind](
+            text_config=text,
+            vision_config=vision,
+            mm_tokens_per_image=16,
+            image_token_index=token_ids["<image_soft_token>"],
+            boi_token_index=token_ids["<start_of_image>"],
+            eoi_token_index=token_ids["<end_of_image>"],
+            tie_word_embeddings=False,
+        )
     vision = dict(_SQUARE)
     given: dict[str, Any] = {"image_token_id": token_ids["<image>"]}
     if kind.startswith("llava"):
@@ -118,6 +135,8 @@ def image_processor(kind: str) -> Any:
     if kind in ("idefics3", "smolvlm"):
         made = Idefics3ImageProcessorPil if kind == "idefics3" else SmolVLMImageProcessorPil
         return made(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+    if kind == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     square = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
     if kind == "llava_next":
         return LlavaNextImageProcessorPil(**square, image_grid_pinpoints=PINPOINTS)
@@ -133,6 +152,8 @@ def save_model(kind: str, path: Path) -> PreTrainedModel:
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms of one and biases of zero would hide mistakes
             parameter.data += 0.1 * torch.randn_like(parameter)
+        elif not parameter.any():  # Gemma 3's projection
+            parameter.data += 0.3 * torch.randn_like(parameter)
         elif parameter.std() < 0.1:
             parameter.data *= 10.0
     model.save_pretrained(path)

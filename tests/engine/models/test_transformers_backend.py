@@ -71,7 +71,7 @@ REFUSED = {
     "deepseek_v3": "values 4 of 128",
     "diffllama": "attends twice",
     "doge": "a mask of its own",
-    "gemma3": "more than a language model",
+    "gemma3n": "more than a language model",
     "gptj": "does not go through the library's interface",
     "mamba": "recurrent layers",
     "moshi": "all that its cache has dropped",

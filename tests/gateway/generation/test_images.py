@@ -20,7 +20,9 @@ from penstock.gateway.errors import RequestRefusedError
 from penstock.gateway.generation.image_fetch import ImageFetcher, is_public
 from penstock.gateway.generation.images import ImageLoader, ImageSource
 
-TOKENS = ImageTokens(placeholder="<image>", token_id=7, expand=lambda *_: "<image>" * 3)
+TOKENS = ImageTokens(
+    placeholder="<image>", token="<image>", token_id=7, expand=lambda *_: "<image>" * 3
+)
 
 
 def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:

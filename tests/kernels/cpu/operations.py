@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.activation import Activation
-from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.library import CpuLibrary, pair_of, unpack_keys, unpack_values
 from penstock.kernels.cpu.lora import CHUNK, pack_pair, set_pair, table_of_pairs
 from penstock.kernels.cpu.quantized import PackedCodes
 from penstock.kernels.int8_cache import SCALE_BYTES
@@ -61,7 +61,7 @@ def linear(
 def pack_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Caches [num_blocks, block_size, num_kv_heads, head_dim] in the order of attention.inc.c, for
     a library of this dtype."""
-    pair = 2 if dtype == torch.bfloat16 else 1
+    pair = pair_of(dtype)
     if key_cache.dtype != torch.int8:
         return _pack_keys(key_cache, pair), _pack_values(value_cache, pair)
     (keys, key_scales), (values, value_scales) = map(_split, (key_cache, value_cache))
@@ -73,13 +73,13 @@ def pack_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> tu
 
 def unpack_cache(keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of `pack_cache`."""
-    pair = 2 if dtype == torch.bfloat16 else 1
+    pair = pair_of(dtype)
     if keys.dtype != torch.int8:
-        return _unpack_keys(keys, pair), _unpack_values(values, pair)
+        return unpack_keys(keys, pair), unpack_values(values, pair)
     (keys, key_scales), (values, value_scales) = map(_take_apart, (keys, values))
     return (
-        torch.cat([_unpack_keys(keys, pair), key_scales], dim=-1),
-        torch.cat([_unpack_values(values, pair), value_scales], dim=-1),
+        torch.cat([unpack_keys(keys, pair), key_scales], dim=-1),
+        torch.cat([unpack_values(values, pair), value_scales], dim=-1),
     )
 
 
@@ -93,18 +93,6 @@ def _pack_values(cache: Tensor, pair: int) -> Tensor:
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     pairs = cache.view(num_blocks, block_size // pair, pair, num_kv_heads, head_dim)
     return pairs.permute(0, 3, 1, 4, 2).contiguous().view_as(cache)
-
-
-def _unpack_keys(keys: Tensor, pair: int) -> Tensor:
-    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
-    packed = keys.view(num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
-    return packed.permute(0, 3, 1, 2, 4).reshape(keys.shape)
-
-
-def _unpack_values(values: Tensor, pair: int) -> Tensor:
-    num_blocks, block_size, num_kv_heads, head_dim = values.shape
-    packed = values.view(num_blocks, num_kv_heads, block_size // pair, head_dim, pair)
-    return packed.permute(0, 2, 4, 1, 3).reshape(values.shape)
 
 
 def _split(cache: Tensor) -> tuple[Tensor, Tensor]:
