@@ -269,7 +269,8 @@ def test_features_are_bounded_and_kept_while_they_are_needed(llava: Model) -> No
         llava.request(["user: ", picture(seed), "?"], str(seed), params={"max_tokens": 4})
         for seed in range(5)
     ]
-    expected = [run(llava.core(num_blocks=120), each)[each.request_id] for each in requests]
+    unbounded = llava.core(num_blocks=120)
+    expected = [run(unbounded, each)[each.request_id] for each in requests]
     found = run(core, *requests)
     for request, outputs in zip(requests, expected, strict=True):
         assert tokens_of(found[request.request_id]) == tokens_of(outputs)

@@ -181,8 +181,7 @@ def test_the_terminal_sends_an_image(server: Served, tmp_path: Path) -> None:
         assert ("cannot send" in done.stderr) == ("none.png" in lines)
         return _prompt_tokens(server) - before
 
-    without = num_prompt_tokens(f"{TEXT}\n/retry\n/quit\n")
-    assert num_prompt_tokens(f"/image {tmp_path}/none.png\n{TEXT}\n/retry\n/quit\n") == without
+    without = num_prompt_tokens(f"/image {tmp_path}/none.png\n{TEXT}\n/retry\n/quit\n")
     both = num_prompt_tokens(f"/image {tmp_path}/a.png\n{TEXT}\n/retry\n/quit\n")
     assert both == without + 2 * 16
 
@@ -258,17 +257,3 @@ async def test_another_gateway_goes_on_with_images(
             process.kill()
         assert (await reading).outcome == undisturbed.outcome
     assert "is gone; it ran 1 responses" in server.log.read_text()
-
-
-def test_a_text_model_refuses_images(demo_server: Served) -> None:
-    body = {
-        "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "image_url", "image_url": {"url": url_of(picture(0))}}],
-            }
-        ]
-    }
-    answer = httpx.post(f"{demo_server.base_url}/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages[0].content[0].image_url"
