@@ -208,7 +208,7 @@ def take_images(
     images: list[LoadedImage] = []
     for number, message in enumerate(conversation):
         content = message.get("content")
-        parts = content if isinstance(content, list) else []
+        parts = content if isinstance(content, list | tuple) else ()
         kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
         if not takes_images and not any(kind in _IMAGE_KINDS for kind in kinds):
             shown.append(message)

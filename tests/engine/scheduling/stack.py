@@ -47,6 +47,7 @@ class Stack:
         eos_token_ids: tuple[int, ...] = (),
         max_model_len: int = MAX_MODEL_LEN,
         is_length_bound: bool = False,
+        keeps_images_whole: bool = False,
     ) -> None:
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
         self.clock = Clock()
@@ -63,6 +64,7 @@ class Stack:
             self.blocks,
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
+            keeps_images_whole=keeps_images_whole,
             clock=self.clock,
         )
         self.device = FakeDevice(

@@ -10,7 +10,7 @@ from penstock.engine.blocks import BlockManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, InvalidRequestError, PromptTooLongError
-from penstock.engine.request import FinishReason
+from penstock.engine.request import FinishReason, ImageInput
 from penstock.engine.scheduling import Scheduler
 
 from .fake_device import FakeDevice, expected_output
@@ -219,6 +219,44 @@ def test_settings_that_cannot_work_say_so() -> None:
     config = SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=8)
     with pytest.raises(ConfigError, match="max-num-batched-tokens"):
         Scheduler(config, blocks, eos_token_ids=(), max_model_len=16)
+
+
+def test_no_step_ends_in_an_image_that_is_seen_whole() -> None:
+    """Nor exceeds its budget, beside decodes, other tenants, prefix hits and preemptions."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12)
+    stack = Stack(num_blocks=16, config=config, enable_prefix_caching=True, keeps_images_whole=True)
+    given = {}
+    for index in range(24):
+        offset = 5 * (index % 3)
+        image = ImageInput(digest="a", offset=offset, num_tokens=9, num_features=9)
+        given[f"r{index}"] = [*range(offset), *[7] * 9, *[index] * (index % 4)]
+        request = make_request(
+            f"r{index}",
+            given[f"r{index}"],
+            max_tokens=1 + index % 13,
+            arrival=index,
+            tenant=f"t{index % 5}",
+        )
+        stack.scheduler.add(replace(request, images=(image,)))
+    plan, ends = stack.scheduler.schedule, []
+
+    def schedule() -> Batch:
+        batch = plan()
+        assert sum(item.num_new_tokens for item in batch.scheduled) <= 12
+        for item in batch.scheduled:
+            sequence = stack.scheduler._running_set.running[item.seq_id]
+            (image,) = sequence.request.images
+            ends.append(sequence.num_computed_tokens - image.offset)
+        return batch
+
+    stack.scheduler.schedule = schedule  # type: ignore[method-assign]
+    stack.run()
+    assert not set(ends) & set(range(1, 9))
+    assert ends.count(0) > 0
+    assert stack.scheduler.counters.num_preemptions > 0
+    for index in range(24):
+        tokens = expected_output(given[f"r{index}"], 1 + index % 13)
+        assert stack.tokens(f"r{index}") == tokens
 
 
 def test_an_idle_core_plans_nothing() -> None:
