@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import setproctitle
-
 from penstock.engine.errors import ConfigError, EngineError, ModelLoadError
 
 CONFIG_FD = "PENSTOCK_CONFIG_FD"
@@ -60,6 +58,8 @@ def run_child(title: str, main: Callable[[Mapping[str, Any], Status], None]) -> 
     A user's mistake (`EngineError`) is reported in one line through the status pipe; any other
     exception is a bug, and its traceback is logged too.
     """
+    import setproctitle  # a GPU's machine, where only models run, may lack it
+
     setproctitle.setproctitle(title)
     die_with_parent(int(os.environ[SUPERVISOR_PID]))
     status = Status(int(os.environ[STATUS_FD]))

@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-import setproctitle
 import torch
 
 from penstock.engine.batch import Batch, BatchResult
@@ -428,6 +427,8 @@ def main(status: int) -> int:
     """Another rank's process: run every batch until the first rank ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank handles it
     start: _Start = pickle.loads(_read(_LENGTH.unpack(_read(_LENGTH.size))[0]))  # noqa: S301
+    import setproctitle  # as in `engine.process`
+
     setproctitle.setproctitle(f"penstock-rank {start.rank}")
     if start.dies_by_signal:
         die_with_parent(start.parent_pid)

@@ -22,7 +22,7 @@ from penstock.kernels.rms_norm_reference import rms_norm_reference
 HEADER = build.read_source("ops.h")
 ARGUMENTS = """
 /* y = max(x, floor) */
-struct clamp_args {
+struct at_least_args {
     void *y;
     const void *x;
     const int64_t *num_rows;
@@ -31,16 +31,16 @@ struct clamp_args {
 };
 """
 FUNCTION = """
-static void NAME(clamp_item)(const void *args, long row) {
-    const struct clamp_args *a = args;
+static void NAME(at_least_item)(const void *args, long row) {
+    const struct at_least_args *a = args;
     const DTYPE *x = (const DTYPE *)a->x + row * a->size;
     DTYPE *y = (DTYPE *)a->y + row * a->size;
     for (long i = 0; i < a->size; i++) PUT(y + i, GET(x + i) > a->floor ? GET(x + i) : a->floor);
 }
 
-struct job NAME(clamp)(const void *args) {
-    const struct clamp_args *a = args;
-    return (struct job){NAME(clamp_item), a, *a->num_rows, 0};
+struct job NAME(at_least)(const void *args) {
+    const struct at_least_args *a = args;
+    return (struct job){NAME(at_least_item), a, *a->num_rows, 0};
 }
 """
 
@@ -74,14 +74,14 @@ def test_an_operation_is_added(extended):
     x, out = random(num_rows, size, seed=0, dtype=dtype), torch.empty(num_rows, size, dtype=dtype)
     weight = random(size, seed=1, dtype=dtype)
     program = Program(extended)
-    clamped = program.buffer("clamped", size)
-    program.add("clamp", y=clamped, x=x, size=size, floor=-0.5)
-    program.add("rms_norm", y=out, x=clamped, weight=weight, size=size, eps=eps)
+    raised = program.buffer("raised", size)
+    program.add("at_least", y=raised, x=x, size=size, floor=-0.5)
+    program.add("rms_norm", y=out, x=raised, weight=weight, size=size, eps=eps)
     program.record(num_rows)
     program.step.num_tokens = num_rows
     program.run()
-    assert torch.equal(clamped.rows, x.clamp(min=-0.5))
-    torch.testing.assert_close(out, rms_norm_reference(clamped.rows, weight, eps))
+    assert torch.equal(raised.rows, x.clamp(min=-0.5))
+    torch.testing.assert_close(out, rms_norm_reference(raised.rows, weight, eps))
 
 
 def offsets(structure: type[Structure]) -> list[int]:
