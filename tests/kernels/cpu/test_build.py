@@ -90,22 +90,19 @@ def test_without_a_system_compiler_it_is_the_python_packages(compilations, monke
     assert arguments.read_text() == repr(["cc", "-mcpu=baseline"])
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "unsealed", "bad seal"])
-def test_a_damaged_file_is_compiled_again(compilations, damage):
+def test_damaged_files_are_compiled_again(compilations):
     path = build_library(select_isa(), DEFINES)
-    if damage == "truncated":
-        path.write_bytes(path.read_bytes()[:5000])
-    elif damage == "garbage":
-        path.write_bytes(b"not a library")
-    elif damage == "bad seal":
-        path.with_suffix(".sha256").write_bytes(b"\xff\xfe")
-    else:
-        path.with_suffix(".sha256").unlink()
-    library = load_library(torch.float32)
-    assert num_compilations(compilations) == 2
-    assert library is not None
-    x = torch.ones(1, 4)
-    assert operations.linear(library, x, torch.ones(3, 4)).tolist() == [[4.0] * 3]
+    seal = path.with_suffix(".sha256")
+    damages = [(path, path.read_bytes()[:5000]), (path, b"not a library"), (seal, b"\xff\xfe")]
+    for num_before, (file, data) in enumerate([*damages, (seal, None)], 1):
+        file.unlink()  # not written over: this process has loaded it
+        if data is not None:
+            file.write_bytes(data)
+        library = load_library(torch.float32)
+        assert num_compilations(compilations) == num_before + 1
+        assert library is not None
+        x = torch.ones(1, 4)
+        assert operations.linear(library, x, torch.ones(3, 4)).tolist() == [[4.0] * 3]
 
 
 def test_processes_that_start_together_get_a_whole_file_each(cache):
