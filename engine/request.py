@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -488,6 +488,34 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     vector: bytes | None = None
+
+
+class Requests(Protocol):
+    """Of a scheduler: what those need who let requests wait before it."""
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, *, index: int | None = None) -> None: ...
+
+    def has_request(self, request_id: str) -> bool: ...
+
+
+def refusal(
+    request_id: str, error: InvalidRequestError, *, param: str | None = None
+) -> RequestOutput:
+    """The only output of a request that is invalid.
+
+    Args:
+        param: the invalid parameter, if the error does not name it.
+    """
+    return RequestOutput(
+        request_id=request_id,
+        finish_reason=FinishReason.ERROR,
+        is_last=True,
+        error=str(error),
+        is_refused=True,
+        param=error.param or param,
+    )
 
 
 def num_blocks_needed(params: SamplingParams, num_prompt_tokens: int, block_size: int) -> int:

@@ -33,7 +33,13 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequestError
 from penstock.engine.logs import LogWriter, configure_logging
 from penstock.engine.process import LISTEN_FD, PULSE_FD, Status, run_child
-from penstock.engine.request import FinishReason, Request, RequestOutput, StructuredOutputs
+from penstock.engine.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    StructuredOutputs,
+    refusal,
+)
 from penstock.engine.scheduling import Scheduler
 from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import (
@@ -252,15 +258,7 @@ class EngineServer:
                 self._abort(request_id, index=index)
         except InvalidRequestError as refused:
             self._forget(request_id)
-            refusal = RequestOutput(
-                request_id=request_id,
-                finish_reason=FinishReason.ERROR,
-                is_last=True,
-                error=str(refused),
-                is_refused=True,
-                param=refused.param,
-            )
-            self._transport.send(owner.gateway_id, (refusal,))
+            self._transport.send(owner.gateway_id, (refusal(request_id, refused),))
 
     def _supersede(self, owner: _Owner, request_id: str) -> None:
         """Tell a gateway that another one runs its request."""

@@ -15,7 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.request import Adapter, FinishReason, Request, RequestOutput
+from penstock.engine.request import (
+    Adapter,
+    FinishReason,
+    Request,
+    RequestOutput,
+    Requests,
+    refusal,
+)
 
 MAX_OVERTAKING = 16  # later requests that go ahead of one that waits for a place
 
@@ -38,16 +45,6 @@ class Adapters(Protocol):
     def has_head(self, digest: str) -> bool:
         """Whether an adapter in memory changes the output head."""
         ...
-
-
-class Requests(Protocol):
-    """The scheduler's part."""
-
-    def add(self, request: Request) -> None: ...
-
-    def abort(self, request_id: str, *, index: int | None = None) -> None: ...
-
-    def has_request(self, request_id: str) -> bool: ...
 
 
 class AdapterQueue:
@@ -206,7 +203,7 @@ class AdapterQueue:
     def _refuse(self, request: Request, error: InvalidRequestError) -> None:
         self._remove(request)
         self._has_news.set()  # others may have its place
-        self._outputs.append(_failed(request.request_id, error))
+        self._outputs.append(refusal(request.request_id, error))
 
     def _load(self, adapter: Adapter) -> None:
         """In the thread."""
@@ -251,12 +248,6 @@ class AdapterQueue:
             if digest not in used:
                 del self._loaded[digest]
                 self._adapters.drop(digest)
-
-
-def _failed(request_id: str, error: InvalidRequestError) -> RequestOutput:
-    output = _ended(request_id, str(error))
-    output.is_refused, output.param = True, error.param
-    return output
 
 
 def _ended(request_id: str, error: str) -> RequestOutput:

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.engine.errors import InvalidRequestError
-from penstock.engine.request import FinishReason, ImageInput, Request, RequestOutput
+from penstock.engine.request import ImageInput, Request, RequestOutput, Requests, refusal
 
 
 class Images(Protocol):
@@ -35,16 +35,6 @@ class Images(Protocol):
     def drop(self, digest: str) -> None:
         """Forget the features of an image that no sequence has."""
         ...
-
-
-class Requests(Protocol):
-    """The scheduler's part."""
-
-    def add(self, request: Request) -> None: ...
-
-    def abort(self, request_id: str, *, index: int | None = None) -> None: ...
-
-    def has_request(self, request_id: str) -> bool: ...
 
 
 class ImageQueue:
@@ -161,7 +151,7 @@ class ImageQueue:
                 self._check_number(image)
             self._requests.add(msgspec.structs.replace(request, images=bare))
         except InvalidRequestError as error:
-            return [_refused(request_id, error)]
+            return [refusal(request_id, error, param="messages")]
         self._live[request_id] = frozenset(digests)
         for index in aborted:
             self._requests.abort(request_id, index=index)
@@ -217,7 +207,7 @@ class ImageQueue:
             for request in list(self._waiting.values()):
                 if any(image.digest == digest for image in request.images):
                     self._leave(request)
-                    outputs.append(_refused(request.request_id, error))
+                    outputs.append(refusal(request.request_id, error, param="messages"))
         return outputs
 
     def _leave(self, request: Request) -> None:
@@ -244,14 +234,3 @@ class ImageQueue:
             del self._bytes[digest], self._num_features[digest]
             if self.num_bytes <= self._max_bytes:
                 break
-
-
-def _refused(request_id: str, error: InvalidRequestError) -> RequestOutput:
-    return RequestOutput(
-        request_id=request_id,
-        finish_reason=FinishReason.ERROR,
-        is_last=True,
-        error=str(error),
-        is_refused=True,
-        param=error.param or "messages",
-    )

@@ -3,6 +3,7 @@
  * change it there too. */
 #define _GNU_SOURCE
 #include "pool.h"
+#include "waiting.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -68,20 +69,6 @@ static uint64_t word_of(unsigned number, uint64_t item, enum state state) {
 }
 
 static enum state state_of(uint64_t word) { return word & ((1 << STATE_BITS) - 1); }
-
-static void pause_cpu(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static long now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000L + now.tv_nsec;
-}
 
 void pool_open(void) {
     if (!my_slot) return;

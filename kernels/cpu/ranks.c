@@ -1,5 +1,6 @@
 #define _GNU_SOURCE
 #include "ranks.h"
+#include "waiting.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -21,20 +22,6 @@ struct place {
     char pad[56];
 };
 _Static_assert(sizeof(struct place) == 64, "as engine/parallel/ranks.py lays it out");
-
-static void pause_cpu(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static long now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000L + now.tv_nsec;
-}
 
 static int has_come(uint32_t num_meetings, uint32_t meeting) { return (int32_t)(num_meetings - meeting) >= 0; }
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.experts_reference import SlotGroups
-from penstock.kernels.gpu.linear_quantized import _bytes, _levels, _of_columns, level_sizes
+from penstock.kernels.gpu.linear_quantized import _bytes, _product_tile, level_sizes
 from penstock.kernels.gpu.quantized import GpuCodes
 from penstock.kernels.gpu.tuning import Config
 
@@ -102,34 +102,19 @@ def experts_levels_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Program (m, n), as in `experts_linear_kernel`; weights as in `linear_levels_kernel`."""
-    expert, first_row, end = _tile(ends_ptr, num_experts, EXPERTS, BLOCK_M)
+    expert, first, end = _tile(ends_ptr, num_experts, EXPERTS, BLOCK_M)
     if expert < num_experts:
-        rows = first_row + tl.arange(0, BLOCK_M)
+        rows = first + tl.arange(0, BLOCK_M)
         outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_row, is_output = rows < end, outputs < num_outputs
-        num_all = num_experts * num_outputs
         places = expert.to(tl.int64) * num_outputs + outputs
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * SIZE
         code_rows = codes_ptr + places[:, None] * ROW_BYTES
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for start in tl.range(0, SIZE, CODES_PER_BYTE * COLUMNS):
-            bytes_at = start // CODES_PER_BYTE + tl.arange(0, COLUMNS)
-            is_code = is_output[:, None] & (bytes_at < ROW_BYTES)[None, :]
-            codes = tl.load(code_rows + bytes_at[None, :], is_code, other=0)
-            for part in tl.static_range(CODES_PER_BYTE):
-                first = start + part * COLUMNS
-                columns = first + tl.arange(0, COLUMNS)
-                is_inside = is_row[:, None] & (columns < SIZE)[None, :]
-                x = tl.load(x_rows + columns[None, :], is_inside, other=0.0)
-                own = codes if CODES_PER_BYTE == 1 else (codes >> (4 * part)) & 15
-                weight = _levels(own, table_ptr, ZERO, IS_FLOAT8) * _of_columns(
-                    scales_ptr, places, first, num_all, SIZE, COLUMNS_PER_SCALE, SPAN, COLUMNS
-                )
-                if offsets_ptr is not None:
-                    weight -= _of_columns(
-                        offsets_ptr, places, first, num_all, SIZE, COLUMNS_PER_SCALE, SPAN, COLUMNS
-                    )
-                total = tl.dot(weight.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+        total = _product_tile(
+            x_rows, code_rows, places, is_row, is_output, scales_ptr, offsets_ptr, table_ptr,
+            num_experts * num_outputs, SIZE, ROW_BYTES, COLUMNS_PER_SCALE, SPAN, CODES_PER_BYTE,
+            ZERO, IS_FLOAT8, BLOCK_M, BLOCK_N, COLUMNS,
+        )  # fmt: skip
         if bias_ptr is not None:
             total += tl.load(bias_ptr + places, is_output, other=0.0).to(tl.float32)[:, None]
         pointers = output_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]

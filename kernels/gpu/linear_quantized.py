@@ -75,6 +75,52 @@ def _of_columns(
         return tl.reshape(spread, [values.shape[0], COLUMNS])
 
 
+@triton.jit
+def _product_tile(
+    x_rows,  # pointers [BLOCK_M, 1] to rows of [SIZE]
+    code_rows,  # pointers [BLOCK_N, 1] to rows of [ROW_BYTES]
+    weights,  # int [BLOCK_N]: the columns of the scales
+    is_row,
+    is_output,
+    scales_ptr,  # [num_blocks, num_weights]
+    offsets_ptr,
+    table_ptr,
+    num_weights,
+    SIZE: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    COLUMNS_PER_SCALE: tl.constexpr,
+    SPAN: tl.constexpr,
+    CODES_PER_BYTE: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The product of rows and of weights that are codes, transposed: float32 [BLOCK_N, BLOCK_M]."""
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, SIZE, CODES_PER_BYTE * COLUMNS):
+        bytes_at = start // CODES_PER_BYTE + tl.arange(0, COLUMNS)
+        is_code = is_output[:, None] & (bytes_at < ROW_BYTES)[None, :]
+        codes = tl.load(code_rows + bytes_at[None, :], is_code, other=0)
+        for part in tl.static_range(CODES_PER_BYTE):
+            first = start + part * COLUMNS
+            columns = first + tl.arange(0, COLUMNS)
+            x = tl.load(
+                x_rows + columns[None, :], is_row[:, None] & (columns < SIZE)[None, :], other=0.0
+            )
+            own = codes if CODES_PER_BYTE == 1 else (codes >> (4 * part)) & 15
+            weight = _levels(own, table_ptr, ZERO, IS_FLOAT8) * _of_columns(
+                scales_ptr, weights, first, num_weights, SIZE, COLUMNS_PER_SCALE, SPAN, COLUMNS
+            )
+            if offsets_ptr is not None:
+                weight -= _of_columns(
+                    offsets_ptr, weights, first, num_weights, SIZE, COLUMNS_PER_SCALE, SPAN, COLUMNS
+                )
+            total = tl.dot(weight.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_levels_kernel(
     output_ptr,  # [num_rows, num_outputs]
@@ -104,26 +150,11 @@ def linear_levels_kernel(
     is_row, is_output = rows < num_rows, outputs < num_outputs
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * SIZE
     code_rows = codes_ptr + outputs.to(tl.int64)[:, None] * ROW_BYTES
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, SIZE, CODES_PER_BYTE * COLUMNS):
-        places = start // CODES_PER_BYTE + tl.arange(0, COLUMNS)
-        is_code = is_output[:, None] & (places < ROW_BYTES)[None, :]
-        codes = tl.load(code_rows + places[None, :], is_code, other=0)
-        for part in tl.static_range(CODES_PER_BYTE):
-            first = start + part * COLUMNS
-            columns = first + tl.arange(0, COLUMNS)
-            x = tl.load(
-                x_rows + columns[None, :], is_row[:, None] & (columns < SIZE)[None, :], other=0.0
-            )
-            own = codes if CODES_PER_BYTE == 1 else (codes >> (4 * part)) & 15
-            weight = _levels(own, table_ptr, ZERO, IS_FLOAT8) * _of_columns(
-                scales_ptr, outputs, first, num_outputs, SIZE, COLUMNS_PER_SCALE, SPAN, COLUMNS
-            )
-            if offsets_ptr is not None:
-                weight -= _of_columns(
-                    offsets_ptr, outputs, first, num_outputs, SIZE, COLUMNS_PER_SCALE, SPAN, COLUMNS
-                )
-            total = tl.dot(weight.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+    total = _product_tile(
+        x_rows, code_rows, outputs, is_row, is_output, scales_ptr, offsets_ptr, table_ptr,
+        num_outputs, SIZE, ROW_BYTES, COLUMNS_PER_SCALE, SPAN, CODES_PER_BYTE, ZERO, IS_FLOAT8,
+        BLOCK_M, BLOCK_N, COLUMNS,
+    )  # fmt: skip
     _store(output_ptr, bias_ptr, total, rows, outputs, num_rows, num_outputs)
 
 

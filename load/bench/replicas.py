@@ -336,17 +336,12 @@ async def _rate(base_url: str, parsed: argparse.Namespace, number: int) -> float
 
 
 def _threads_text(parsed: argparse.Namespace, rates: Mapping[str, Sequence[float]]) -> str:
-    several, one = rates.values()
-    ratios = [left / right for left, right in zip(several, one, strict=True)]
-    columns: Mapping[str, Callable[[str], str]] = {
-        "": lambda name: name,
-        "tokens/s": lambda name: f"{statistics.median(rates[name]):.0f}",
-        "in the rounds": lambda name: " ".join(f"{rate:.0f}" for rate in rates[name]),
-    }
-    return (
+    return _ratios_text(
         f"{parsed.threads_streams} streams of {parsed.threads_output_len} tokens through HTTP, in "
-        f"alternating rounds; the median of the rounds' ratios is "
-        f"{statistics.median(ratios):.2f}.\n\n" + table_of(list(rates), columns)
+        "alternating rounds",
+        rates,
+        of="",
+        unit="tokens/s",
     )
 
 
@@ -413,20 +408,28 @@ def _step_when_told(pipe: Connection, index: int, num: int, model: str) -> None:
 
 
 def _steps_text(rates: Mapping[str, Sequence[float]]) -> str:
-    several, one = rates.values()
-    ratios = [left / right for left, right in zip(several, one, strict=True)]
-    columns: Mapping[str, Callable[[str], str]] = {
-        "engines of 1 thread": lambda name: name,
-        "steps/s": lambda name: f"{statistics.median(rates[name]):.0f}",
-        "in the rounds": lambda name: " ".join(f"{rate:.0f}" for rate in rates[name]),
-    }
-    return (
-        f"Without a gateway, {_NUM_SEQS} sequences in each engine; the median of the rounds' "
-        f"ratios is {statistics.median(ratios):.2f}.\n\n" + table_of(list(rates), columns)
+    return _ratios_text(
+        f"Without a gateway, {_NUM_SEQS} sequences in each engine",
+        rates,
+        of="engines of 1 thread",
+        unit="steps/s",
     )
 
 
 # -- common ----------------------------------------------------------------------------------------
+
+
+def _ratios_text(lead: str, rates: Mapping[str, Sequence[float]], *, of: str, unit: str) -> str:
+    """The rates of several engines and of one, and the median of the rounds' ratios."""
+    several, one = rates.values()
+    ratios = [left / right for left, right in zip(several, one, strict=True)]
+    columns: Mapping[str, Callable[[str], str]] = {
+        of: lambda name: name,
+        unit: lambda name: f"{statistics.median(rates[name]):.0f}",
+        "in the rounds": lambda name: " ".join(f"{rate:.0f}" for rate in rates[name]),
+    }
+    median = f"the median of the rounds' ratios is {statistics.median(ratios):.2f}"
+    return f"{lead}; {median}.\n\n" + table_of(list(rates), columns)
 
 
 def _client(base_url: str, num_streams: int) -> httpx.AsyncClient:
