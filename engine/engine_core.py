@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.engine.batch import Batch, BatchResult
+from penstock.engine.blocks.prefix_cache import CachedBlock
 from penstock.engine.config import LoraConfig
 from penstock.engine.lora.queue import AdapterQueue, Adapters
 from penstock.engine.request import ImageInput, Request, RequestOutput, StructuredOutputs
@@ -43,6 +44,24 @@ class Grammars(Protocol):
         Raises:
             InvalidRequestError: it is invalid or too large.
         """
+        ...
+
+
+class BlockBytes(Protocol):
+    """Whole KV blocks as bytes, between steps.
+
+    Attributes:
+        num_block_bytes: of a block; 0 if there is no such access.
+    """
+
+    num_block_bytes: int
+
+    def read(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, those on the device first, as all steps so far leave them."""
+        ...
+
+    def write(self, host_id: int, data: bytes) -> None:
+        """Replace a host block's bytes, for all steps from now on."""
         ...
 
 
@@ -79,6 +98,11 @@ class Executor(Protocol):
     @property
     def adapters(self) -> Adapters:
         """The adapters that its sequences may have."""
+        ...
+
+    @property
+    def block_bytes(self) -> BlockBytes:
+        """Access to blocks for other engines."""
         ...
 
     def close(self) -> None:
@@ -167,6 +191,37 @@ class EngineCore:
         return self.scheduler.blocks.drop_prefix(
             token_ids, cache_salt=cache_salt, adapter=adapter, images=images
         )
+
+    def read_blocks(self, keys: Sequence[bytes]) -> list[tuple[CachedBlock, bytes]]:
+        """Cached full blocks and their bytes, up to the first key that is not cached."""
+        blocks = self.scheduler.blocks.find_blocks(keys)
+        on_device = [each.device_id for each in blocks if each.device_id is not None]
+        on_host = [each for each in blocks if each.device_id is None]
+        host_ids = [each.host_id for each in on_host if each.host_id is not None]
+        data = self._executor.block_bytes.read(on_device, host_ids)
+        from_device, from_host = iter(data[: len(on_device)]), iter(data[len(on_device) :])
+        return [
+            (each, next(from_host if each.device_id is None else from_device)) for each in blocks
+        ]
+
+    def store_block(self, parent: bytes, tokens: bytes, key: bytes, data: bytes) -> bool:
+        """Keep another engine's full block in the host tier, for those who look for its prefix;
+        False if there is no room.
+
+        Args:
+            parent, tokens, key: as in `CachedBlock`.
+
+        Raises:
+            ValueError: it is not a block of this engine's.
+        """
+        block_bytes = self._executor.block_bytes
+        if len(data) != block_bytes.num_block_bytes:
+            expected = f"{block_bytes.num_block_bytes:,} bytes"
+            raise ValueError(f"a block has {len(data):,} bytes instead of {expected}")
+        host_id = self.scheduler.blocks.take_in(parent, tokens, key)
+        if host_id is not None and host_id >= 0:
+            block_bytes.write(host_id, data)
+        return host_id is not None
 
     def has_work(self) -> bool:
         queues_have_work = self.adapters.has_work or self.images.has_work

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
 import ssl
 import sys
 import time
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -45,11 +47,15 @@ from penstock.engine.startup import build_core
 from penstock.engine.transport.messages import (
     SHORT_KEY_BYTES,
     Abort,
+    BlocksStored,
     CachedKeys,
     DropPrefix,
     EngineInfo,
     EngineStats,
     Epoch,
+    FetchBlocks,
+    KVBlock,
+    KVBlocks,
     Submit,
     UnloadAdapter,
     WantKeys,
@@ -59,6 +65,8 @@ from penstock.engine.transport.tls import engine_context
 from penstock.engine.watchdog import Watchdog, life_line
 from penstock.kernels.cpu.cores import share_of_cores
 
+_LOG = logging.getLogger(__name__)
+_MAX_ANSWER_BYTES = 8 << 20  # of blocks, but one is always sent
 _STATS_INTERVAL_S = 0.1  # while no request starts or ends
 _LEAVE_S = 0.1  # for what gateways sent before they heard that the engine drains
 
@@ -68,6 +76,15 @@ class _Owner:
     gateway_id: GatewayId
     name: str
     epoch: Epoch
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """KV blocks since start: sent to other engines, kept from them, and refused."""
+
+    num_sent: int = 0
+    num_received: int = 0
+    num_refused: int = 0
 
 
 class EngineServer:
@@ -89,6 +106,9 @@ class EngineServer:
     ) -> None:
         self._core = core
         self._bytes_per_block = info.bytes_per_block
+        self._kv_root, self._num_block_bytes = info.kv_root, info.num_block_bytes
+        self._transfers = TransferCounters()
+        self._fetching: set[GatewayId] = set()  # gateways that still want blocks
         self._transport = Transport(address, info, remote=remote)
         core.wake_by(self._transport.interrupt)
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
@@ -181,8 +201,13 @@ class EngineServer:
             self._core.adapters.unload(message.name)
         elif isinstance(message, WantKeys):
             self._publish_all_keys(gateway_id)
+        elif isinstance(message, FetchBlocks):
+            self._fetch(gateway_id, message)
+        elif isinstance(message, KVBlocks):
+            self._store(gateway_id, message)
         elif isinstance(message, GatewayGone):
             self._num_keys.pop(gateway_id, None)
+            self._fetching.discard(gateway_id)
             for request_id in list(self._owners):
                 if self._is_owner(gateway_id, request_id):
                     self._abort(request_id)
@@ -201,7 +226,8 @@ class EngineServer:
         if self._end_s is None:
             self._end_s = now_s + self._drain_s
             self._may_end_s = now_s + (_LEAVE_S if self._transport.drain() else 0.0)
-        return now_s >= self._end_s or (not self._owners and now_s >= self._may_end_s)
+        is_needed = self._owners or self._fetching
+        return now_s >= self._end_s or (not is_needed and now_s >= self._may_end_s)
 
     def _is_owner(self, gateway_id: GatewayId, request_id: str) -> bool:
         owner = self._owners.get(request_id)
@@ -303,6 +329,7 @@ class EngineServer:
             bytes_per_block=self._bytes_per_block,
             num_awaiting=len(self._core.adapters) + len(self._core.images),
             num_grammars=len(self._core.grammars),
+            transfers=self._transfers,
         )
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
 
@@ -334,6 +361,48 @@ class EngineServer:
         number = self._num_keys[gateway_id] = self._num_keys.get(gateway_id, 0) + 1
         snapshot = CachedKeys(number=number, added=_short(cache.keys()), is_snapshot=True)
         self._transport.publish(gateway_id, snapshot)
+
+    # -- blocks for other engines, which gateways pass on ---------------------------------------
+
+    def _fetch(self, gateway_id: GatewayId, wanted: FetchBlocks) -> None:
+        if not wanted.keys:
+            self._fetching.discard(gateway_id)
+            return
+        self._fetching.add(gateway_id)
+        blocks: tuple[KVBlock, ...] = ()
+        if self._kv_root:
+            most = max(1, _MAX_ANSWER_BYTES // self._num_block_bytes)
+            blocks = tuple(
+                KVBlock(
+                    parent=block.parent,
+                    tokens=block.tokens,
+                    key=block.key or b"",
+                    data=data,
+                    checksum=zlib.crc32(data),
+                )
+                for block, data in self._core.read_blocks(wanted.keys[:most])
+            )
+        self._transfers.num_sent += len(blocks)
+        self._transport.answer(
+            gateway_id, KVBlocks(number=wanted.number, kv_root=self._kv_root, blocks=blocks)
+        )
+
+    def _store(self, gateway_id: GatewayId, sent: KVBlocks) -> None:
+        num_stored = 0
+        try:
+            for block in sent.blocks:
+                if sent.kv_root != self._kv_root or not self._kv_root:
+                    raise ValueError("it is of another model, type or layout")
+                if zlib.crc32(block.data) != block.checksum:
+                    raise ValueError("its bytes have changed on the way")
+                if not self._core.store_block(block.parent, block.tokens, block.key, block.data):
+                    break
+                num_stored += 1
+        except ValueError as error:
+            self._transfers.num_refused += len(sent.blocks) - num_stored
+            _LOG.warning("refused another engine's KV block: %s", error)
+        self._transfers.num_received += num_stored
+        self._transport.answer(gateway_id, BlocksStored(number=sent.number, num_blocks=num_stored))
 
 
 def _short(keys: Iterable[bytes]) -> bytes:
@@ -418,6 +487,7 @@ def stats_snapshot(
     bytes_per_block: int,
     num_grammars: int,
     num_awaiting: int = 0,
+    transfers: TransferCounters,
 ) -> EngineStats:
     """The engine's current numbers. Not called for every step, since a quick step takes only a few
     times as long as this."""
@@ -465,6 +535,11 @@ def stats_snapshot(
         num_draft_tokens_total=drafted.num_draft_tokens,
         num_accepted_tokens_total=drafted.num_accepted_tokens,
         num_accepted_tokens_per_pos_total=tuple(drafted.accepted_by_position),
+        num_kv_blocks_sent_total=transfers.num_sent,
+        num_kv_blocks_received_total=transfers.num_received,
+        num_kv_blocks_refused_total=transfers.num_refused,
+        kv_sent_bytes_total=transfers.num_sent * bytes_per_block,
+        kv_received_bytes_total=transfers.num_received * bytes_per_block,
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.blocks import BlockManager
+from penstock.engine.blocks.prefix_cache import root_key
 from penstock.engine.config import EngineConfig, LoraConfig
-from penstock.engine.engine_core import EngineCore, Executor
+from penstock.engine.engine_core import BlockBytes, EngineCore, Executor
 from penstock.engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from penstock.engine.executor.in_process import InProcessExecutor, OverlappedExecutor
 from penstock.engine.executor.ranks import RanksExecutor
@@ -107,8 +108,19 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         adapters=adapters,
         cache_root=cache_root,
         is_length_bound=device.needs_prompt_lens,
+        kv_root=_kv_root(config, cache_root, device, executor.block_bytes),
+        num_block_bytes=executor.block_bytes.num_block_bytes,
     )
     return core, info
+
+
+def _kv_root(
+    config: EngineConfig, cache_root: bytes, device: RunnerInfo, block_bytes: BlockBytes
+) -> bytes:
+    """What engines that exchange blocks have in common; empty where nothing could be exchanged."""
+    if not (block_bytes.num_block_bytes and config.cache.enable_prefix_caching):
+        return b""
+    return root_key(cache_root, device.kv_layout.encode())
 
 
 def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:

@@ -424,6 +424,7 @@ def _engine_client(config: GatewayConfig) -> EngineClient:
         *((config.engine_address,) if addresses is None else addresses),
         engine_wait_s=config.engine_wait_s,
         routing=config.routing,
+        kv_transfer=config.kv_transfer,
         tls=tls,
     )
 

@@ -15,6 +15,7 @@ from penstock.engine.config import ModelConfig, TlsFiles
 from penstock.engine.errors import ConfigError
 
 Routing = Literal["prefix", "least-loaded", "round-robin"]
+KVTransfer = Literal["auto", "always", "never"]
 _MAX_IMAGES = 256  # of a prompt
 
 
@@ -31,6 +32,7 @@ class GatewayConfig:
         tls_cert, tls_key, tls_ca: PEM files for engines on other machines.
         tls_server_name: what their certificates must name; None: the host of their address.
         routing: which engine gets a request.
+        kv_transfer: whether streams that leave an engine take their KV along.
         host: the address the listening socket is bound to; on loopback the Host header is
             checked.
         host_name: the same as the user wrote it.
@@ -99,6 +101,7 @@ class GatewayConfig:
     tls_ca: str | None = None
     tls_server_name: str | None = None
     routing: Routing = "prefix"
+    kv_transfer: KVTransfer = "auto"
     host: str = "127.0.0.1"
     host_name: str = "localhost"
     worker_index: int = 0

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
 from penstock.engine.batch import BlockMoves
-from penstock.engine.blocks.prefix_cache import CachedBlock
+from penstock.engine.blocks.prefix_cache import CachedBlock, block_key, pack
 from penstock.engine.blocks.prefixes import BlockTable, Prefixes, Tail
 from penstock.engine.blocks.tiers import BlockCounters, Tiers
 from penstock.engine.request import ImageInput, Retention, Sequence
@@ -309,6 +309,39 @@ class BlockManager:
             images: those of the tokens.
         """
         return self._prefixes.drop(token_ids, cache_salt=cache_salt, adapter=adapter, images=images)
+
+    # -- blocks of other engines --------------------------------------------------------------
+
+    def find_blocks(self, keys: Ordered[bytes]) -> list[CachedBlock]:
+        """The cached full blocks of these keys, up to the first that is not there. Between steps,
+        their bytes are at `device_id` or `host_id`, once the steps in flight have run."""
+        assert not self.tiers.plan, "their bytes are elsewhere until the next step"
+        found = []
+        for key in keys:
+            block = self.tiers.cache.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take_in(self, parent: bytes, tokens: bytes, key: bytes) -> int | None:
+        """Cache a full block that comes from elsewhere. Between steps only.
+
+        Args:
+            parent, tokens, key: as in `CachedBlock`.
+
+        Returns:
+            The host block to write its bytes to before the next step; -1 if it is cached already,
+            None if there is no room.
+
+        Raises:
+            ValueError: the key is not that of the tokens, or they are not a whole block.
+        """
+        if len(tokens) != len(pack((0,))) * self.block_size or block_key(parent, tokens) != key:
+            raise ValueError("the key of a block is not that of its tokens")
+        if self.tiers.cache.get(key) is not None:
+            return -1
+        return self.tiers.take_in(CachedBlock(parent=parent, tokens=tokens, key=key))
 
     def _swap_in(self, table: BlockTable, sequence: Sequence, num_spared: int) -> int | None:
         """Bring a swapped sequence back: its own bytes, or the same content if it is on the

@@ -34,6 +34,9 @@ class MovePlan:
         self._held_device: Counter[int] = Counter()
         self._held_host: list[int] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._swap_outs or self._held_host or self._held_device)
+
     def swap_out(self, device_id: int, host_id: int) -> None:
         """Save a device block. A host block evicted within one plan is just overwritten."""
         # Copies run after swap-outs: if a copy fills this block, its content is at the source.
@@ -63,7 +66,7 @@ class MovePlan:
 
     def take_moves(self) -> BlockMoves:
         """Return the plan and start an empty one."""
-        if not (self._swap_outs or self._held_host or self._held_device):
+        if not self:
             return _NO_MOVES
         moves = BlockMoves(
             swap_outs=tuple((source, target) for target, source in self._swap_outs.items()),
@@ -174,6 +177,19 @@ class Tiers:
         if block.host_id is not None:
             self.host.forget(block.host_id)
         block.device_id = block.host_id = None
+
+    def take_in(self, block: CachedBlock) -> int | None:
+        """Cache a content that comes from elsewhere; the host block to write it to at once, or None
+        if there is no room. No moves may be planned."""
+        assert not self.plan, "a planned move could overwrite it"
+        if not self.host.num_available:
+            return None
+        (host_id,) = self.host.allocate(1)
+        self.cache.insert(block)
+        block.host_id = host_id
+        self.host.contents[host_id] = block
+        self.host.release(host_id)
+        return host_id
 
     def is_idle(self, block: CachedBlock) -> bool:
         """Whether no sequence holds the content in either tier."""

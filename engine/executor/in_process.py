@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.engine.batch import Batch, BatchResult
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
 from penstock.engine.runner.encoder_runner import EncoderRunner
+from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 
@@ -53,6 +54,10 @@ class InProcessExecutor:
     def adapters(self) -> AdapterSlots | NoAdapters:
         return self._runner.adapters
 
+    @property
+    def block_bytes(self) -> HostTier | NoBlockBytes:
+        return self._runner.block_bytes
+
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""
 
@@ -87,6 +92,10 @@ class OverlappedExecutor:
     @property
     def adapters(self) -> AdapterSlots | NoAdapters:
         return self._runner.adapters
+
+    @property
+    def block_bytes(self) -> HostTier | NoBlockBytes:
+        return self._runner.block_bytes
 
     def close(self) -> None:
         """Nothing to give back: memory goes with the runner."""

@@ -49,6 +49,7 @@ from penstock.engine.parallel.ranks import ALONE, SharedRanks
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.process import EXIT_STUCK, PULSE_FD, die_with_parent
 from penstock.engine.request import Adapter, StructuredOutputs
+from penstock.engine.runner.kv_swap import NoBlockBytes
 from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.cores import pin_rank
@@ -251,6 +252,10 @@ class RanksExecutor:
     @property
     def adapters(self) -> RankAdapters:
         return self._adapters
+
+    @property
+    def block_bytes(self) -> NoBlockBytes:
+        return NoBlockBytes()  # each rank has a part of every block
 
     def close(self) -> None:
         """End the other ranks."""

@@ -15,6 +15,7 @@ from penstock.engine.models.encoder import Encoder
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.request import FinishReason
 from penstock.engine.runner.device import resolve_max_model_len, select_device
+from penstock.engine.runner.kv_swap import NoBlockBytes
 from penstock.engine.runner.model_runner import Progress, RunnerInfo
 from penstock.engine.runner.pooler import PooledSpan, Pooler, Vectors
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
@@ -36,7 +37,7 @@ class EncoderRunner:
             raise ConfigError("--speculative-config needs a model that generates")
         if config.lora.enable_lora:
             raise ConfigError("--enable-lora is not supported for an encoder")
-        self.adapters = NO_ADAPTERS
+        self.adapters, self.block_bytes = NO_ADAPTERS, NoBlockBytes()
         device = select_device(config.device)
         self._encoder = encoder = Encoder(config.model, model_path, pooling, device)
         self._pooling = pooling
@@ -56,6 +57,7 @@ class EncoderRunner:
             needs_prompt_lens=False,
             dtype=str(encoder.dtype).removeprefix("torch."),
             kv_cache_dtype="none",
+            kv_layout="none",
             quantization="none",
             weight_bytes=encoder.weight_bytes,
             overlaps_steps=False,

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +58,19 @@ _NUM_PROBES = 3
 _cudart: Any = torch.cuda.cudart  # loads the CUDA runtime when called
 
 
-class NoHostTier:
+class NoBlockBytes:
+    """Stands in for `HostTier` where blocks are neither read nor written as bytes."""
+
+    num_block_bytes = 0
+
+    def read(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> list[bytes]:
+        raise AssertionError(f"blocks cannot be read here: {device_ids}, {host_ids}")
+
+    def write(self, host_id: int, data: bytes) -> None:
+        raise AssertionError(f"blocks cannot be written here: {host_id}, {len(data)} bytes")
+
+
+class NoHostTier(NoBlockBytes):
     """Stands in for `HostTier` where there is none."""
 
     num_blocks = 0
@@ -93,6 +106,7 @@ class HostTier:
 
     Attributes:
         block_move_s: seconds to move one block, measured at construction.
+        num_block_bytes: of one block.
 
     Raises:
         ConfigError: the memory cannot be allocated or pinned.
@@ -117,6 +131,9 @@ class HostTier:
         slots = self._make_slots(staging)
         self._slots = itertools.cycle(slots)
         self._timings: deque[tuple[bool, Any, Any]] = deque()  # is it out, start, end
+        # [num_blocks, num_block_bytes], the same memory
+        self._bytes = self._host.view(torch.uint8).flatten(1).numpy()
+        self.num_block_bytes = int(self._bytes.shape[1])
         self.block_move_s = self._measure(slots[0])
 
     def execute(self, moves: BlockMoves) -> None:
@@ -134,6 +151,32 @@ class HostTier:
             is_out, start, end = self._timings.popleft()
             seconds[is_out] += start.elapsed_time(end) / 1e3
         return seconds[True], seconds[False]
+
+    @torch.inference_mode()
+    def read(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, those on the device first, as they are after all steps that were
+        launched; waits for those if it has to."""
+        found: list[bytes] = []
+        if device_ids:
+            staged = self._host.new_empty(
+                (len(device_ids), *self._host.shape[1:]), device=self._pool.device
+            )
+            gather_blocks(self._pool, block_ids_on(self._pool.device, device_ids), staged)
+            rows = staged.view(torch.uint8).flatten(1).cpu().numpy()
+            found += [row.tobytes() for row in rows]
+        if not self._unsaved.isdisjoint(host_ids):
+            self._wait_for_copies()
+        return found + [self._bytes[host_id].tobytes() for host_id in host_ids]
+
+    def write(self, host_id: int, data: bytes) -> None:
+        """Replace a host block's bytes; waits for launched copies that may use the block."""
+        self._wait_for_copies()
+        self._bytes[host_id] = np.frombuffer(data, dtype=np.uint8)
+
+    def _wait_for_copies(self) -> None:
+        if self._pool.is_cuda:  # a CPU's streams do nothing
+            self._out.synchronize()
+            self._in.synchronize()
 
     def _swap_out(self, pairs: Pairs) -> None:
         """Device → host."""

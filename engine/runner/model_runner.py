@@ -45,6 +45,7 @@ from penstock.engine.runner.draft_model import NO_DRAFT_MODEL
 from penstock.engine.runner.draft_progress import num_draft_bytes
 from penstock.engine.runner.drafters import Drafter, draft_kv_specs, make_drafter
 from penstock.engine.runner.kv_cache import KVShape
+from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
 from penstock.engine.runner.pooler import Pooler, Vectors
 from penstock.engine.runner.sampled_tokens import Tokens, make_token_path
@@ -67,6 +68,7 @@ class RunnerInfo:
         num_host_blocks: the host tier; 0 if there is none.
         block_move_s: seconds to move one block between the tiers, measured at start.
         needs_prompt_lens: KV depends on the prompt's length too (dynamic NTK), not only on tokens.
+        kv_layout: what the bytes of a block mean: its shape, and whose order they have.
         quantization: of the weights, as in `EngineInfo`.
         weight_bytes: size of the weights in memory.
         overlaps_steps: a step can be launched while another runs.
@@ -82,6 +84,7 @@ class RunnerInfo:
     needs_prompt_lens: bool
     dtype: str
     kv_cache_dtype: str
+    kv_layout: str
     quantization: str
     weight_bytes: int
     overlaps_steps: bool
@@ -173,6 +176,10 @@ class ModelRunner:
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             vocab_size=model.vocab_size,
         )
+        # A draft model has keys and values of its own, which would be missing.
+        self.block_bytes: HostTier | NoBlockBytes = (
+            self._host_tier if self._draft_model is NO_DRAFT_MODEL else NoBlockBytes()
+        )
         self.info = RunnerInfo(
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
@@ -184,6 +191,7 @@ class ModelRunner:
             needs_prompt_lens=self._model.needs_prompt_lens,
             dtype=str(dtype).removeprefix("torch."),
             kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
+            kv_layout=f"{shape} {_order_of(self._model, library)}",
             quantization=quantization,
             weight_bytes=self._model.weight_bytes + self._draft_model.weight_bytes,
             overlaps_steps=self._tokens.overlaps_steps,
@@ -257,6 +265,11 @@ class ModelRunner:
             sampling.masks.fill()
         pair = None if drawn is None else (drawn.token_ids, drawn.is_valid)
         return self._sampler.choose(output.logits, sampling, drawn=pair)
+
+
+def _order_of(model: LanguageModel, library: CpuLibrary | None) -> str:
+    """Who decides where a number lies in a block: torch, or C for these instructions."""
+    return "torch" if library is None else f"{type(model).__name__} {library.isa}"
 
 
 def adapter_slots(

@@ -8,6 +8,10 @@ over TCP with mutual TLS.
       UnloadAdapter, WantKeys, Heartbeat
                    ◄─────────────────────────────      Step (numbered), CachedKeys (numbered),
                                                        Heartbeat, Draining, Failure
+      FetchBlocks  ─────────────────────────────►
+                   ◄─────────────────────────────      KVBlocks
+      KVBlocks     ─────────────────────────────►      (to another engine)
+                   ◄─────────────────────────────      BlocksStored
 
 Frames are versioned by `PROTOCOL_VERSION` in `Hello` and in every `Submit`; `frames` encodes and
 decodes them. The version is raised with every change of content or meaning: a field of a message
@@ -23,7 +27,7 @@ import msgspec
 
 from penstock.engine.request import Adapter, ImageInput, Request, RequestOutput
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 SHORT_KEY_BYTES = 4
 HEARTBEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 5.0  # a peer that is silent for this long is declared dead
@@ -55,6 +59,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
         cache_root: what all its KV depends on. Engines with the same one give the same tokens, and
             the same keys to cached blocks (`blocks.prefix_cache.chain_root`).
         is_length_bound: KV depends on the prompt's length too.
+        kv_root: `cache_root`, and how the bytes of a block are laid out; engines with the same one
+            can exchange blocks. Empty: this engine neither sends nor takes blocks.
+        num_block_bytes: of a block that is sent.
     """
 
     model: str
@@ -77,6 +84,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     adapters: tuple[Adapter, ...] = ()
     cache_root: bytes = b""
     is_length_bound: bool = False
+    kv_root: bytes = b""
+    num_block_bytes: int = 0
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -156,6 +165,60 @@ class CachedKeys(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     is_snapshot: bool = False
 
 
+class FetchBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="fetch_blocks"):
+    """Send these full blocks. An engine that drains ends only when every gateway that has fetched
+    blocks has fetched none.
+
+    Attributes:
+        number: of the answer, `KVBlocks`.
+        keys: of a part of a chain, in its order.
+    """
+
+    number: int
+    keys: tuple[bytes, ...] = ()
+
+
+class KVBlock(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One full block.
+
+    Attributes:
+        parent, tokens, key: as in `CachedBlock`.
+        data: its bytes, as they lie in the host tier.
+        checksum: of `data`: CRC-32.
+    """
+
+    parent: bytes
+    tokens: bytes
+    key: bytes
+    data: bytes
+    checksum: int
+
+
+class KVBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="kv_blocks"):
+    """The blocks that were asked for, up to the first that the engine does not have. A gateway
+    passes them on as they are to another engine, which keeps them in its host tier.
+
+    Attributes:
+        kv_root: the sender's, as in `EngineInfo`.
+    """
+
+    number: int
+    kv_root: bytes
+    blocks: tuple[KVBlock, ...] = ()
+
+
+class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="blocks_stored"):
+    """The answer to `KVBlocks`.
+
+    Attributes:
+        num_blocks: how many of them, from the first on, this engine has now. The next one was
+            refused, or there was no room for it.
+    """
+
+    number: int
+    num_blocks: int
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A snapshot of the engine. Counters (`*_total`) only grow.
 
@@ -179,6 +242,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             with drafts, their drafts, and those that were right, as vLLM counts.
         num_accepted_tokens_per_pos_total: how many of the latter were the first, second … of their
             step; it has as many numbers as there were such places.
+        num_kv_blocks_sent_total, num_kv_blocks_received_total: to and from other engines.
+        num_kv_blocks_refused_total: from others, and not what they should have been.
+        kv_sent_bytes_total, kv_received_bytes_total: of the blocks sent and received.
     """
 
     num_requests_running: int = 0
@@ -220,6 +286,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_draft_tokens_total: int = 0
     num_accepted_tokens_total: int = 0
     num_accepted_tokens_per_pos_total: tuple[int, ...] = ()
+    num_kv_blocks_sent_total: int = 0
+    num_kv_blocks_received_total: int = 0
+    num_kv_blocks_refused_total: int = 0
+    kv_sent_bytes_total: int = 0
+    kv_received_bytes_total: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step"):
@@ -267,6 +338,9 @@ Message = (
     | UnloadAdapter
     | WantKeys
     | CachedKeys
+    | FetchBlocks
+    | KVBlocks
+    | BlocksStored
     | Step
     | Heartbeat
     | Draining

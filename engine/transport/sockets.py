@@ -35,14 +35,17 @@ from penstock.engine.transport.messages import (
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Abort,
+    BlocksStored,
     CachedKeys,
     Draining,
     DropPrefix,
     EngineInfo,
     EngineStats,
     Failure,
+    FetchBlocks,
     Heartbeat,
     Hello,
+    KVBlocks,
     Message,
     Step,
     Submit,
@@ -92,7 +95,8 @@ class TransportBrokenError(Exception):
 
 
 GatewayId = int  # of a connection; never used again
-Inbound = tuple[GatewayId, Submit | Abort | DropPrefix | UnloadAdapter | WantKeys | GatewayGone]
+_Request = Submit | Abort | DropPrefix | UnloadAdapter | WantKeys | FetchBlocks | KVBlocks
+Inbound = tuple[GatewayId, _Request | GatewayGone]
 
 
 class Transport(threading.Thread):
@@ -173,6 +177,14 @@ class Transport(threading.Thread):
             gateway = self._gateways.get(gateway_id)
             if gateway is not None and not gateway.pending:
                 self._post(gateway, keys)
+        self._wake()
+
+    def answer(self, gateway_id: GatewayId, message: KVBlocks | BlocksStored) -> None:
+        """Send the answer to a question of a gateway's."""
+        with self._lock:
+            gateway = self._gateways.get(gateway_id)
+            if gateway is not None:
+                self._post(gateway, message)
         self._wake()
 
     def drain(self) -> bool:
@@ -332,7 +344,7 @@ class Transport(threading.Thread):
             self._post_now(gateway, answer)
         elif not gateway.has_said_hello:
             self._post_now(gateway, Failure(message="unknown gateway: say hello first"))
-        elif isinstance(message, Submit | Abort | DropPrefix | UnloadAdapter | WantKeys):
+        elif isinstance(message, _Request):
             self._inbox.put((gateway.number, message))
 
     def _beat(self) -> None:

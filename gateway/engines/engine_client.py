@@ -15,7 +15,7 @@ import contextlib
 import logging
 import operator
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from functools import reduce
 
 import msgspec
@@ -29,9 +29,10 @@ from penstock.engine.transport.messages import (
     Message,
     UnloadAdapter,
 )
-from penstock.gateway.config import Routing
+from penstock.gateway.config import KVTransfer, Routing
 from penstock.gateway.engines.engine_link import EngineLink, Tls, is_remote
 from penstock.gateway.engines.engine_stream import EngineStream
+from penstock.gateway.engines.kv_transfer import Handover
 from penstock.gateway.engines.open_streams import OpenStreams
 from penstock.gateway.engines.routing import Router
 
@@ -50,6 +51,7 @@ class EngineClient:
 
     Args:
         addresses: the paths of the Unix sockets on which they listen; they need not exist yet.
+        kv_transfer: whether streams that leave an engine take their KV along.
         tls: for engines on other machines.
         max_engine_lives: how many engines may die with a request before it fails.
         engine_wait_s: how long streams wait for an engine while there is none.
@@ -65,12 +67,14 @@ class EngineClient:
         max_engine_lives: int = MAX_ENGINE_LIVES,
         engine_wait_s: float = ENGINE_WAIT_S,
         routing: Routing = "prefix",
+        kv_transfer: KVTransfer = "auto",
         tls: Tls | None = None,
     ) -> None:
         self.info: EngineInfo | None = None
         self.links: list[EngineLink] = []
         self._tls = tls
         self._router = Router(routing)
+        self._kv_transfer = kv_transfer
         self._usable: list[EngineLink] = []
         self._streams = OpenStreams(
             self._choose, max_engine_lives=max_engine_lives, engine_wait_s=engine_wait_s
@@ -79,7 +83,8 @@ class EngineClient:
         self._has_info = asyncio.Event()
         self._is_started = self._is_draining = False
         self._lost_at_s = time.monotonic()  # or there was no link yet
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()  # links that close
+        self._moving: set[asyncio.Task[None]] = set()  # KV
         for index, address in enumerate(addresses):
             self._add(str(index), address)
 
@@ -147,6 +152,9 @@ class EngineClient:
     async def close(self) -> None:
         """Disconnect from the engines; open streams fail."""
         self._is_started = False
+        for task in self._moving:
+            task.cancel()
+        await asyncio.gather(*self._moving, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self.links), *self._leaving)
         self.info = None
         self._usable = []
@@ -252,9 +260,7 @@ class EngineClient:
     def _give_up(self, link: EngineLink) -> None:
         self.links.remove(link)
         self._streams.forget(link)
-        leaving = asyncio.create_task(link.close())
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        _start(link.close(), self._leaving)
         _LOG.info("engine %s has left the pool", link.name)
 
     def _choose(self, stream: EngineStream) -> EngineLink | None:
@@ -289,10 +295,42 @@ class EngineClient:
 
     def engine_draining(self, link: EngineLink) -> None:
         self._refresh()
-        if self._usable:
-            num = len(self._streams.leave(link))
-            _LOG.info("engine %s drains; %d open streams leave it", link.name, num)
-            self._streams.continue_all()
+        if not self._usable:
+            return
+        left = self._streams.leave(link)
+        _LOG.info("engine %s drains; %d open streams leave it", link.name, len(left))
+        moving: dict[EngineStream, tuple[EngineLink, float]] = {}
+        if self._kv_transfer != "never" and link.info is not None and link.info.kv_root:
+            # Those that engines may have died of enter one at a time, and bring nothing.
+            for stream in left:
+                target = None if stream.num_strikes else self._choose(stream)
+                if target is not None:
+                    moving[stream] = target, stream.prompt_cost
+                    target.load.reserve(stream.prompt_cost)
+        self._streams.continue_all(besides=moving)
+        if moving:
+            _start(self._hand_over(link, moving), self._moving)
+
+    async def _hand_over(
+        self, link: EngineLink, moving: dict[EngineStream, tuple[EngineLink, float]]
+    ) -> None:
+        """Move streams from an engine that drains, with their KV where that is quicker.
+
+        Args:
+            moving: where to, and what that engine's load counts for them meanwhile.
+        """
+
+        def resume(stream: EngineStream) -> None:
+            target, reserved = moving.pop(stream)
+            target.load.reserve(-reserved)
+            self._streams.resume(stream, target if target in self._usable else None)
+
+        handover = Handover(link, self._kv_transfer, is_waiting=self._streams.is_waiting)
+        try:
+            await handover.run({stream: target for stream, (target, _) in moving.items()}, resume)
+        finally:
+            for stream in list(moving):
+                resume(stream)
 
     def engine_lost(self, link: EngineLink, reason: str) -> None:
         self._refresh()
@@ -342,6 +380,12 @@ def _added(left: EngineStats, right: EngineStats) -> EngineStats:
     padded = [(*each, *[0] * (most - len(each))) for each in by_pos]
     sums["num_accepted_tokens_per_pos_total"] = tuple(map(sum, zip(*padded, strict=True)))
     return msgspec.structs.replace(left, **sums)
+
+
+def _start(work: Coroutine[None, None, None], running: set[asyncio.Task[None]]) -> None:
+    task = asyncio.create_task(work)
+    running.add(task)
+    task.add_done_callback(running.discard)
 
 
 def _root(link: EngineLink) -> tuple[bytes, int]:

@@ -23,13 +23,16 @@ from penstock.engine.transport.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_SILENT_BEATS,
     SILENCE_LIMIT_S,
+    BlocksStored,
     CachedKeys,
     Draining,
     EngineInfo,
     EngineStats,
     Failure,
+    FetchBlocks,
     Heartbeat,
     Hello,
+    KVBlocks,
     Message,
     Step,
     WantKeys,
@@ -121,6 +124,7 @@ class EngineLink:
         self._wants_keys = False
         self._asked_at_s = 0.0
         self._last_fault = ""
+        self._answers: dict[int, asyncio.Future[KVBlocks | BlocksStored]] = {}  # by number
         self._num_keys: int | None = None  # of the newest `CachedKeys`; None: a snapshot is due
 
     # -- public -----------------------------------------------------------------------------
@@ -148,6 +152,26 @@ class EngineLink:
     def post(self, message: Message) -> None:
         """Queue a message for the engine of the present life."""
         self._outbox.put_nowait(message)
+
+    async def ask(self, message: FetchBlocks | KVBlocks) -> KVBlocks | BlocksStored:
+        """The engine's answer.
+
+        Args:
+            message: its number is that of no other question under way.
+
+        Raises:
+            ConnectionError: the engine's life ended meanwhile.
+        """
+        if self.info is None:
+            raise ConnectionError(f"engine {self.name} is gone")
+        answer: asyncio.Future[KVBlocks | BlocksStored]
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[message.number] = answer
+        try:
+            self.post(message)
+            return await answer
+        finally:
+            self._answers.pop(message.number, None)
 
     def note_work(self) -> None:
         """The engine is about to get work."""
@@ -229,6 +253,9 @@ class EngineLink:
         self.info = None
         self._last_step_s = None
         self.load.forget()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ConnectionError(f"engine {self.name}: {reason}"))
         self.stats = msgspec.structs.replace(self.stats, **dict.fromkeys(_GAUGES, 0))
         self._owner.engine_lost(self, reason)
         self.is_draining = False
@@ -277,6 +304,10 @@ class EngineLink:
             self._last_step_s = None if since_s is None else time.monotonic() - since_s
         elif isinstance(message, CachedKeys):
             self._on_keys(message)
+        elif isinstance(message, KVBlocks | BlocksStored):
+            answer = self._answers.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
         elif isinstance(message, EngineInfo):
             if self.info is None:  # otherwise it answers a second hello
                 self.num_lives += 1

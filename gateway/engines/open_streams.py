@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from penstock.engine.errors import EngineDeadError
@@ -169,12 +169,12 @@ class OpenStreams:
         """The engine will not be there again."""
         self._lost.pop(engine, None)
 
-    def continue_all(self) -> None:
-        """There is an engine: it continues all waiting streams."""
+    def continue_all(self, *, besides: Collection[EngineStream] = ()) -> None:
+        """There is an engine: it continues all waiting streams but these."""
         self._death = None
         self._suspects.clear()
         for stream in self._streams:
-            if stream.wire_id is not None:
+            if stream.wire_id is not None or stream in besides:
                 continue
             if stream.num_strikes == _MAX_STRIKES - 1:
                 self._suspects.append(stream)
@@ -182,6 +182,15 @@ class OpenStreams:
                 self._submit(stream)
         if self._trial is None:
             self._try_next()
+
+    def is_waiting(self, stream: EngineStream) -> bool:
+        """Whether a stream is open and no engine has it."""
+        return stream in self._streams and stream.wire_id is None
+
+    def resume(self, stream: EngineStream, engine: Engine | None) -> None:
+        """Continue a stream, if it waits, in this engine; None: in the one that is chosen."""
+        if self.is_waiting(stream):
+            self._submit(stream, engine)
 
     def tick(self) -> None:
         """Called regularly: checks the time limits."""
@@ -199,8 +208,8 @@ class OpenStreams:
         for stream in list(self._streams):
             self._fail(stream, EngineDeadError(reason))
 
-    def _submit(self, stream: EngineStream) -> None:
-        engine = self._choose(stream)
+    def _submit(self, stream: EngineStream, engine: Engine | None = None) -> None:
+        engine = engine or self._choose(stream)
         if engine is None:
             return  # it waits
         submit = stream.submit()

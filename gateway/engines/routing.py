@@ -144,6 +144,10 @@ class EngineLoad:
         self.num_streams -= 1
         self._in_flight -= stream.prompt_cost + stream.output_cost
 
+    def reserve(self, num_tokens: float) -> None:
+        """Count this for streams that will enter; negative: no longer."""
+        self._in_flight += num_tokens
+
     def forget(self) -> None:
         """The engine is gone, and what it had cached."""
         self.keys = KeySet(0)
@@ -272,7 +276,7 @@ class BlockKeys:
             adapter=None if request.adapter is None else request.adapter.digest,
             num_prompt_tokens=len(request.prompt_token_ids) if info.is_length_bound else 0,
         )
-        self._keys: list[int] = []
+        self._keys: list[bytes] = []
 
     def num_cached_tokens(self, loads: Sequence[EngineLoad]) -> list[int]:
         """How many tokens at the start each engine has the KV of."""
@@ -280,26 +284,30 @@ class BlockKeys:
         searching = list(range(len(loads)))
         for number in range(self._num_blocks):
             key = self._key(number)
-            searching = [index for index in searching if loads[index].has(key)]
+            searching = [index for index in searching if loads[index].has(short_key(key))]
             if not searching:
                 break
             for index in searching:
                 found[index] += self._block_size
         return found
 
-    def all(self) -> list[int]:
-        """All keys."""
+    def full(self) -> list[bytes]:
+        """All keys, whole."""
         self._key(self._num_blocks - 1)
         return self._keys
 
-    def _key(self, number: int) -> int:
+    def all(self) -> list[int]:
+        """What is kept of them."""
+        return list(map(short_key, self.full()))
+
+    def _key(self, number: int) -> bytes:
         while len(self._keys) <= number:
             start = len(self._keys) * self._block_size
             end = start + self._block_size
             parent = with_images(self._parent, self._images, start, end)
             self._parent = block_key(parent, self._tokens[4 * start : 4 * end])
-            self._keys.append(short_key(self._parent))
-        return self._keys[number] if number >= 0 else 0
+            self._keys.append(self._parent)
+        return self._keys[number] if number >= 0 else b""
 
 
 def short_key(key: bytes) -> int:

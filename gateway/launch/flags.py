@@ -25,7 +25,7 @@ from penstock.engine.config import (
     SchedulerConfig,
 )
 from penstock.engine.watchdog import DEFAULT_STEP_TIMEOUT_S
-from penstock.gateway.config import GatewayConfig, Routing
+from penstock.gateway.config import GatewayConfig, KVTransfer, Routing
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "ms": 0.001}
@@ -397,6 +397,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("routing", _GATEWAY.routing, "which engine gets a request. prefix: the one that has "
              "most of the prompt cached, less what it has to compute",
              choices=get_args(Routing)),
+        Flag("kv-transfer", _GATEWAY.kv_transfer, "whether streams that leave an engine take their "
+             "KV along to the next one. auto: where that is quicker than to compute it, by the "
+             "measured rates of both", choices=get_args(KVTransfer)),
         Flag("engine", (), "an engine on another machine (penstock engine); a name with several "
              "addresses stands for as many; may be repeated", ENDPOINT, is_list=True),
         Flag("discover", False, "use all engines that have registered for this model in Redis "

@@ -229,6 +229,22 @@ def _cache_counters(stats: EngineStats) -> Iterator[_Row]:
         },
         "tier",
     )
+    yield _Row(
+        "kv_blocks_transferred",
+        "KV blocks sent to other engines, received from them, and refused as damaged or foreign.",
+        {
+            "sent": stats.num_kv_blocks_sent_total,
+            "received": stats.num_kv_blocks_received_total,
+            "refused": stats.num_kv_blocks_refused_total,
+        },
+        "direction",
+    )
+    yield _Row(
+        "kv_transferred_bytes",
+        "KV sent to other engines, and received from them.",
+        {"sent": stats.kv_sent_bytes_total, "received": stats.kv_received_bytes_total},
+        "direction",
+    )
     yield _one(
         "prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",

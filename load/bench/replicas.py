@@ -3,7 +3,8 @@
     routing   tenants with long prefixes: share of prompt tokens found in the caches, and each
               engine's share of the requests, by --routing; with one engine as the reference
     failover  an engine is killed, or told to end, under many seeded streams: each stream's tokens
-              beside those of an undisturbed run, and the longest wait for a next token
+              beside those of an undisturbed run, and the longest wait for a next token; with long
+              prompts also by --kv-transfer
     threads   one-thread engines beside one engine of as many threads, in alternating rounds
     steps     without a gateway: steps per second of one-thread engines on cores of their own, all
               at once and one alone, in alternating rounds
@@ -69,12 +70,15 @@ class Failover:
     """One disturbed run of all streams."""
 
     name: str
+    prompt_len: int
     num_streams: int
     num_moved: int  # that the engine had when it was struck
     num_lost: int  # did not end, or with an error
     num_different: int  # than undisturbed
     longest_wait_s: float  # for a stream's next token, from the blow on
+    median_wait_s: float  # of the streams' longest ones
     longest_undisturbed_s: float
+    num_blocks: int  # of KV that went along
 
 
 @dataclass(slots=True)
@@ -96,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=positive, default=20, help="requests of each tenant")
     add("--concurrency", type=positive, default=12, help="requests of `routing` at once")
     add("--streams", type=positive, default=50, help="streams of `failover`")
+    add("--moved-prompt-len", type=positive, default=1000, help="tokens of long prompts there")
     add("--output-len", type=positive, default=16, help="tokens of an answer of `routing`")
     add("--threads", type=positive, default=2, help="threads of the one engine of `threads`")
     add("--threads-model", default=None, help="model of `threads`; default: --model")
@@ -207,19 +212,30 @@ def _routing_text(parsed: argparse.Namespace, routed: Sequence[Routed]) -> str:
 def measure_failover(parsed: argparse.Namespace) -> list[Failover]:
     """An engine of two is killed, and one drains."""
     found = []
-    for name, blow in (("kill -9", signal.SIGKILL), ("drain", signal.SIGTERM)):
-        with server(parsed.model, ("--replicas", "2", "--shutdown-grace-s", "2")) as started:
-            found.append(uvloop.run(_strike(started, parsed, name, blow)))
+    long = parsed.moved_prompt_len
+    for name, blow, prompt_len, mode in (
+        ("kill -9", signal.SIGKILL, 32, "never"),
+        ("drain", signal.SIGTERM, 32, "auto"),
+        ("drain, KV computed again", signal.SIGTERM, long, "never"),
+        ("drain, KV goes along", signal.SIGTERM, long, "auto"),
+    ):
+        flags = ("--replicas", "2", "--shutdown-grace-s", "2", "--kv-transfer", mode)
+        with server(parsed.model, flags) as started:
+            found.append(uvloop.run(_strike(started, parsed, name, blow, prompt_len)))
     return found
 
 
 async def _strike(
-    started: Started, parsed: argparse.Namespace, name: str, blow: signal.Signals
+    started: Started,
+    parsed: argparse.Namespace,
+    name: str,
+    blow: signal.Signals,
+    prompt_len: int,
 ) -> Failover:
     async with _client(started.base_url, parsed.streams) as client:
-        expected = await _answers(client, parsed)
+        expected = await _answers(client, parsed, prompt_len)
         answers = [Answer() for _ in range(parsed.streams)]
-        reading = asyncio.create_task(_answers(client, parsed, answers))
+        reading = asyncio.create_task(_answers(client, parsed, prompt_len, answers))
         while not all(answer.tokens for answer in answers):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         engine = started.family()["engine"]
@@ -227,9 +243,14 @@ async def _strike(
         struck_s = time.perf_counter()
         engine.send_signal(blow)
         await reading
+        received = sum(
+            each.get("kv_blocks_transferred_total received", 0.0)
+            for each in _engines(started).values()
+        )
     ends = [[struck_s, *(at for at in answer.times_s if at > struck_s)] for answer in answers]
     return Failover(
         name=name,
+        prompt_len=prompt_len,
         num_streams=len(answers),
         num_moved=health["engines"][0]["num_streams"],
         num_lost=sum(not answer.has_ended for answer in answers),
@@ -237,20 +258,23 @@ async def _strike(
             left.tokens != right.tokens for left, right in zip(answers, expected, strict=True)
         ),
         longest_wait_s=max(map(_longest_gap, ends)),
+        median_wait_s=statistics.median(map(_longest_gap, ends)),
         longest_undisturbed_s=max(_longest_gap(answer.times_s) for answer in expected),
+        num_blocks=round(received),
     )
 
 
 async def _answers(
     client: httpx.AsyncClient,
     parsed: argparse.Namespace,
+    prompt_len: int,
     answers: Sequence[Answer] | None = None,
 ) -> Sequence[Answer]:
     answers = answers or [Answer() for _ in range(parsed.streams)]
     rng = random.Random(parsed.seed)
     bodies = [
         {
-            "prompt": _ids(rng, 32), "max_tokens": 200, "ignore_eos": True, "stream": True,
+            "prompt": _ids(rng, prompt_len), "max_tokens": 200, "ignore_eos": True, "stream": True,
             "temperature": 0.9, "seed": number, "logprobs": 0,
         }
         for number in range(parsed.streams)
@@ -281,10 +305,13 @@ def _longest_gap(times_s: Sequence[float]) -> float:
 def _failover_text(failovers: Sequence[Failover]) -> str:
     columns: Mapping[str, Callable[[Failover], str]] = {
         "of two engines, one": lambda row: row.name,
+        "prompt": lambda row: str(row.prompt_len),
         "streams": lambda row: str(row.num_streams),
         "moved": lambda row: str(row.num_moved),
         "lost": lambda row: str(row.num_lost),
         "other tokens": lambda row: str(row.num_different),
+        "KV blocks": lambda row: str(row.num_blocks),
+        "median wait": lambda row: f"{row.median_wait_s:.2f} s",
         "longest wait": lambda row: f"{row.longest_wait_s:.2f} s",
         "undisturbed": lambda row: f"{row.longest_undisturbed_s:.2f} s",
     }
@@ -448,7 +475,9 @@ def _engines(started: Started) -> dict[str, dict[str, float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix("penstock:")
-            if name.startswith(("prefix_cache_", "engine_generation")):
+            if direction := sample.labels.get("direction"):
+                name += f" {direction}"
+            if name.startswith(("prefix_cache_", "engine_generation", "kv_blocks_transferred")):
                 found[sample.labels.get("engine", "0")][name] = sample.value
     return dict(found)
 

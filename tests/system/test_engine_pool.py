@@ -13,18 +13,22 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from .processes import Served, serve, wait_until
 
 _NUM_STREAMS = 50
 _NUM_TOKENS = 60
+_BLOCK_SIZE = 16
 _LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def pool(long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("pool") / "log"
-    options = ("--replicas", "2", "--dtype", "float32", "--log-level", "info")
+    options = (
+        "--replicas", "2", "--dtype", "float32", "--log-level", "info", "--kv-transfer", "always",
+    )  # fmt: skip
     with serve(*long_model, *options, log=log) as served:
         yield served
 
@@ -32,16 +36,20 @@ def pool(long_model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) 
 @dataclass
 class Stream:
     number: int
+    more: str = ""  # of its prompt
     text: str = ""
     tokens: list[str] = field(default_factory=list)
     ending: list[str] = field(default_factory=list)
 
 
-def _body(number: int) -> dict[str, Any]:
+def _body(stream: Stream) -> dict[str, Any]:
+    number = stream.number
     return {
         "model": "demo",
         "stream": True,
-        "messages": [{"role": "user", "content": f"Tell me story {number} about a fox."}],
+        "messages": [
+            {"role": "user", "content": f"Tell me story {number} about a fox.{stream.more}"}
+        ],
         "max_tokens": _NUM_TOKENS,
         "min_tokens": _NUM_TOKENS,
         "temperature": 0.9,
@@ -50,8 +58,8 @@ def _body(number: int) -> dict[str, Any]:
     }
 
 
-async def _chunks(client: httpx.AsyncClient, number: int) -> AsyncIterator[dict[str, Any]]:
-    async with client.stream("POST", "/v1/chat/completions", json=_body(number)) as response:
+async def _chunks(client: httpx.AsyncClient, stream: Stream) -> AsyncIterator[dict[str, Any]]:
+    async with client.stream("POST", "/v1/chat/completions", json=_body(stream)) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -59,7 +67,7 @@ async def _chunks(client: httpx.AsyncClient, number: int) -> AsyncIterator[dict[
 
 
 async def _read(client: httpx.AsyncClient, stream: Stream) -> None:
-    async for chunk in _chunks(client, stream.number):
+    async for chunk in _chunks(client, stream):
         assert "error" not in chunk, chunk
         for choice in chunk["choices"]:
             stream.text += choice["delta"].get("content") or ""
@@ -68,8 +76,10 @@ async def _read(client: httpx.AsyncClient, stream: Stream) -> None:
             stream.ending += [choice["finish_reason"]] if choice["finish_reason"] else []
 
 
-async def read_all(client: httpx.AsyncClient) -> tuple[list[Stream], asyncio.Task[Any]]:
-    streams = [Stream(number) for number in range(_NUM_STREAMS)]
+async def read_all(
+    client: httpx.AsyncClient, *, more: str = ""
+) -> tuple[list[Stream], asyncio.Task[Any]]:
+    streams = [Stream(number, more) for number in range(_NUM_STREAMS)]
     task = asyncio.create_task(_gathered(client, streams))
     return streams, task
 
@@ -86,17 +96,30 @@ def _states(served: Served) -> list[str]:
     return [each["state"] for each in httpx.get(f"{served.base_url}/health").json()["engines"]]
 
 
+def _counted(served: Served, name: str, **labels: str) -> float:
+    """Of all engines, since their start."""
+    families = text_string_to_metric_families(httpx.get(f"{served.base_url}/metrics").text)
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"penstock:{name}_total" and labels.items() <= sample.labels.items()
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
 async def test_streams_go_on_at_once_in_the_other_engine(
     pool: Served, number: signal.Signals
 ) -> None:
+    is_draining = number == signal.SIGTERM
+    more = " And about a hen." * 60 if is_draining else ""
     limits = httpx.Limits(max_connections=_NUM_STREAMS)
     async with httpx.AsyncClient(base_url=pool.base_url, timeout=_LIMIT_S, limits=limits) as client:
-        expected, reading = await read_all(client)
+        expected, reading = await read_all(client, more=more)
         await reading
         wait_until(lambda: _states(pool) == ["ready", "ready"])
-        streams, reading = await read_all(client)
+        streams, reading = await read_all(client, more=more)
         while any(not stream.tokens for stream in streams):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         victim = min(_engines(pool), key=lambda each: each.create_time())
@@ -111,3 +134,9 @@ async def test_streams_go_on_at_once_in_the_other_engine(
     said = "continue in another one" if number == signal.SIGKILL else "open streams leave it"
     assert said in log
     wait_until(lambda: _states(pool) == ["ready", "ready"])
+    if is_draining:  # their KV went along, and was found
+        assert not _counted(pool, "kv_blocks_transferred", direction="refused")
+        num_blocks = _counted(pool, "kv_blocks_transferred", direction="received")
+        num_left = before[next(iter(before))]["num_streams"]
+        assert num_blocks >= 10 * num_left > 0
+        assert _counted(pool, "prefix_cache_host_hits") >= num_blocks * _BLOCK_SIZE / 2

@@ -23,14 +23,18 @@ from penstock.engine.transport.frames import decode, encode
 from penstock.engine.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
+    BlocksStored,
     CachedKeys,
     Draining,
     DropPrefix,
     EngineInfo,
     EngineStats,
     Failure,
+    FetchBlocks,
     Heartbeat,
     Hello,
+    KVBlock,
+    KVBlocks,
     Step,
     Submit,
     UnloadAdapter,
@@ -75,6 +79,13 @@ def test_every_message_survives_the_wire() -> None:
         WantKeys(),
         CachedKeys(number=3, added=b"abcd", removed=b"efgh"),
         CachedKeys(number=4, added=b"abcd", is_snapshot=True),
+        FetchBlocks(number=5, keys=(b"k" * 32,)),
+        KVBlocks(
+            number=5,
+            kv_root=b"r",
+            blocks=(KVBlock(parent=b"p", tokens=b"t", key=b"k", data=b"\x00\xff", checksum=9),),
+        ),
+        BlocksStored(number=5, num_blocks=1),
         Draining(),
         Step(number=7, outputs=(output,), stats=stats),
         Step(number=9, outputs=(RequestOutput(request_id="a", is_superseded=True),)),
@@ -99,7 +110,7 @@ def test_another_layout_is_another_version() -> None:
     and set both here anew."""
     kinds = (
         *(Hello, EngineInfo, Submit, Abort, DropPrefix, UnloadAdapter, WantKeys, CachedKeys, Step),
-        *(Heartbeat, Draining, Failure),
+        *(Heartbeat, Draining, Failure, FetchBlocks, KVBlocks, KVBlock, BlocksStored),
         *(Request, Adapter, SamplingParams, BeamSearch, Retention, PoolingParams),
         *(RequestOutput, TokenLogprobs, EngineStats),
     )
@@ -108,7 +119,7 @@ def test_another_layout_is_another_version() -> None:
         for kind in kinds
     ]
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-    assert (PROTOCOL_VERSION, digest) == (15, "35c7261da518ab1a")
+    assert (PROTOCOL_VERSION, digest) == (16, "a8aff79918162465")
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\xa4what", b"\x01"])

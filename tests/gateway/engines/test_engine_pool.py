@@ -6,15 +6,26 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.transport.messages import CachedKeys, Draining, EngineStats, WantKeys
-from penstock.gateway.engines import engine_link
+from penstock.engine.transport.messages import (
+    BlocksStored,
+    CachedKeys,
+    Draining,
+    EngineStats,
+    FetchBlocks,
+    KVBlock,
+    KVBlocks,
+    WantKeys,
+)
+from penstock.gateway.engines import engine_link, kv_transfer
 from penstock.gateway.engines.engine_client import EngineClient, total_stats
 from penstock.gateway.engines.engine_stream import EngineStream
+from penstock.gateway.engines.routing import BlockKeys
 from penstock.gateway.sources import next_of
 
 from ..conftest import PATIENCE_S, until
@@ -24,15 +35,51 @@ _SCRIPT = [1, 2, 3]
 
 
 class Engine(FakeEngine):
-    """One that notes who asks for its keys."""
+    """One that notes who asks for its keys, and has all blocks that it is asked for.
 
-    num_asked = 0
+    Attributes:
+        fetched, stored: keys of blocks that were taken from it, and given to it.
+        fault: what it does instead of answering.
+        num_free: blocks that it has room for.
+        num_let_go: how often it was told that nothing more is fetched.
+    """
 
-    async def _take(self, gateway: int, message: object) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_asked = self.num_let_go = 0
+        self.fetched: list[bytes] = []
+        self.stored: list[bytes] = []
+        self.fault = ""
+        self.num_free = 1000
+
+    async def _take(self, gateway: int, message: Any) -> None:
         if isinstance(message, WantKeys):
             self.num_asked += 1
+        elif isinstance(message, FetchBlocks):
+            await self._give(gateway, message)
+        elif isinstance(message, KVBlocks):
+            self.stored += [block.key for block in message.blocks][: self.num_free]
+            answer = BlocksStored(
+                number=message.number, num_blocks=min(self.num_free, len(message.blocks))
+            )
+            await self.send(gateway, answer)
         else:
-            await super()._take(gateway, message)  # type: ignore[arg-type]
+            await super()._take(gateway, message)
+
+    async def _give(self, gateway: int, message: FetchBlocks) -> None:
+        self.num_let_go += not message.keys
+        if self.fault == "dies":
+            self.kill()
+        elif self.fault != "says nothing" and message.keys:
+            self.fetched += message.keys
+            blocks = tuple(
+                KVBlock(parent=b"", tokens=b"", key=key, data=b"", checksum=0)
+                for key in (() if self.fault == "has none" else message.keys)
+            )
+            await self.send(
+                gateway,
+                KVBlocks(number=message.number, kv_root=self.info.kv_root, blocks=blocks),
+            )
 
     async def tell_all(self, message: Draining | CachedKeys) -> None:
         for gateway in list(self.num_steps):
@@ -41,7 +88,11 @@ class Engine(FakeEngine):
 
 @contextlib.asynccontextmanager
 async def pool(
-    path: Path, num: int = 2, roots: tuple[bytes, ...] = (), **options: object
+    path: Path,
+    num: int = 2,
+    roots: tuple[bytes, ...] = (),
+    kv_root: bytes = b"",
+    **options: object,
 ) -> AsyncIterator[tuple[EngineClient, list[Engine]]]:
     addresses = [f"{path}/{index}.sock" for index in range(num)]
     client = EngineClient(*addresses, **options)  # type: ignore[arg-type]
@@ -49,7 +100,9 @@ async def pool(
         engines = []
         for index, address in enumerate(addresses):
             root = roots[index] if roots else b""
-            info = msgspec.structs.replace(INFO, pid=100 * index, cache_root=root)
+            info = msgspec.structs.replace(
+                INFO, pid=100 * index, cache_root=root, kv_root=kv_root, num_block_bytes=256 << 10
+            )
             engine = Engine(address, _SCRIPT, step_s=0.005, info=info)
             engines.append(await stack.enter_async_context(engine))
         client.start()
@@ -64,9 +117,9 @@ def _patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "MAX_SILENT_BEATS", 1000)
 
 
-def _request(name: str, max_tokens: int = 60) -> Request:
+def _request(name: str, max_tokens: int = 60, prompt: tuple[int, ...] = (1,)) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(request_id=name, prompt_token_ids=(1,), sampling_params=params)
+    return Request(request_id=name, prompt_token_ids=prompt, sampling_params=params)
 
 
 async def _read(stream: EngineStream) -> list[int]:
@@ -104,6 +157,69 @@ async def test_the_streams_of_a_draining_engine_leave_it(tmp_path: Path) -> None
         engines[1].kill()
         engines[1].restart()
         await until(lambda: client.num_engines == 2)
+
+
+_PROMPT = tuple(range(160))  # 10 blocks, each a chunk
+
+
+async def _drain_one(
+    client: EngineClient, engines: list[Engine], *, prefill_tokens_per_s: float = 0.0
+) -> tuple[Engine, Engine, list[bytes]]:
+    """The engine that drained, the other, and the keys of the stream that moved."""
+    stats = EngineStats(num_host_blocks=64, prefill_tokens_per_s=prefill_tokens_per_s)
+    for engine in engines:
+        engine.stats = stats
+    await until(lambda: all(link.stats.num_host_blocks == 64 for link in client.links))
+    stream = client.submit(_request("r", prompt=_PROMPT))
+    await until(lambda: bool(stream.token_ids[0]))
+    old, new = engines if engines[0].submitted else reversed(engines)
+    await old.tell_all(Draining())
+    assert await _read(stream) == _SCRIPT * 20
+    assert len(new.submitted) == 1
+    assert stream.num_deaths == 0
+    assert client.links[0].load.tokens(EngineStats()) == 0
+    assert client.links[1].load.tokens(EngineStats()) == 0
+    return old, new, BlockKeys(new.info, EngineStream(_request("r", prompt=(*_PROMPT, 1)))).full()
+
+
+async def test_the_kv_of_a_stream_goes_along(tmp_path: Path) -> None:
+    async with pool(tmp_path, kv_root=b"k", kv_transfer="always") as (client, engines):
+        old, new, keys = await _drain_one(client, engines)
+        assert len(keys) == 10
+        assert old.fetched[:10] == new.stored[:10] == keys
+        await until(lambda: old.num_let_go == 1)  # and it may end
+
+
+@pytest.mark.parametrize(("rate", "num_blocks"), [(0.0, 0), (1e9, 1), (10.0, 10)])
+async def test_kv_goes_along_where_that_is_quicker(
+    tmp_path: Path, rate: float, num_blocks: int
+) -> None:
+    """Nothing without a measured rate; after the first block the link is measured too."""
+    async with pool(tmp_path, kv_root=b"k") as (client, engines):
+        _, new, _ = await _drain_one(client, engines, prefill_tokens_per_s=rate)
+        assert len(new.stored[:10]) == num_blocks
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+async def test_kv_stays_where_it_is_told_to_or_cannot_go(tmp_path: Path, mode: str) -> None:
+    kv_root = b"k" if mode == "never" else b""
+    async with pool(tmp_path, kv_root=kv_root, kv_transfer=mode) as (client, engines):
+        old, _, _ = await _drain_one(client, engines)
+        assert not old.fetched
+
+
+@pytest.mark.parametrize("fault", ["dies", "has none", "says nothing", "the other is full"])
+async def test_a_stream_is_not_lost_with_its_kv(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "says nothing":
+        monkeypatch.setattr(kv_transfer, "_ANSWER_S", 0.05)
+    async with pool(tmp_path, kv_root=b"k", kv_transfer="always") as (client, engines):
+        for engine in engines:
+            engine.fault = fault
+            engine.num_free = 0 if fault == "the other is full" else 1000
+        _, new, _ = await _drain_one(client, engines)
+        assert not new.stored
 
 
 async def test_the_last_engine_to_drain_keeps_its_streams(tmp_path: Path) -> None:
