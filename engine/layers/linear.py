@@ -63,6 +63,13 @@ class MatrixLayer(nn.Module):
         self.part_sizes: tuple[int, ...] = (out_features,)
         self.weight = constant(torch.empty(out_features, in_features))
 
+    @property
+    def whole_shape(self) -> tuple[tuple[int, ...], int]:
+        """The rows of each part, and the columns, of the matrix of which this may be a share."""
+        if self.shard is None:
+            return self.part_sizes, self.in_features
+        return self.shard.part_sizes, self.shard.in_features
+
     def hold(
         self, matrix: Matrix, *, rounds_inputs: bool = True, like: Tensor | None = None
     ) -> None:

@@ -100,12 +100,7 @@ def load_model(
     """
     if is_native(config, path):
         return load_decoder(config, path, device, defers_experts=defers_experts, ranks=ranks)
-    if ranks.size > 1:
-        raise ConfigError(
-            "--tensor-parallel-size and --pipeline-parallel-size need a native family, and this "
-            "model runs through transformers"
-        )
-    return _load_through_transformers(config, path, device)
+    return _load_through_transformers(config, path, device, ranks)
 
 
 def load_decoder(
@@ -174,12 +169,13 @@ def load_decoder(
 
 
 def _load_through_transformers(
-    config: ModelConfig, path: Path, device: torch.device
+    config: ModelConfig, path: Path, device: torch.device, ranks: Ranks
 ) -> TransformersModel:
     """The same of any other architecture."""
     from penstock.engine.models.transformers_weights import read_weights
 
-    model = _build_through_transformers(config, path)
+    model = _build_through_transformers(config, path, ranks)
+    ranks.open(model.dtype, device)
     weights = _Weights.of(config, path, torch.empty(0, dtype=model.dtype, device=device))
     if weights.checkpoint is None:
         model = _allocate(model, path, device)
@@ -191,7 +187,9 @@ def _load_through_transformers(
         _check_room(model, path, device)
         for name, source in model.causal_lm.all_tied_weights_keys.items():
             weights.quantize.aliases[source.removesuffix(".weight")] = name.removesuffix(".weight")
-        read_weights(weights.checkpoint, model.causal_lm, weights.hold, weights.like)
+        read_weights(
+            weights.checkpoint, model.causal_lm, weights.hold, weights.like, absent=model.absent
+        )
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
     model.to(device).take_images(path)
@@ -211,7 +209,9 @@ def build_without_weights(config: ModelConfig, path: Path) -> Decoder | Transfor
         return Decoder(decoder_config).to(_resolve_dtype(config, decoder_config.dtype, path))
 
 
-def _build_through_transformers(config: ModelConfig, path: Path) -> TransformersModel:
+def _build_through_transformers(
+    config: ModelConfig, path: Path, ranks: Ranks = ALONE
+) -> TransformersModel:
     """The same of an architecture that is not native; the import takes seconds, so only here."""
     from penstock.engine.models.transformers_backend import TransformersModel, inspect_model
 
@@ -225,7 +225,7 @@ def _build_through_transformers(config: ModelConfig, path: Path) -> Transformers
         raise ModelLoadError(f"{missing}; {error}") from error
     if missing is not None:
         _log.warning("runs through transformers, which is slower: %s", missing)
-    return TransformersModel(inspected, max_model_len=config.max_model_len)
+    return TransformersModel(inspected, max_model_len=config.max_model_len, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +474,7 @@ def _expert_readers(
     for index, (name, module) in enumerate(model.named_modules()):
         if not isinstance(module, ExpertMatrices):
             continue
-        names, (part_sizes, size) = module_names(name), _whole_shape(module)
+        names, (part_sizes, size) = module_names(name), module.whole_shape
         source: CheckpointExperts | DummyExperts
         if checkpoint is None:
             shape = (sum(part_sizes), size)
@@ -526,7 +526,7 @@ def _fill_random(model: nn.Module, seed: int) -> None:
         if parameter.dim() < 2:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         elif name in shared:  # the whole, of which `hold` takes a share
-            part_sizes, size = _whole_shape(shared[name])
+            part_sizes, size = shared[name].whole_shape
             whole = parameter.new_empty(sum(part_sizes), size)
             shared[name].weight = constant(_draw(whole, seed, index))
         else:
@@ -575,7 +575,7 @@ def _fill_from(
             sizes, biases, parts = _sizes(module, prefixes), [], []
             has_bias = isinstance(module, Linear | Embedding | Router) and module.bias is not None
             for prefix, size, order in zip(prefixes, sizes, orders(name), strict=False):
-                shape = (size, _whole_shape(module)[1])
+                shape = (size, module.whole_shape[1])
                 is_turned = is_transposed and isinstance(module, Linear)
                 read = read_transposed if is_turned else read_matrix
                 part = read(checkpoint, prefix, shape)
@@ -601,16 +601,8 @@ def _fill_from(
 
 def _sizes(module: MatrixLayer, prefixes: Sequence[str]) -> list[int]:
     """How many rows of a module each of the checkpoint's modules has."""
-    part_sizes, _ = _whole_shape(module)
+    part_sizes, _ = module.whole_shape
     return [sum(part_sizes)] if len(prefixes) == 1 else list(part_sizes)
-
-
-def _whole_shape(module: MatrixLayer) -> tuple[tuple[int, ...], int]:
-    """The rows of each part, and the columns, of the matrix of which a module may have a share."""
-    shard = module.shard
-    if shard is None:
-        return module.part_sizes, module.in_features
-    return shard.part_sizes, shard.in_features
 
 
 def _share(module: MatrixLayer, matrix: Matrix, names: Sequence[str]) -> Matrix:

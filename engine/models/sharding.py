@@ -28,17 +28,19 @@ def rank_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
     """
     if ranks.size == 1:
         return config
-    stages, count = ranks.num_stages, config.num_layers
+    if ranks.num_stages > 1:
+        config = replace(config, own_layers=stage_layers(config.num_layers, ranks))
+    return _layers_config(config, ranks.layers)
+
+
+def stage_layers(count: int, ranks: Ranks) -> range:
+    """The numbers of this stage's layers."""
+    stages = ranks.num_stages
     if count < stages:
         raise ConfigError(
             f"--pipeline-parallel-size {stages}: num_hidden_layers is {count:,}, fewer than stages"
         )
-    if config.vocab_size < ranks.size**2:
-        _check(False, "vocab_size", config.vocab_size, ranks.size)
-    if stages > 1:
-        own = range(ranks.stage * count // stages, (ranks.stage + 1) * count // stages)
-        config = replace(config, own_layers=own)
-    return _layers_config(config, ranks.layers)
+    return range(ranks.stage * count // stages, (ranks.stage + 1) * count // stages)
 
 
 def _layers_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
@@ -49,11 +51,7 @@ def _layers_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
     size = ranks.size
     if size == 1:
         return config
-    heads = _share(config.num_heads, ranks, "num_attention_heads")
-    if config.num_kv_heads < size:  # some ranks have the same ones
-        _check(size % config.num_kv_heads == 0, "num_key_value_heads", config.num_kv_heads, size)
-    else:
-        _check(config.num_kv_heads % size == 0, "num_key_value_heads", config.num_kv_heads, size)
+    heads = share(config.num_heads, ranks, "num_attention_heads")
     if config.has_qk_norm and config.qk_norm == "row":
         raise ConfigError(
             "--tensor-parallel-size: queries and keys of this model are normalised over all heads "
@@ -62,7 +60,7 @@ def _layers_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
     return replace(
         config,
         num_heads=len(heads),
-        num_kv_heads=len(_kv_heads(config, ranks)),
+        num_kv_heads=len(kv_heads(config.num_kv_heads, ranks)),
         intermediate_size=_dense_size(config, ranks),
         alibi_slopes=config.alibi_slopes[heads.start : heads.stop],
         experts=config.experts and _experts_config(config.experts, ranks),
@@ -74,14 +72,14 @@ def _dense_size(config: DecoderConfig, ranks: Ranks) -> int:
     experts = config.experts
     if experts is not None and all(experts.layers):
         return config.intermediate_size
-    return len(_share(config.intermediate_size, ranks, "intermediate_size"))
+    return len(share(config.intermediate_size, ranks, "intermediate_size"))
 
 
 def _experts_config(experts: ExpertsConfig, ranks: Ranks) -> ExpertsConfig:
-    size = len(_share(experts.intermediate_size, ranks, "the intermediate size of the experts"))
+    size = len(share(experts.intermediate_size, ranks, "the intermediate size of the experts"))
     shared = experts.shared_size
     if shared:
-        shared = len(_share(shared, ranks, "shared_expert_intermediate_size"))
+        shared = len(share(shared, ranks, "shared_expert_intermediate_size"))
     return replace(experts, intermediate_size=size, shared_size=shared)
 
 
@@ -95,7 +93,7 @@ def split_over(model: Decoder, config: DecoderConfig, ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     model.ranks, model.whole_config = ranks, config
-    ids = _ids(config.vocab_size, ranks)
+    ids = table_ids(config.vocab_size, ranks)
     tables = [model.embed_tokens] if config.is_tied else [model.embed_tokens, model.lm_head]
     for table in tables:
         _split_table(table, config, ids)
@@ -114,7 +112,7 @@ def _split_layers(model: Decoder, config: DecoderConfig, ranks: Ranks) -> None:
             continue
         assert experts is not None
         size, has_bias = experts.intermediate_size, ranks.rank == 0
-        inner = _share(size, ranks, "experts")
+        inner = share(size, ranks, "experts")
         both, down = mlp.experts.gate_up_proj, mlp.experts.down_proj
         both.shard = Shard(
             part_sizes=(size, size), in_features=both.in_features, rows=(inner, inner)
@@ -135,8 +133,8 @@ def _split_table(table: Embedding, config: DecoderConfig, ids: range) -> None:
 
 def _split_attention(attention: SelfAttention, config: DecoderConfig, ranks: Ranks) -> None:
     size = config.head_dim
-    heads = _share(config.num_heads, ranks, "num_attention_heads")
-    queries, keys = (_times(each, size) for each in (heads, _kv_heads(config, ranks)))
+    heads = share(config.num_heads, ranks, "num_attention_heads")
+    queries, keys = (times(each, size) for each in (heads, kv_heads(config.num_kv_heads, ranks)))
     query_size, kv_size = config.num_heads * size, config.num_kv_heads * size
     qkv, out = attention.qkv_proj, attention.o_proj
     qkv.shard = Shard(
@@ -156,11 +154,12 @@ def _split_attention(attention: SelfAttention, config: DecoderConfig, ranks: Ran
         module = getattr(attention, norm, None)
         if isinstance(module, HeadNorm):
             module.shard = Shard(part_sizes=(whole,), rows=(rows,))
-    attention.kv_shard = Shard(part_sizes=(config.num_kv_heads,), rows=(_kv_heads(config, ranks),))
+    own = kv_heads(config.num_kv_heads, ranks)
+    attention.kv_shard = Shard(part_sizes=(config.num_kv_heads,), rows=(own,))
 
 
 def _split_mlp(mlp: GatedMLP | PlainMLP, size: int, ranks: Ranks) -> None:
-    inner, down = _share(size, ranks, "intermediate_size"), mlp.down_proj
+    inner, down = share(size, ranks, "intermediate_size"), mlp.down_proj
     up = mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj
     num_parts = len(up.part_sizes)
     up.shard = Shard(
@@ -171,31 +170,33 @@ def _split_mlp(mlp: GatedMLP | PlainMLP, size: int, ranks: Ranks) -> None:
     )
 
 
-def _kv_heads(config: DecoderConfig, ranks: Ranks) -> range:
-    count = config.num_kv_heads
+def kv_heads(count: int, ranks: Ranks) -> range:
+    """Where there are fewer than ranks, some ranks have the same one."""
     if count < ranks.size:
+        check(ranks.size % count == 0, "num_key_value_heads", count, ranks.size)
         head = ranks.rank * count // ranks.size
         return range(head, head + 1)
-    return _share(count, ranks, "num_key_value_heads")
+    return share(count, ranks, "num_key_value_heads")
 
 
-def _ids(vocab_size: int, ranks: Ranks) -> range:
+def table_ids(vocab_size: int, ranks: Ranks) -> range:
     """The last rank has what is left: vocabularies need not divide."""
+    check(vocab_size >= ranks.size**2, "vocab_size", vocab_size, ranks.size)
     size = -(-vocab_size // ranks.size)
     return range(ranks.rank * size, min(vocab_size, (ranks.rank + 1) * size))
 
 
-def _share(count: int, ranks: Ranks, name: str) -> range:
-    _check(count % ranks.size == 0, name, count, ranks.size)
+def share(count: int, ranks: Ranks, name: str) -> range:
+    check(count % ranks.size == 0, name, count, ranks.size)
     size = count // ranks.size
     return range(ranks.rank * size, (ranks.rank + 1) * size)
 
 
-def _times(numbers: range, size: int) -> range:
+def times(numbers: range, size: int) -> range:
     return range(numbers.start * size, numbers.stop * size)
 
 
-def _check(is_possible: bool, name: str, count: int, size: int) -> None:
+def check(is_possible: bool, name: str, count: int, size: int) -> None:
     if not is_possible:
         raise ConfigError(
             f"--tensor-parallel-size {size}: {name} is {count:,}, which {size} ranks cannot share"

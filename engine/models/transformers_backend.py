@@ -46,7 +46,9 @@ from penstock.engine.models.transformers_modules import (
     replace_layers,
     trial_step,
 )
+from penstock.engine.models.transformers_ranks import check_heads, join, split_over
 from penstock.engine.models.vision import VisionEncoder, is_with_images, sees_whole_images, towers
+from penstock.engine.parallel.ranks import ALONE, Ranks
 from penstock.kernels.cpu.library import CpuLibrary
 
 _OLDEST = Version(
@@ -251,6 +253,9 @@ class _Inspection:
             is_odd = option not in _HARMLESS | _UNDERSTOOD and given is not None
             if is_odd or (option == "dropout" and given):
                 raise _UnsupportedError(f"{name} gives attention {option}, which we have not")
+        sinks = options.get("s_aux")
+        if sinks is not None and sinks.numel() != query.shape[1]:
+            raise _UnsupportedError(f"{name} has {sinks.numel()} sinks of {query.shape[1]} heads")
         scale = options.get("scaling")
         if scale is not None and not isinstance(scale, int | float):
             raise _UnsupportedError(f"{name} computes the scale of its scores")
@@ -263,7 +268,7 @@ class _Inspection:
                 scale=query.shape[3] ** -0.5 if scale is None else float(scale),
                 window=self.windows[id(mask)],
                 soft_cap=options.get("softcap"),
-                has_sinks=options.get("s_aux") is not None,
+                has_sinks=sinks is not None,
             )
         )
         return torch.empty_like(query).transpose(1, 2)
@@ -326,6 +331,37 @@ transformers.AttentionMaskInterface.register(_INSPECTED, _make_mask)
 @torch.inference_mode()
 def _inspect(model: PreTrainedModel) -> Inspected:
     context_len = _context_len(model.config.get_text_config(decoder=True))
+    layers, inputs, outputs = _run_on_meta(model, context_len)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(layers) < num_layers or len(layers) % num_layers:
+        raise _UnsupportedError(
+            f"{len(layers)} of its {num_layers} layers attend through the library's interface"
+        )
+    sizes = {(each.num_kv_heads, each.head_dim) for each in layers}
+    if len(sizes) > 1:
+        found = ", ".join(f"{heads} heads of {size} numbers" for heads, size in sorted(sizes))
+        raise _UnsupportedError(f"its layers store keys of different sizes: {found}")
+    for kept, layer in zip(
+        DynamicCache(config=model.config.get_text_config(decoder=True)).layers, layers, strict=False
+    ):
+        if getattr(kept, "is_sliding", False) and layer.window is None:
+            raise _UnsupportedError(f"{layer.module} attends to all that its cache has dropped")
+    base = outputs[-1][0] if outputs else ""  # the outermost ends last
+    if not base or getattr(outputs[-1][1], "last_hidden_state", None) is None:
+        raise _UnsupportedError("it has no module that computes hidden states")
+    return Inspected(
+        model=model,
+        base=base,
+        layers=layers,
+        siblings=_siblings(inputs),
+        context_len=context_len,
+    )
+
+
+def _run_on_meta(
+    model: PreTrainedModel, context_len: int | None
+) -> tuple[tuple[AttendingLayer, ...], list[tuple[str, Tensor]], list[tuple[str, Any]]]:
+    """What attends; the inputs of linear layers, and the outputs of models within it, by name."""
     shadow: Any = copy.deepcopy(model)
     shadow.to("meta")
     if hasattr(shadow, "set_experts_implementation"):
@@ -359,35 +395,11 @@ def _inspect(model: PreTrainedModel) -> Inspected:
             use_cache=False,
             **{CONTEXT: inspection},
         )
-    except _UnsupportedError:
+    except (_UnsupportedError, ConfigError):
         raise
     except Exception as error:
         raise _UnsupportedError(f"it cannot be inspected: {_first_line(error)}") from error
-    layers = tuple(inspection.layers)
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(layers) < num_layers or len(layers) % num_layers:
-        raise _UnsupportedError(
-            f"{len(layers)} of its {num_layers} layers attend through the library's interface"
-        )
-    sizes = {(each.num_kv_heads, each.head_dim) for each in layers}
-    if len(sizes) > 1:
-        found = ", ".join(f"{heads} heads of {size} numbers" for heads, size in sorted(sizes))
-        raise _UnsupportedError(f"its layers store keys of different sizes: {found}")
-    for kept, layer in zip(
-        DynamicCache(config=model.config.get_text_config(decoder=True)).layers, layers, strict=False
-    ):
-        if getattr(kept, "is_sliding", False) and layer.window is None:
-            raise _UnsupportedError(f"{layer.module} attends to all that its cache has dropped")
-    base = outputs[-1][0] if outputs else ""  # the outermost ends last
-    if not base or getattr(outputs[-1][1], "last_hidden_state", None) is None:
-        raise _UnsupportedError("it has no module that computes hidden states")
-    return Inspected(
-        model=model,
-        base=base,
-        layers=layers,
-        siblings=_siblings(inputs),
-        context_len=context_len,
-    )
+    return tuple(inspection.layers), inputs, outputs
 
 
 def _siblings(inputs: list[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
@@ -436,15 +448,24 @@ class TransformersModel(nn.Module):
     """A `TorchModel` whose forward pass is that of `transformers`.
 
     Args:
-        inspected: its model has its weights by now.
+        inspected: its model has no weights yet.
         max_model_len: tokens of a sequence where the model's configuration does not say.
+        ranks: that share the model, of which this becomes a part.
+
+    Attributes:
+        absent: tensors of layers that are other stages', by name, on the meta device.
+
+    Raises:
+        ConfigError: the context's length is unknown; the ranks cannot share the model.
     """
 
     can_be_captured = False
     needs_prompt_lens = False
     expected_bytes = 0
 
-    def __init__(self, inspected: Inspected, *, max_model_len: int | None) -> None:
+    def __init__(
+        self, inspected: Inspected, *, max_model_len: int | None, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
         self.causal_lm = inspected.model
         self.images: VisionEncoder | None = None
@@ -455,13 +476,16 @@ class TransformersModel(nn.Module):
         self.context_len = context_len
         self.quantization = "none"
         replace_layers(self.causal_lm, self.dtype, besides=towers(self.causal_lm, inspected.base))
-        self._siblings = inspected.siblings
+        layers = inspected.layers
+        self.absent: dict[str, Tensor] = {}
+        if ranks.size > 1:
+            layers, self.absent = _shared(inspected, ranks)
+        modules = dict(self.causal_lm.named_modules())
+        self._siblings = tuple(each for each in inspected.siblings if each[0] in modules)
         self._cpu: CpuParts | None = None
-        self._attentions = [
-            PagedAttention(found, index) for index, found in enumerate(inspected.layers)
-        ]
+        self._attentions = [PagedAttention(found, index) for index, found in enumerate(layers)]
         is_whole = sees_whole_images(self.causal_lm.config)
-        for found, attention in zip(inspected.layers, self._attentions, strict=True):
+        for found, attention in zip(layers, self._attentions, strict=True):
             attention.sees_whole_images = is_whole
             self.causal_lm.get_submodule(found.module).paged_attention = attention
         self.causal_lm.set_attn_implementation(_PAGED)
@@ -610,6 +634,25 @@ class TransformersModel(nn.Module):
         if self._cpu is not None:
             return self._cpu.library.num_threads
         return torch.get_num_threads()
+
+
+def _shared(
+    inspected: Inspected, ranks: Ranks
+) -> tuple[tuple[AttendingLayer, ...], dict[str, Tensor]]:
+    """Make the model a rank's part; its layers, and the tensors of layers that it has not."""
+    model, about = inspected.model, "--tensor-parallel-size and --pipeline-parallel-size"
+    if is_with_images(model.config):
+        raise ConfigError(f"{about}: a model with images has to be whole")
+    try:
+        absent = split_over(model, inspected.layers, ranks)
+        layers, _, _ = _run_on_meta(model, inspected.context_len)
+    except _UnsupportedError as error:
+        raise ConfigError(
+            f"{about}: {type(model).__name__} cannot be shared by the plan of transformers: {error}"
+        ) from error
+    check_heads(layers, inspected.layers, ranks.layers)
+    join(model, ranks)
+    return layers, absent
 
 
 class _GivenHidden(nn.Module):

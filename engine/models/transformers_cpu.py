@@ -24,6 +24,7 @@ from penstock.engine.models.packed_linear import (
     CpuLinear,
     PackedLinear,
     QuantizedLinear,
+    RankSums,
     StackedLinear,
     pack_linear,
 )
@@ -34,6 +35,7 @@ from penstock.engine.models.transformers_modules import (
     PagedAttention,
     trial_step,
 )
+from penstock.engine.parallel.ranks import ALONE, Ranks, SharedRanks
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 
@@ -148,6 +150,7 @@ class Part:
         write: adds the operations for a number of rows; returns the arguments and the name of
             the address of the result, or the buffer of the result.
         linears: its matrices.
+        ranks: over which the result is summed.
     """
 
     def __init__(
@@ -157,7 +160,9 @@ class Part:
         out_size: int,
         write: Callable[[ctypes.c_int64], tuple[Structure, str] | Buffer],
         linears: Sequence[CpuLinear] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._parts, self._x, self._out_size, self._linears = parts, x, out_size, linears
         self._num_rows = ctypes.c_int64(0)
         self._first = len(parts.program)
@@ -177,12 +182,12 @@ class Part:
         is_shared, result = _is_worth_sharing(self._linears, num_rows), self._result
         if isinstance(result, Buffer):
             self._parts.program.run_part(self._first, self._end, is_shared=is_shared)
-            return result.rows[:num_rows].clone()
+            return self._ranks.sum(result.rows[:num_rows].clone())
         y = self._x.rows.new_empty(num_rows, self._out_size)
         args, name = result
         setattr(args, name, y.data_ptr())
         self._parts.program.run_part(self._first, self._end, is_shared=is_shared)
-        return y
+        return self._ranks.sum(y)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in_size] → [..., out_size]"""
@@ -249,11 +254,14 @@ def use_kernels(
         first = [packed[each] for each in names if each in packed]
         others = [each for each in packed if each.rpartition(".")[0] == name and each not in names]
         if len(first) == len(names) and len(others) == 1:
-            last, found = packed[others[0]], None
+            last, found, module = packed[others[0]], None, modules[others[0]]
+            assert isinstance(module, ModuleLinear)
+            if module.gathered_size:
+                continue
             if len(names) == 2:
-                found = _fuse_mlp(parts, parent, first, last)
+                found = _fuse_mlp(parts, parent, first, last, module.ranks)
             elif len(names) == 3 and getattr(parent, "paged_attention", None) is not None:
-                found = _fuse_attention(parts, parent, first, last, trial)
+                found = _fuse_attention(parts, parent, first, last, module.ranks, trial)
             if found is not None:
                 fused[parent] = found
     _chain_layers(parts, modules, fused, norms, trial)
@@ -282,7 +290,7 @@ def _pack(modules: dict[str, nn.Module], parts: CpuParts) -> dict[str, CpuLinear
         module.compute = _product(parts, linear)
         if table is not None and isinstance(linear, PackedLinear | QuantizedLinear):
             table.drop()
-            table.compute = _lookup(parts, linear)
+            table.compute = _lookup(parts, linear, table)
     return packed
 
 
@@ -299,11 +307,14 @@ def _product(parts: CpuParts, linear: CpuLinear) -> Part:
     return Part(parts, x, linear.out_features, write, [linear])
 
 
-def _lookup(parts: CpuParts, table: PackedLinear | QuantizedLinear) -> Callable[[Tensor], Tensor]:
-    """Rows of a table for the tokens of a step."""
+def _lookup(
+    parts: CpuParts, table: PackedLinear | QuantizedLinear, module: ModuleEmbedding
+) -> Callable[[Tensor], Tensor]:
+    """Rows of a table for the tokens of a step; zeros for those that other ranks have."""
+    ids = {"first_id": module.first_id, "num_ids": module.num_ids}
     y = parts.program.buffer(f"inputs {table.in_features}", table.in_features)
     first = len(parts.program)
-    table.write_lookup(parts.program, y)
+    table.write_lookup(parts.program, y, **ids)
     end = len(parts.program)
 
     def compute(token_ids: Tensor) -> Tensor:
@@ -372,16 +383,22 @@ class _Fused:
         write: adds them to a program, from rows to rows (None: to be set in the result); returns
             the arguments of the last one.
         linears: its matrices.
+        ranks: over which its result is summed.
         head_dim: that its input is rotated by; 0: it is not attention.
     """
 
     write: Callable[..., Structure]
     linears: Sequence[CpuLinear]
+    ranks: Ranks
     head_dim: int = 0
 
 
 def _fuse_mlp(
-    parts: CpuParts, parent: nn.Module, first: Sequence[CpuLinear], last: CpuLinear
+    parts: CpuParts,
+    parent: nn.Module,
+    first: Sequence[CpuLinear],
+    last: CpuLinear,
+    ranks: Ranks,
 ) -> _Fused | None:
     """Make a gated MLP one part, if the module is one."""
     sizes = {each.out_features for each in first}
@@ -403,7 +420,7 @@ def _fuse_mlp(
         return write(parts.program, None, x, num_rows=num_rows), "y"
 
     x = parts.program.buffer(f"inputs {last.out_features}", first[0].in_features)
-    part = Part(parts, x, last.out_features, write_part, [*first, last])
+    part = Part(parts, x, last.out_features, write_part, [*first, last], ranks)
     inputs = torch.randn(3, first[0].in_features, generator=torch.Generator().manual_seed(1))
     # Inputs of the activation around 2, where activations differ.
     spread = _product(parts, first[0])(inputs.to(parts.library.dtype)).float().std()
@@ -414,7 +431,7 @@ def _fuse_mlp(
     except (RuntimeError, TypeError, ValueError):  # a module of another kind
         return None
     parent.forward = part
-    return _Fused(write, (*first, last))
+    return _Fused(write, (*first, last), ranks)
 
 
 def _fuse_attention(
@@ -422,6 +439,7 @@ def _fuse_attention(
     parent: nn.Module,
     first: Sequence[CpuLinear],
     last: CpuLinear,
+    ranks: Ranks,
     trial: _Trial,
 ) -> _Fused | None:
     """Make a module of attention one part, if it computes what ours do."""
@@ -470,7 +488,7 @@ def _fuse_attention(
         return write(parts.program, None, x, num_rows=num_rows), "y"
 
     x = parts.program.buffer(f"inputs {last.out_features}", first[0].in_features)
-    part = Part(parts, x, last.out_features, write_part, [*first, last])
+    part = Part(parts, x, last.out_features, write_part, [*first, last], ranks)
     spread = 1.5 / trial.spread(_product(parts, first[0]), first[0].in_features)
     results = trial.run(parts, (parent, forward), first[0].in_features, spread)
     match results:
@@ -479,7 +497,7 @@ def _fuse_attention(
         case _:
             return None
     parent.forward = forward
-    return _Fused(write, (*first, last), head_dim=size)
+    return _Fused(write, (*first, last), ranks, head_dim=size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,12 +518,19 @@ class _Chain:
     input is what was guessed; if not, it computes that, and from then on no guess goes beyond the
     layer before. What a wrong guess has stored of keys and values is stored again.
 
+    Args:
+        ranks: over which the results of attention and of the MLPs are summed.
+
     Attributes:
         starts: numbers of the layers with which a run of layers begins, and of those that end it.
     """
 
-    def __init__(self, parts: CpuParts, size: int) -> None:
+    def __init__(self, parts: CpuParts, size: int, ranks: Ranks) -> None:
         self._parts, self._size = parts, size
+        # Two sums a layer, so the two places of `RankSums` take turns wherever a run begins.
+        self._sums = RankSums(parts.library, ranks) if isinstance(ranks, SharedRanks) else None
+        if self._sums is not None:
+            self._sums.begin(_MAX_CHAINED_ROWS, size)
         self._program = Program(parts.library, parts.program.step)
         self._streams = [self._program.buffer("stream 0", size)]
         self.layers: list[_Layer] = []
@@ -535,7 +560,11 @@ class _Chain:
             (norms[1], mlp, attended, y),
         ):
             program.add("rms_norm", y=normed, x=before, **norm)
-            module.write(program, product, normed)
+            if self._sums is None:
+                module.write(program, product, normed)
+            else:
+                module.write(program, self._sums.part(size), normed)
+                self._sums.write(program, product, size)
             program.add("scale_add", y=after, x=product, residual=before, factor=1.0, size=size)
         self._streams.append(y)
         linears = (*attention.linears, *mlp.linears)
@@ -621,17 +650,19 @@ def _chain_layers(
         if len(others) == 1 and len(around) == 2:
             found.append((layer, fused[module], fused[others[0]], around))
     sizes = {norm["size"] for _, _, _, around in found for norm in around}
-    if len(sizes) != 1:
+    ranks = {module.ranks for _, attention, mlp, _ in found for module in (attention, mlp)}
+    if len(sizes) != 1 or len(ranks) != 1:
         return
-    (size,) = sizes
-    chain = _Chain(parts, size)
+    (size,), (summing,) = sizes, ranks
+    chain = _Chain(parts, size, summing)
     for layer, attention, mlp, around in found:
         chain.add(layer.forward, attention, mlp, around)
     chain.record()
     same = set()
     for number, (layer, *_) in enumerate(found):
         ours = partial(chain, number=number)
-        results = trial.run(parts, (layer, ours), size, _SMALL)
+        # Not by hooks, with which a layer tells other ranks its result.
+        results = trial.run(parts, (layer.forward, ours), size, _SMALL)
         if results and isinstance(results[0], Tensor) and torch.equal(*results):
             same.add(number)
     for number in same:

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.engine.layers.attention import Attention, ForwardContext, WholeImage
 from penstock.engine.layers.linear import Embedding, Linear
+from penstock.engine.parallel.ranks import ALONE
 from penstock.kernels import int8_cache
 from penstock.kernels.cpu.library import pair_of, unpack_keys, unpack_values
 from penstock.kernels.paged_layout import PagedLayout
@@ -176,6 +177,23 @@ def trial_step(
     return ForwardContext(kv_pool=pool, layout=layout, positions=positions.to(device))
 
 
+@dataclass(frozen=True, slots=True)
+class TensorShare:
+    """A rank's share of a parameter that is not ours: in `tensor_shares` of its module, by name.
+
+    Attributes:
+        dim, numbers: which rows of which dimension.
+        whole: the shape of the whole.
+    """
+
+    dim: int
+    numbers: Tensor
+    whole: tuple[int, ...]
+
+    def of(self, values: Tensor) -> Tensor:
+        return values.index_select(self.dim, self.numbers.to(values.device))
+
+
 class ModuleLinear(Linear):
     """`Linear` in the place of one of the library's, whose inputs have any number of dimensions.
 
@@ -184,9 +202,13 @@ class ModuleLinear(Linear):
 
     Attributes:
         compute: does the same on a CPU, with a matrix of its own; None: torch does.
+        own_inputs: of those that all ranks have; None: they are the rank's own.
+        gathered_size: of the results of all ranks, which are put side by side; 0: they are summed.
     """
 
     compute: Callable[[Tensor], Tensor] | None = None
+    own_inputs: range | None = None
+    gathered_size = 0
 
     def __init__(
         self, in_features: int, out_features: int, *, has_bias: bool, is_transposed: bool
@@ -195,10 +217,26 @@ class ModuleLinear(Linear):
         self.is_transposed = is_transposed
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.ranks is not ALONE:
+            return self._joined(x)
         if self.compute is not None:
             return self.compute(x)
         y: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """What all ranks compute together."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self.own_inputs is not None:
+            rows = rows[:, self.own_inputs.start : self.own_inputs.stop]
+        y = self.multiply(rows, self.bias) if self.compute is None else self.compute(rows)
+        if self.gathered_size:
+            size = -(-self.gathered_size // self.ranks.size)  # the last rank may have fewer
+            y = self.ranks.gather(functional.pad(y, (0, size - y.shape[1])).contiguous())
+            y = y[:, : self.gathered_size]
+        else:
+            y = self.ranks.sum(y)
+        return y.reshape(*x.shape[:-1], y.shape[1])
 
 
 class ModuleEmbedding(Embedding):
@@ -208,8 +246,11 @@ class ModuleEmbedding(Embedding):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.compute is not None:
-            return self.compute(token_ids)
-        y: Tensor = super().forward(token_ids.flatten())
+            y = self.compute(token_ids)
+            if self.num_ids:
+                y = self.ranks.sum(y.view(-1, y.shape[-1])).view(y.shape)
+            return y
+        y = super().forward(token_ids.flatten())
         return y.view(*token_ids.shape, y.shape[-1])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from penstock.engine.errors import ModelLoadError
 from penstock.engine.layers.linear import MatrixLayer, constant
 from penstock.engine.models.names import is_ignorable
-from penstock.engine.models.transformers_modules import ModuleLinear
+from penstock.engine.models.transformers_modules import ModuleLinear, TensorShare
 from penstock.engine.weights.checkpoint import Checkpoint
 from penstock.engine.weights.formats import FORMATS, format_of
 from penstock.engine.weights.formats.dense import read_transposed
@@ -53,26 +53,39 @@ class _Names:
     )
 
 
-def read_weights(checkpoint: Checkpoint, model: PreTrainedModel, hold: Hold, like: Tensor) -> None:
+def read_weights(
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    hold: Hold,
+    like: Tensor,
+    *,
+    absent: Mapping[str, Tensor],
+) -> None:
     """Read all weights of a model whose parameters are on the meta device.
 
     Args:
         hold: gives a module its matrix, which is made of one part.
         like: has the dtype and device of matrices.
+        absent: tensors that other ranks have.
 
     Raises:
         ModelLoadError: names a tensor that is missing, surplus, or has another shape or dtype.
     """
-    names = _find_names(checkpoint, model)
+    names = _find_names(checkpoint, model, absent)
     tied = _tied(model, names)
     modules: dict[str, nn.Module] = dict(model.named_modules())
     wanted: dict[str, Tensor] = dict(model.state_dict())
+    shares = _shares(modules)
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    shapes |= {name: shape for name, (shape, _) in shares.items()}
     read_matrix = FORMATS[format_of(checkpoint)]
     done: set[str] = set()
 
     def assign(name: str, values: Tensor) -> None:
         module, _, kind = name.rpartition(".")
         target = modules[module]
+        if name in shares:
+            values = shares[name][1](values)
         if isinstance(target, MatrixLayer) and kind == "weight":
             hold(target, [module], [DenseMatrix(values)])
         elif kind in target._buffers:
@@ -84,8 +97,8 @@ def read_weights(checkpoint: Checkpoint, model: PreTrainedModel, hold: Hold, lik
 
     for first, (rule, sources) in names.converted.items():
         for name, values in _convert(checkpoint, model, first, rule, sources).items():
-            if name not in wanted or values.shape != wanted[name].shape:
-                expected = list(wanted[name].shape) if name in wanted else "no such tensor"
+            if name not in wanted or values.shape != shapes[name]:
+                expected = list(shapes[name]) if name in wanted else "no such tensor"
                 raise checkpoint.fault(
                     sources[0][0], f"becomes {name} {list(values.shape)}, expected {expected}"
                 )
@@ -94,14 +107,13 @@ def read_weights(checkpoint: Checkpoint, model: PreTrainedModel, hold: Hold, lik
         if not isinstance(module, MatrixLayer) or f"{name}.weight" in done | tied.keys():
             continue
         prefix = names.modules.get(name, name)
-        shape = (module.out_features, module.in_features)
         is_turned = isinstance(module, ModuleLinear) and module.is_transposed
         read = read_transposed if is_turned else read_matrix
-        hold(module, [prefix], [read(checkpoint, prefix, shape)])
+        hold(module, [prefix], [read(checkpoint, prefix, _matrix_shape(module))])
         done.add(f"{name}.weight")
-    for name, tensor in wanted.items():
+    for name in wanted:
         if name not in done and name not in tied:
-            assign(name, checkpoint.read(names.tensors.get(name, name), tuple(tensor.shape)))
+            assign(name, checkpoint.read(names.tensors.get(name, name), shapes[name]))
     for name, source in tied.items():
         _tie(modules, name, source)
         checkpoint.ignore(names.tensors.get(name, name))
@@ -111,18 +123,43 @@ def read_weights(checkpoint: Checkpoint, model: PreTrainedModel, hold: Hold, lik
     )
 
 
-def _find_names(checkpoint: Checkpoint, model: Any) -> _Names:
+def _shares(
+    modules: Mapping[str, nn.Module],
+) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]]:
+    """Of parameters of which a rank has a share: the shape of the whole, and what takes the share;
+    of matrices `hold` does."""
+    found: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
+    for name, module in modules.items():
+        shares: dict[str, TensorShare] = getattr(module, "tensor_shares", {})
+        for kind, share in shares.items():
+            found[f"{name}.{kind}"] = share.whole, share.of
+        if isinstance(module, MatrixLayer) and module.shard is not None:
+            shape = _matrix_shape(module)
+            found[f"{name}.weight"] = shape, lambda values: values
+            found[f"{name}.bias"] = shape[:1], module.shard.take_bias
+    return found
+
+
+def _matrix_shape(module: MatrixLayer) -> tuple[int, int]:
+    part_sizes, in_features = module.whole_shape
+    return sum(part_sizes), in_features
+
+
+def _find_names(checkpoint: Checkpoint, model: Any, absent: Mapping[str, Tensor]) -> _Names:
     rules = get_model_conversion_mapping(model)
     renamings = [each for each in rules if isinstance(each, WeightRenaming)]
     converters = [each for each in rules if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    wanted = model.state_dict()
+    wanted = model.state_dict() | dict(absent)
     names = _Names()
     prefix = model.base_model_prefix
     for key in sorted(checkpoint.unread, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name in absent:
+            checkpoint.ignore(key)
+            continue
         if pattern is not None:
             rule = copy.deepcopy(by_pattern[pattern])
             names.converted.setdefault(name, (rule, []))[1].append((key, pattern))

@@ -86,6 +86,16 @@ CASES: dict[str, tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = 
             "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
         },
     ),
+    "experts through transformers": (
+        (2, 1),
+        "MixtralForCausalLM",
+        {},
+        {
+            "model_impl": "transformers",
+            "cache": CacheConfig(num_blocks=18, num_host_blocks=200),
+            "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
+        },
+    ),
     "two stages of two": ((2, 2), "Gemma2ForCausalLM", {"num_hidden_layers": 4}, {}),
 }
 
@@ -97,7 +107,7 @@ def build(path: Path, num_ranks: int, num_stages: int = 1, **settings: Any) -> E
         "device": CPU,
         **settings,
     }
-    names = ("quantization", "quantize_activations")
+    names = ("quantization", "quantize_activations", "model_impl")
     model = {name: settings.pop(name) for name in names if name in settings}
     settings["device"] = replace(
         settings["device"], tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages

@@ -47,28 +47,39 @@ def paged_logits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         if (implementation or request.param) == "kernels":
             model = fastest(model, BLOCK_SIZE, cpu_kernels(model, BLOCK_SIZE))
             assert isinstance(model, CpuDecoder)
-        shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
-        num_blocks = shape.num_blocks_for(len(token_ids))
-        pool = shape.allocate(num_blocks + 3, torch.device("cpu")).fill_(torch.nan)
-        table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))
-        table = table[:num_blocks].int()
-        logits = []
-        with torch.inference_mode():
-            start = 0
-            for size in chunks:
-                positions = torch.arange(start, start + size)
-                context = ForwardContext(
-                    kv_pool=pool,
-                    layout=_layout(positions, table),
-                    positions=positions,
-                    prompt_lens=torch.full_like(positions, num_prompt or len(token_ids)),
-                )
-                ids = torch.tensor(token_ids[start : start + size])
-                logits.append(model.logits(model(ids, context)).clone())
-                start += size
-        return torch.cat(logits).float()
+        return run_paged(model, token_ids, chunks, num_prompt=num_prompt)
 
     return run
+
+
+def run_paged(
+    model: LanguageModel,
+    token_ids: Sequence[int],
+    chunks: Sequence[int],
+    *,
+    num_prompt: int | None = None,
+) -> Tensor:
+    """Logits of all tokens of one sequence, computed in chunks: [num_tokens, vocab_size]."""
+    shape = KVShape.of(model.kv_spec, BLOCK_SIZE)
+    num_blocks = shape.num_blocks_for(len(token_ids))
+    pool = shape.allocate(num_blocks + 3, torch.device("cpu")).fill_(torch.nan)
+    table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))
+    table = table[:num_blocks].int()
+    logits = []
+    with torch.inference_mode():
+        start = 0
+        for size in chunks:
+            positions = torch.arange(start, start + size)
+            context = ForwardContext(
+                kv_pool=pool,
+                layout=_layout(positions, table),
+                positions=positions,
+                prompt_lens=torch.full_like(positions, num_prompt or len(token_ids)),
+            )
+            ids = torch.tensor(token_ids[start : start + size])
+            logits.append(model.logits(model(ids, context)).clone())
+            start += size
+    return torch.cat(logits).float()
 
 
 def _layout(positions: Tensor, table: Tensor) -> PagedLayout:
