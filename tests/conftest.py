@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
+import functools
 import importlib.util
 import os
 import platform
 import shutil
 import signal
+import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +77,25 @@ def _prepare_process() -> None:
 
 
 _prepare_process()
+
+
+def _share_authorities() -> None:
+    """Each HTTP client, for plain HTTP too, reads the certificates of all authorities, which takes
+    it a tenth of a second. The clients of a process share what the first of them has read."""
+    create = ssl.create_default_context
+    shared = functools.cache(create)
+
+    def create_or_share(
+        purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, **files: Any
+    ) -> ssl.SSLContext:
+        path = str(files.get("cafile"))
+        is_common = path == os.environ.get("SSL_CERT_FILE") or path.endswith("certifi/cacert.pem")
+        return (shared if is_common else create)(purpose, **files)
+
+    ssl.create_default_context = create_or_share
+
+
+_share_authorities()
 
 
 def _missing() -> list[str]:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import types
+import unittest.mock
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -191,8 +193,18 @@ async def listen(app: Starlette, config: GatewayConfig) -> AsyncIterator[int]:
             await app.state.engine.wait_ready()
         yield listener.getsockname()[1]
     finally:
-        server.should_exit = True
-        await task
+        # What uvicorn waits for, it looks for ten times a second; here, as often as `until`.
+        task.cancel()
+        await asyncio.wait([task])
+        with unittest.mock.patch.object(uvicorn.server, "asyncio", _HASTY_ASYNCIO):
+            await server.shutdown([listener])
+
+
+async def _sleep_briefly(_: float) -> None:
+    await asyncio.sleep(0.005)
+
+
+_HASTY_ASYNCIO = types.SimpleNamespace(**{**vars(asyncio), "sleep": _sleep_briefly})
 
 
 @pytest.fixture
