@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,22 +139,40 @@ def _is_ready(served: Served) -> bool:
     return httpx.get(f"{served.base_url}/ready", timeout=_BACK_S).status_code == 200
 
 
-async def test_streams_go_on_after_the_engine_was_killed(tmp_path: Path) -> None:
-    with serve("--dtype", "float32", log=tmp_path / "log") as served:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve("--dtype", "float32", log=tmp_path_factory.mktemp("server") / "log") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served) -> dict[str, tuple[Any, ...]]:
+    """Of each stream alone, when nothing happens."""
+
+    async def read() -> dict[str, tuple[Any, ...]]:
         async with httpx.AsyncClient(base_url=served.base_url, timeout=_BACK_S) as client:
-            expected = {name: _contents(await _read(client, name)) for name in _BODIES}
-            for choices, usages in expected.values():
-                assert all(len(choice.finish_reasons) == 1 for choice in choices.values())
-                assert len(usages) == 1
-                assert usages[0]["completion_tokens"] >= 100 * len(choices)
-            for num_back, cut in enumerate((1, 20, 70), 1):
-                streams = await _disturbed(client, cut, _engine(served).kill)
-                for name, stream in streams.items():
-                    assert _contents(stream) == expected[name], f"{name}, cut after {cut}"
-                # Streams that had all they need may end before its death is noticed.
-                wait_until(lambda: _num_back(served) >= num_back)  # noqa: B023
-                wait_until(lambda: _is_ready(served))
-            assert _num_back(served) == 3
+            return {name: _contents(await _read(client, name)) for name in _BODIES}
+
+    found = asyncio.run(read())
+    for choices, usages in found.values():
+        assert all(len(choice.finish_reasons) == 1 for choice in choices.values())
+        assert len(usages) == 1
+        assert usages[0]["completion_tokens"] >= 100 * len(choices)
+    return found
+
+
+async def test_streams_go_on_after_the_engine_was_killed(
+    served: Served, expected: dict[str, tuple[Any, ...]]
+) -> None:
+    async with httpx.AsyncClient(base_url=served.base_url, timeout=_BACK_S) as client:
+        for num_back, cut in enumerate((1, 20, 70), 1):
+            streams = await _disturbed(client, cut, _engine(served).kill)
+            for name, stream in streams.items():
+                assert _contents(stream) == expected[name], f"{name}, cut after {cut}"
+            # Streams that had all they need may end before its death is noticed.
+            wait_until(lambda: _num_back(served) >= num_back)  # noqa: B023
+            wait_until(lambda: _is_ready(served))
+        assert _num_back(served) == 3
 
 
 @dataclass
@@ -179,18 +197,22 @@ class Seen:
 @pytest.mark.slow
 @pytest.mark.parametrize("hang", stuck_engine.HANGS)
 async def test_an_engine_whose_step_does_not_end_is_ended_and_streams_go_on(
-    hang: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hang: str,
+    expected: dict[str, tuple[Any, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(stuck_engine.FOLDER, str(tmp_path))
     command = (sys.executable, "-m", stuck_engine.__name__)
     flags = ("--dtype", "float32", "--step-timeout-s", "5")
     with serve(*flags, log=tmp_path / "log", command=command) as served:
         async with httpx.AsyncClient(base_url=served.base_url, timeout=_BACK_S) as client:
-            expected = {name: _contents(await _read(client, name)) for name in _BODIES}
             engine, seen = _engine(served), Seen()
             looking = asyncio.create_task(seen.look(client))
             streams = await _disturbed(client, 20, (tmp_path / hang).touch)
             assert {name: _contents(stream) for name, stream in streams.items()} == expected
+            # Had the engine all tokens before the client had read 20 chunks, this step hangs.
+            assert _contents(await _read(client, "completion")) == expected["completion"]
             looking.cancel()
         wait_until(lambda: _num_back(served) == 1)
         assert not engine.is_running()

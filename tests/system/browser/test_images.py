@@ -56,7 +56,9 @@ async def test_images_are_sent_shown_and_kept(page: Page, server: Served, tmp_pa
     await page.reload()
     kept = page.locator(".turn").first.locator("img.picture")
     await expect(kept).to_have_count(2)
-    assert all(side > 0 for side in await kept.evaluate_all(_SIDES))
+    await page.wait_for_function(
+        f"() => ({_SIDES})([...document.images]).every((side) => side > 0)"
+    )
     await page.locator("#files").set_input_files(
         {"name": "x", "mimeType": "image/png", "buffer": b"x"}
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from playwright.async_api import Page
+from playwright.async_api import Page, expect
 
 from ..processes import Served
 from .conftest import make_conversation
@@ -58,6 +58,7 @@ async def test_tables_read_from_the_right_where_their_letters_do(
     conversation = await make_conversation(api, [("assistant", text) for text in texts])
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
     hebrew, english = page.locator("table").first, page.locator("table").last
+    await expect(page.locator("td")).to_have_count(4)  # nothing below waits for them
     lefts = "nodes => nodes.map(node => node.getBoundingClientRect().left)"
     for table, is_reversed in ((hebrew, True), (english, False)):
         for row in await table.locator("tr").all():
@@ -246,6 +247,7 @@ async def test_hidden_characters_in_code_are_shown_and_copied(
     await open_page(page, f"{demo_server.base_url}/#{conversation}")
     for place in (page.locator(".prose p > code"), page.locator(".prose pre > code")):
         marks = place.locator(".hidden-character")
+        await expect(marks).to_have_count(2)
         shown = "nodes => nodes.map(node => getComputedStyle(node, '::before').content)"
         assert await marks.evaluate_all(shown) == ['"U+202E"', '"U+200B"']
         assert await place.text_content() == code
