@@ -165,19 +165,22 @@ static void NAME(mask_ends)(const struct attention_args *a, struct NAME(attentio
 INLINE void NAME(score_tile)(
     const DTYPE *query, long head_dim, const DTYPE *const *keys, long key_stride, float (*scores)[CHUNK],
     const int rows, const int panels) {
-    vec sums[MAX_ROWS * MAX_PANELS];
+    const int parts = panels * NUM_PARTS;
+    vec_part sums[MAX_ROWS * MAX_PANELS * NUM_PARTS];
 #pragma GCC unroll 32
-    for (int i = 0; i < rows * panels; i++) sums[i] = (vec){0};
+    for (int i = 0; i < rows * parts; i++) sums[i] = (vec_part){0};
     for (long d = 0, at = 0; d < head_dim; d += PAIR, at += key_stride) {
-        NAME(weights) weights[MAX_PANELS];
+        NAME(weights) weights[MAX_PANELS * NUM_PARTS];
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++) weights[v] = NAME(load_weights)(keys[v] + at);
-        NAME(add_products)(sums, query + d, head_dim, weights, rows, panels);
+        for (int i = 0; i < parts; i++)
+            weights[i] = NAME(load_weights)(keys[i / NUM_PARTS] + at + i % NUM_PARTS * NAME(part_stride));
+        NAME(add_products)(sums, query + d, head_dim, weights, rows, parts);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++) store_f32(scores[r] + v * LANES, sums[r * panels + v]);
+        for (int i = 0; i < parts; i++)
+            memcpy(scores[r] + i * PART_LANES, &sums[r * parts + i], sizeof *sums);
 }
 
 /* sums[row][d] = sums[row][d] · shrink[row] + Σ_i weights[row][i] · values[i][d], for `rows` rows
@@ -185,24 +188,26 @@ INLINE void NAME(score_tile)(
 INLINE void NAME(mix_tile)(
     float *sums, long head_dim, const float *shrink, const DTYPE (*weights)[CHUNK],
     const struct NAME(attention_chunk) *chunk, long d, const int rows, const int panels) {
-    vec acc[MAX_ROWS * MAX_PANELS];
+    const int parts = panels * NUM_PARTS;
+    vec_part acc[MAX_ROWS * MAX_PANELS * NUM_PARTS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++)
-            acc[r * panels + v] = load_f32(sums + r * head_dim + d + v * LANES) * splat(shrink[r]);
+        for (int i = 0; i < parts; i++)
+            acc[r * parts + i] =
+                load_part_f32(sums + r * head_dim + d + i * PART_LANES) * splat_part(shrink[r]);
     for (long i = chunk->first / PAIR * PAIR; i < chunk->end; i += PAIR) {
         const DTYPE *from = chunk->values[i / PAIR] + d * PAIR;
-        NAME(weights) values[MAX_PANELS];
+        NAME(weights) values[MAX_PANELS * NUM_PARTS];
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++) values[v] = NAME(load_weights)(from + v * LANES * PAIR);
-        NAME(add_products)(acc, weights[0] + i, CHUNK, values, rows, panels);
+        for (int v = 0; v < parts; v++) values[v] = NAME(load_weights)(from + v * NAME(part_stride));
+        NAME(add_products)(acc, weights[0] + i, CHUNK, values, rows, parts);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++)
-            store_f32(sums + r * head_dim + d + v * LANES, acc[r * panels + v]);
+        for (int i = 0; i < parts; i++)
+            memcpy(sums + r * head_dim + d + i * PART_LANES, &acc[r * parts + i], sizeof *acc);
 }
 
 /* TILE(rows, panels) with constants; `panels` is panels_for(rows) or 1 */

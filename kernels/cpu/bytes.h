@@ -8,7 +8,6 @@
 
 enum { QUAD = 4 }; /* bytes whose products are summed at once */
 
-typedef uint32_t uvec_part __attribute__((vector_size(PART_BYTES)));
 typedef int16_t short_part __attribute__((vector_size(PART_BYTES)));
 
 /* The larger. */
@@ -73,13 +72,11 @@ INLINE int32_t imax_lanes(ivec x) {
 }
 
 /* Signed integers as floats. */
-INLINE vec float_of_parts(const uvec_part *parts) {
-    union { uvec_part part[NUM_PARTS]; ivec all; } whole;
-    for (int i = 0; i < NUM_PARTS; i++) whole.part[i] = parts[i];
+INLINE vec_part float_of_ints(uvec_part x) {
 #if defined(__AVX512F__)
-    return (vec)_mm512_cvtepi32_ps((__m512i)whole.all);
+    return (vec_part)_mm512_cvtepi32_ps((__m512i)x);
 #else
-    return __builtin_convertvector(whole.all, vec);
+    return __builtin_convertvector((ivec_part)x, vec_part);
 #endif
 }
 

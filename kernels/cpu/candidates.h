@@ -107,7 +107,9 @@ static void keep_candidates(struct candidates *c, float threshold) {
 
 /* Weights of sixteen keys relative to the largest, which weighs 1. */
 INLINE vec weights_of(vec keys, float largest, float scale) {
-    return exp_inside(vmax((keys - splat(largest)) * splat(scale), splat(LEAST_EXPONENT)));
+    union parts x = {vmax((keys - splat(largest)) * splat(scale), splat(LEAST_EXPONENT))};
+    for (int i = 0; i < NUM_PARTS; i++) x.part[i] = exp_inside(x.part[i]);
+    return x.all;
 }
 
 /* Compute all weights; returns their sum. */

@@ -10,13 +10,21 @@
 #include <math.h>
 
 /* Register tiles: rows × panels of 16 floats must fit into registers. Linear layers use MAX_ROWS
- * rows by GROUP panels; attention up to MAX_PANELS panels with half as many rows. */
+ * rows by GROUP panels, those with quantized weights QUANTIZED_ROWS, adapters LORA_ROWS by two sums;
+ * attention up to MAX_PANELS panels with half as many rows. */
 #if defined(__AVX512F__)
-enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4 };
+enum { MAX_ROWS = 8, GROUP = 3, MAX_PANELS = 4, QUANTIZED_ROWS = 8, LORA_ROWS = 8 };
 #elif defined(__AVX2__)
-enum { MAX_ROWS = 4, GROUP = 1, MAX_PANELS = 2 };
+enum { MAX_ROWS = 6, GROUP = 1, MAX_PANELS = 2, QUANTIZED_ROWS = 4, LORA_ROWS = 3 };
 #else
-enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1 };
+enum { MAX_ROWS = 2, GROUP = 1, MAX_PANELS = 1, QUANTIZED_ROWS = 2, LORA_ROWS = 1 };
+#endif
+
+/* Without instructions that multiply b16, or read f16 while they multiply, it is faster to widen weights first
+ * where so many rows need them. */
+#if !defined(__AVX512F__)
+#define WIDENS
+enum { WIDE_ROWS = 24 };
 #endif
 
 enum { ROWS_PER_ITEM = 128 };
@@ -39,13 +47,13 @@ enum { PAIR = 2 };
 enum { PAIR = 1 };
 #endif
 
-/* sum + x[2i] · w[2i] + x[2i + 1] · w[2i + 1] in lane i, for 32 bfloat16 values each */
-INLINE vec dot_pairs(vec sum, uvec x, uvec w) {
+/* sum + x[2i] · w[2i] + x[2i + 1] · w[2i + 1] in lane i, of bfloat16 values */
+INLINE vec_part dot_pairs(vec_part sum, uvec_part x, uvec_part w) {
 #if defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+    return (vec_part)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
 #else
-    sum += (vec)(x << 16) * (vec)(w << 16);
-    return sum + (vec)(x & 0xffff0000) * (vec)(w & 0xffff0000);
+    sum += (vec_part)(x << 16) * (vec_part)(w << 16);
+    return sum + (vec_part)(x & 0xffff0000) * (vec_part)(w & 0xffff0000);
 #endif
 }
 
@@ -67,11 +75,11 @@ INLINE long group_of_item(long number, long groups) {
     return number < share * threads ? number % threads * share + number / threads : number;
 }
 
-/* TILE(rows) with fewer than MAX_ROWS rows, a constant in each: the sums need all registers. */
-#define CASE_OF_ROWS(n) case n: if (n < MAX_ROWS) TILE((n < MAX_ROWS ? n : 1)); break;
-#define FEW_ROWS(rows) \
-    switch (rows) { CASE_OF_ROWS(1) CASE_OF_ROWS(2) CASE_OF_ROWS(3) CASE_OF_ROWS(4) \
-                    CASE_OF_ROWS(5) CASE_OF_ROWS(6) CASE_OF_ROWS(7) }
+/* TILE(rows) with fewer than `max` rows, a constant in each: the sums need all registers. */
+#define CASE_OF_ROWS(n, max) case n: if (n < max) TILE((n < max ? n : 1)); break;
+#define FEW_ROWS(rows, max) \
+    switch (rows) { CASE_OF_ROWS(1, max) CASE_OF_ROWS(2, max) CASE_OF_ROWS(3, max) CASE_OF_ROWS(4, max) \
+                    CASE_OF_ROWS(5, max) CASE_OF_ROWS(6, max) CASE_OF_ROWS(7, max) }
 
 /* How many lines of the next group of weights full tile `i` of `num_full` prefetches with each k. The
  * first tile waits for its own group; if it is the only one it has time for both, and the processor
@@ -129,10 +137,15 @@ INLINE long num_attention_items(
 #define JOIN(a, b) JOIN_(a, b)
 #define NAME(name) JOIN(name, DTYPE)
 #define LOAD(p) JOIN(load, DTYPE)(p)
+#define LOAD_PART(p) JOIN(load_part, DTYPE)(p)
 #define STORE(p, x) JOIN(store, DTYPE)(p, x)
+#define STORE_PART(p, x) JOIN(store_part, DTYPE)(p, x)
 #define GET(p) JOIN(get, DTYPE)(p)
 #define PUT(p, x) JOIN(put, DTYPE)(p, x)
 #define ROUND(x) JOIN(round, DTYPE)(x)
+#define ROUND_PART(x) JOIN(round_part, DTYPE)(x)
+
+#define IS_f32 1
 
 #include "products.inc.c"
 #include "bytes.inc.c"
@@ -147,7 +160,6 @@ INLINE long num_attention_items(
 #include "sampling.inc.c"
 
 /* Logits that penalties changed are floats, whatever the dtype. */
-#define IS_f32 1
 #if !JOIN(IS, DTYPE)
 #undef DTYPE
 #define DTYPE f32

@@ -22,32 +22,31 @@ static __attribute__((noinline)) void NAME(write_last_columns)(
     }
 }
 
-INLINE void NAME(write_columns)(const struct linear_args *a, long row, long column, vec sum) {
-    long at = row * output_stride(a) + column;
+INLINE void NAME(write_columns)(const struct linear_args *a, long row, long column, const union parts *sum) {
+    const long at = row * output_stride(a) + column, left = a->out_features - column;
     if (a->is_float) { /* for routers: neither bias nor residual */
-        float sums[LANES];
-        store_f32(sums, sum);
-        const long left = a->out_features - column < LANES ? a->out_features - column : LANES;
-        memcpy((float *)a->y + at, sums, left * sizeof *sums);
+        memcpy((float *)a->y + at, sum, (left < LANES ? left : LANES) * sizeof(float));
         return;
     }
-    if (column + LANES > a->out_features) {
-        float sums[LANES];
-        store_f32(sums, sum);
-        NAME(write_last_columns)(a, row, column, sums);
+    if (left < LANES) {
+        NAME(write_last_columns)(a, row, column, (const float *)sum);
         return;
     }
-    if (a->bias) sum += LOAD((const DTYPE *)a->bias + column);
-    if (a->residual) sum = ROUND(sum) + LOAD((const DTYPE *)a->residual + at);
-    STORE((DTYPE *)a->y + at, sum);
+    for (long i = 0; i < NUM_PARTS; i++) {
+        const long lane = i * PART_LANES;
+        vec_part value = sum->part[i];
+        if (a->bias) value += LOAD_PART((const DTYPE *)a->bias + column + lane);
+        if (a->residual) value = ROUND_PART(value) + LOAD_PART((const DTYPE *)a->residual + at + lane);
+        STORE_PART((DTYPE *)a->y + at + lane, value);
+    }
 }
 
 /* Not inlined, so that the loop before it has all registers for the sums. */
 static __attribute__((noinline)) void NAME(write_tile)(
-    const struct linear_args *a, long row, long column, const vec *sums, int rows, int panels) {
+    const struct linear_args *a, long row, long column, const union parts *sums, int rows, int panels) {
     if (!pool_claim()) return;
     for (long end = row + rows; row < end; row++)
-        for (int v = 0; v < panels; v++) NAME(write_columns)(a, row, column + v * LANES, *sums++);
+        for (int v = 0; v < panels; v++) NAME(write_columns)(a, row, column + v * LANES, sums++);
     pool_release();
 }
 
@@ -58,20 +57,22 @@ INLINE void NAME(tile)(
     const long in = a->in_features;
     const DTYPE *x = (const DTYPE *)a->x + row * in;
     const DTYPE *w = (const DTYPE *)a->weight + group * GROUP * LANES * in;
-    vec sums[MAX_ROWS * GROUP], finished[MAX_ROWS * GROUP];
+    const int parts = panels * NUM_PARTS;
+    vec_part sums[MAX_ROWS * GROUP * NUM_PARTS];
+    union parts finished[MAX_ROWS * GROUP];
 #pragma GCC unroll 32
-    for (int i = 0; i < rows * panels; i++) sums[i] = (vec){0};
+    for (int i = 0; i < rows * parts; i++) sums[i] = (vec_part){0};
     for (long k = 0; k < in; k += PAIR) {
-        NAME(weights) weights[GROUP];
+        NAME(weights) weights[GROUP * NUM_PARTS];
 #pragma GCC unroll 8
-        for (int v = 0; v < panels; v++)
-            weights[v] = NAME(load_weights)(w + (k * panels + v * PAIR) * LANES);
+        for (int i = 0; i < parts; i++)
+            weights[i] = NAME(load_weights)(w + k * panels * LANES + i * NAME(part_stride));
 #pragma GCC unroll 4
         for (int i = 0; i < lines; i++, ahead += LINE_BYTES) __builtin_prefetch(ahead, 0, 2);
-        NAME(add_products)(sums, x + k, in, weights, rows, panels);
+        NAME(add_products)(sums, x + k, in, weights, rows, parts);
     }
 #pragma GCC unroll 32
-    for (int i = 0; i < rows * panels; i++) finished[i] = sums[i];
+    for (int i = 0; i < rows * parts; i++) finished[i / NUM_PARTS].part[i % NUM_PARTS] = sums[i];
     NAME(write_tile)(a, row, group * GROUP * LANES, finished, rows, panels);
 }
 
@@ -93,15 +94,83 @@ INLINE void NAME(rows_of_group)(
     if (!num_full && ahead) /* the hardware prefetcher takes a while to detect a new stream */
         for (int i = 0; i < HEAD_LINES; i++) __builtin_prefetch(ahead + i * LINE_BYTES, 0, 2);
 #define TILE(n) NAME(tile)(a, row, group, n, panels, 0, NULL)
-    FEW_ROWS(end - row)
+    FEW_ROWS(end - row, MAX_ROWS)
 #undef TILE
 }
+
+#if defined(WIDENS) && !JOIN(IS, DTYPE)
+/* The same in float: many rows against weights that are widened once, not with each tile. */
+INLINE void NAME(wide_tile)(
+    const struct linear_args *a, long row, long group, const float *x, const float *w, const int rows) {
+    enum { PARTS = GROUP * NUM_PARTS };
+    const long in = a->in_features;
+    vec_part sums[MAX_ROWS * PARTS];
+    union parts finished[MAX_ROWS * GROUP];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * PARTS; i++) sums[i] = (vec_part){0};
+    for (long k = 0; k < in; k++) {
+        vec_part weights[PARTS];
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) weights[i] = load_part_f32(w + k * GROUP * LANES + i * PART_LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int i = 0; i < PARTS; i++) sums[r * PARTS + i] += splat_part(x[r * in + k]) * weights[i];
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * PARTS; i++) finished[i / NUM_PARTS].part[i % NUM_PARTS] = sums[i];
+    NAME(write_tile)(a, row, group * GROUP * LANES, finished, rows, GROUP);
+}
+
+/* Full tiles of rows from `row` on; returns the row after the last one. */
+static __attribute__((noinline)) long NAME(wide_rows)(
+    const struct linear_args *a, long row, long end, long group) {
+    _Static_assert(GROUP == 1, "a group is a panel");
+    static _Thread_local float *memory;
+    static _Thread_local long capacity;
+    const long in = a->in_features, size = in * (LANES + MAX_ROWS);
+    if (size > capacity) {
+        free(memory);
+        memory = malloc(size * sizeof *memory);
+        capacity = memory ? size : 0;
+        if (!memory) return row;
+    }
+    float *w = memory, *x = memory + in * LANES;
+    const DTYPE *from = (const DTYPE *)a->weight + group * LANES * in;
+    for (long k = 0; k < in; k += PAIR)
+        for (int i = 0; i < NUM_PARTS; i++) {
+            const NAME(weights) each = NAME(load_weights)(from + k * LANES + i * NAME(part_stride));
+            float *to = w + k * LANES + i * PART_LANES;
+#ifdef DTYPE_PAIRS
+            const uvec_part first = each << 16, second = each & 0xffff0000;
+            memcpy(to, &first, sizeof first);
+            memcpy(to + LANES, &second, sizeof second);
+#else
+            memcpy(to, &each, sizeof each);
+#endif
+        }
+    for (; row + MAX_ROWS <= end; row += MAX_ROWS) {
+        const DTYPE *rows = (const DTYPE *)a->x + row * in;
+        long i = 0;
+        for (; i + PART_LANES <= MAX_ROWS * in; i += PART_LANES) {
+            const vec_part wide = LOAD_PART(rows + i);
+            memcpy(x + i, &wide, sizeof wide);
+        }
+        for (; i < MAX_ROWS * in; i++) x[i] = GET(rows + i);
+        NAME(wide_tile)(a, row, group, x, w, MAX_ROWS);
+    }
+    return row;
+}
+#endif
 
 /* The same of a group of any width. has_next: prefetch the one after it. */
 static __attribute__((noinline)) void NAME(linear_rows)(
     const struct linear_args *a, long row, long end, long group, int has_next) {
     const long next = (group + 1) * GROUP * LANES * a->in_features;
     const char *ahead = has_next ? (const char *)((const DTYPE *)a->weight + next) : NULL;
+#if defined(WIDENS) && !JOIN(IS, DTYPE)
+    if (end - row >= WIDE_ROWS) row = NAME(wide_rows)(a, row, end, group);
+#endif
     switch (num_panels_of_group(a->out_features, group)) {
 #define CASE(n) case n: NAME(rows_of_group)(a, row, end, group, n < GROUP ? n : GROUP, ahead); break;
         CASE(1) CASE(2) CASE(3)

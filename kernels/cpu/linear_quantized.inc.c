@@ -43,38 +43,39 @@ INLINE struct quantized_layout quantized_layout(
     return layout;
 }
 
-INLINE vec load_scales(const char *p, long panel, long is_half) {
-    return is_half ? load_f16((const f16 *)p + panel * LANES) : load_f32((const float *)p + panel * LANES);
+/* Those of the columns of one part. */
+INLINE vec_part load_scales(const char *p, long part, long is_half) {
+    return is_half ? load_part_f16((const f16 *)p + part * PART_LANES)
+                   : load_part_f32((const float *)p + part * PART_LANES);
 }
 
 /* --- codes as floats ------------------------------------------------------------------------ */
 
 /* table[code & 15] */
-INLINE vec look_up(vec table, uvec codes) {
+INLINE vec_part look_up(const union parts *table, uvec_part codes) {
 #if defined(__AVX512F__)
-    return (vec)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+    return (vec_part)_mm512_permutexvar_ps((__m512i)codes, (__m512)table->all);
 #elif defined(__AVX2__)
-    union parts from = {table}, to;
-    union { uvec all; uvec_part part[NUM_PARTS]; } at = {codes};
-    for (int i = 0; i < NUM_PARTS; i++) {
-        __m256 low = _mm256_permutevar8x32_ps((__m256)from.part[0], (__m256i)at.part[i]);
-        __m256 high = _mm256_permutevar8x32_ps((__m256)from.part[1], (__m256i)at.part[i]);
-        to.part[i] = (vec_part)_mm256_blendv_ps(low, high, (__m256)(at.part[i] << 28));
-    }
-    return to.all;
+    const __m256 low = _mm256_permutevar8x32_ps((__m256)table->part[0], (__m256i)codes);
+    const __m256 high = _mm256_permutevar8x32_ps((__m256)table->part[1], (__m256i)codes);
+    return (vec_part)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
 #else
-    vec values;
-    for (int lane = 0; lane < LANES; lane++) values[lane] = table[codes[lane] & 15];
+    vec_part values;
+    for (int lane = 0; lane < PART_LANES; lane++) {
+        const uint32_t code = codes[lane] & 15;
+        values[lane] = table->part[code / PART_LANES][code % PART_LANES];
+    }
     return values;
 #endif
 }
 
 /* The numbers that the codes of k stand for, before scales. */
-INLINE vec decode_k(const struct quantized_format *f, uvec line, int k, vec table, const int code_bits) {
+INLINE vec_part decode_k(
+    const struct quantized_format *f, uvec_part line, int k, const union parts *table, const int code_bits) {
     if (code_bits == 4) return look_up(table, line >> nibble_shift(k));
-    const uvec codes = line >> 8 * k & 0xff;
-    if (f->is_float8) return widen_float8(codes);
-    return __builtin_convertvector((ivec)codes - (int32_t)f->zero, vec);
+    const uvec_part codes = line >> 8 * k & 0xff;
+    if (f->is_float8) return widen_part_float8(codes);
+    return float_of_ints(codes - (uint32_t)f->zero);
 }
 
 #ifdef DTYPE_PAIRS
@@ -86,30 +87,30 @@ INLINE nibble_table make_nibble_table(vec table) {
     union { hvec half[2]; uvec all; } twice = {{halves, halves}};
     return twice.all;
 }
-INLINE uvec nibble_pairs(nibble_table table, uvec line, int pair) {
-    return (uvec)_mm512_permutexvar_epi16((__m512i)(line >> 4 * pair), (__m512i)table);
+INLINE uvec_part nibble_pairs(const nibble_table *table, uvec_part line, int pair) {
+    return (uvec_part)_mm512_permutexvar_epi16((__m512i)(line >> 4 * pair), (__m512i)*table);
 }
 #else
-typedef vec nibble_table;
-INLINE nibble_table make_nibble_table(vec table) { return ROUND(table); }
-INLINE uvec nibble_pairs(nibble_table table, uvec line, int pair) {
-    const uvec first = (uvec)look_up(table, line >> 4 * pair);
-    return first >> 16 | (uvec)look_up(table, line >> (16 + 4 * pair));
+typedef union parts nibble_table;
+INLINE nibble_table make_nibble_table(vec table) { return (nibble_table){ROUND(table)}; }
+INLINE uvec_part nibble_pairs(const nibble_table *table, uvec_part line, int pair) {
+    const uvec_part first = (uvec_part)look_up(table, line >> 4 * pair);
+    return first >> 16 | (uvec_part)look_up(table, line >> (16 + 4 * pair));
 }
 #endif
 
 /* Codes of 8 bits are exact in bfloat16. */
 INLINE NAME(weights) NAME(decode)(
-    const struct quantized_format *f, uvec line, int step, nibble_table table, const int code_bits) {
+    const struct quantized_format *f, uvec_part line, int step, const nibble_table *table, const int code_bits) {
     if (code_bits == 4) return nibble_pairs(table, line, step);
-    const uvec first = (uvec)decode_k(f, line, 2 * step, (vec){0}, 8);
-    return first >> 16 | (uvec)decode_k(f, line, 2 * step + 1, (vec){0}, 8);
+    const uvec_part first = (uvec_part)decode_k(f, line, 2 * step, NULL, 8);
+    return first >> 16 | (uvec_part)decode_k(f, line, 2 * step + 1, NULL, 8);
 }
 #else
-typedef vec nibble_table;
-INLINE nibble_table make_nibble_table(vec table) { return table; }
+typedef union parts nibble_table;
+INLINE nibble_table make_nibble_table(vec table) { return (nibble_table){table}; }
 INLINE NAME(weights) NAME(decode)(
-    const struct quantized_format *f, uvec line, int step, nibble_table table, const int code_bits) {
+    const struct quantized_format *f, uvec_part line, int step, const nibble_table *table, const int code_bits) {
     return decode_k(f, line, step, table, code_bits);
 }
 #endif
@@ -231,63 +232,71 @@ INLINE const char *NAME(add_byte_products)(
 
 /* sums += the products of a block, in float */
 INLINE const char *NAME(add_float_products)(
-    vec *sums, const struct quantized_format *f, const DTYPE *x, long stride, const char *w, long num_lines,
-    nibble_table table, const int rows, const int code_bits) {
+    vec_part *sums, const struct quantized_format *f, const DTYPE *x, long stride, const char *w, long num_lines,
+    const nibble_table *table, const int rows, const int code_bits) {
+    enum { PARTS = GROUP * NUM_PARTS };
     const int num_k = 32 / code_bits;
     for (long line = 0; line < num_lines; line++, w += GROUP * LINE_BYTES) {
-        uvec lines[GROUP];
+        uvec_part lines[PARTS];
 #pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) memcpy(&lines[v], w + v * LINE_BYTES, sizeof lines[v]);
+        for (int i = 0; i < PARTS; i++) memcpy(&lines[i], w + i * PART_BYTES, PART_BYTES);
 #pragma GCC unroll 8
         for (int v = 0; v < GROUP; v++) __builtin_prefetch(w + v * LINE_BYTES + AHEAD_BYTES, 0, 2);
 #pragma GCC unroll 8
         for (int step = 0; step < num_k / PAIR; step++) {
-            NAME(weights) weights[GROUP];
+            NAME(weights) weights[PARTS];
 #pragma GCC unroll 8
-            for (int v = 0; v < GROUP; v++) weights[v] = NAME(decode)(f, lines[v], step, table, code_bits);
-            NAME(add_products)(sums, x + line * num_k + step * PAIR, stride, weights, rows, GROUP);
+            for (int i = 0; i < PARTS; i++) weights[i] = NAME(decode)(f, lines[i], step, table, code_bits);
+            NAME(add_products)(sums, x + line * num_k + step * PAIR, stride, weights, rows, PARTS);
         }
     }
     return w;
 }
 
 static __attribute__((noinline)) void NAME(write_quantized_tile)(
-    const struct linear_quantized_args *a, long row, long group, const vec *sums, int rows,
+    const struct linear_quantized_args *a, long row, long group, const union parts *sums, int rows,
     const float *factors) {
     const long column = group * GROUP_LANES;
     if (!pool_claim()) return;
     for (long end = row + rows; row < end; row++)
-        for (long v = 0; v < GROUP; v++, sums++)
+        for (long v = 0; v < GROUP; v++, sums++) {
+            const union parts scaled = {sums->all * load_f32(factors + v * LANES)};
             if (column + v * LANES < a->linear.out_features)
-                NAME(write_columns)(&a->linear, row, column + v * LANES, *sums * load_f32(factors + v * LANES));
+                NAME(write_columns)(&a->linear, row, column + v * LANES, &scaled);
+        }
     pool_release();
 }
 
 /* totals += the products of a block times its scales, from the registers that hold them. */
 INLINE void NAME(add_block)(
-    const struct linear_quantized_args *a, vec *totals, const uvec_part *sums, const vec *float_sums, long row,
-    const int rows, long block, long num_blocks, const char *scales, const int is_exact) {
+    const struct linear_quantized_args *a, union parts *totals, const uvec_part *sums, const vec_part *float_sums,
+    long row, const int rows, long block, long num_blocks, const char *scales, const int is_exact) {
+    enum { PARTS = GROUP * NUM_PARTS };
     const struct quantized_format *f = &a->format;
     const char *offsets = scales + GROUP_LANES * (f->is_half ? 2 : 4);
-    vec factors[GROUP];
+    vec_part factors[PARTS];
 #pragma GCC unroll 8
-    for (int v = 0; v < GROUP; v++) factors[v] = load_scales(scales, v, f->is_half);
+    for (int i = 0; i < PARTS; i++) factors[i] = load_scales(scales, i, f->is_half);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
-        const vec x_scale = is_exact ? (vec){0} : splat(a->x_scales[(row + r) * num_blocks + block]);
+        const vec_part x_scale =
+            is_exact ? (vec_part){0} : splat_part(a->x_scales[(row + r) * num_blocks + block]);
 #pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) {
-            const int i = r * GROUP + v;
-            if (is_exact) totals[i] += float_sums[i] * factors[v];
-            else totals[i] += float_of_parts(sums + i * NUM_PARTS) * (x_scale * factors[v]);
+        for (int i = 0; i < PARTS; i++) {
+            const int at = r * PARTS + i;
+            vec_part *total = &totals[at / NUM_PARTS].part[at % NUM_PARTS];
+            if (is_exact) *total += float_sums[at] * factors[i];
+            else *total += float_of_ints(sums[at]) * (x_scale * factors[i]);
         }
     }
     if (!f->has_offsets) return;
     for (int r = 0; r < rows; r++) {
         const long at = (row + r) * num_blocks + block;
-        const vec x_sum = splat(is_exact ? a->x_float_sums[at] : a->x_scales[at] * (float)a->x_sums[at]);
+        const vec_part x_sum =
+            splat_part(is_exact ? a->x_float_sums[at] : a->x_scales[at] * (float)a->x_sums[at]);
 #pragma GCC unroll 8
-        for (int v = 0; v < GROUP; v++) totals[r * GROUP + v] -= x_sum * load_scales(offsets, v, f->is_half);
+        for (int i = 0; i < PARTS; i++)
+            totals[r * GROUP + i / NUM_PARTS].part[i % NUM_PARTS] -= x_sum * load_scales(offsets, i, f->is_half);
     }
 }
 
@@ -306,24 +315,24 @@ INLINE void NAME(quantized_tile)(
     if (!is_exact && f->table) memcpy(&byte_table, f->table, sizeof byte_table);
     if (is_exact && f->table) memcpy(&float_table, f->table, sizeof float_table);
     const nibble_table table = make_nibble_table(float_table);
-    vec totals[MAX_ROWS * GROUP];
-    for (int i = 0; i < rows * GROUP; i++) totals[i] = (vec){0};
+    union parts totals[QUANTIZED_ROWS * GROUP];
+    for (int i = 0; i < rows * GROUP; i++) totals[i].all = (vec){0};
     for (long block = 0, k = 0; block < layout.num_blocks; block++, k += f->columns_per_scale) {
         const long size = in - k < f->columns_per_scale ? in - k : f->columns_per_scale;
         const long num_lines = ceil_div(size, layout.k_per_line);
         const char *scales = w;
         w += layout.scales * (f->has_offsets ? 2 : 1);
         if (is_exact) {
-            vec sums[MAX_ROWS * GROUP];
+            vec_part sums[QUANTIZED_ROWS * PARTS];
 #pragma GCC unroll 32
-            for (int i = 0; i < rows * GROUP; i++) sums[i] = (vec){0};
+            for (int i = 0; i < rows * PARTS; i++) sums[i] = (vec_part){0};
             w = NAME(add_float_products)(
-                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, table, rows, code_bits);
+                sums, f, (const DTYPE *)a->linear.x + row * in + k, in, w, num_lines, &table, rows, code_bits);
 #pragma GCC unroll 32
-            for (int i = 0; i < rows * GROUP; i++) KEEP_IN_REGISTER(sums[i]);
+            for (int i = 0; i < rows * PARTS; i++) KEEP_IN_REGISTER(sums[i]);
             NAME(add_block)(a, totals, NULL, sums, row, rows, block, layout.num_blocks, scales, 1);
         } else {
-            uvec_part sums[MAX_ROWS * PARTS];
+            uvec_part sums[QUANTIZED_ROWS * PARTS];
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 const uint32_t x_sum = (uint32_t)a->x_sums[(row + r) * layout.num_blocks + block];
@@ -347,10 +356,10 @@ INLINE void NAME(quantized_tile)(
 INLINE void NAME(quantized_rows_of_group)(
     const struct linear_quantized_args *a, long row, long end, long group, const int code_bits,
     const int is_exact) {
-    for (; row + MAX_ROWS <= end; row += MAX_ROWS)
-        NAME(quantized_tile)(a, row, group, MAX_ROWS, code_bits, is_exact);
+    for (; row + QUANTIZED_ROWS <= end; row += QUANTIZED_ROWS)
+        NAME(quantized_tile)(a, row, group, QUANTIZED_ROWS, code_bits, is_exact);
 #define TILE(n) NAME(quantized_tile)(a, row, group, n, code_bits, is_exact)
-    FEW_ROWS(end - row)
+    FEW_ROWS(end - row, QUANTIZED_ROWS)
 #undef TILE
 }
 
@@ -431,17 +440,17 @@ static void NAME(embed_quantized_item)(const void *args, long token) {
     const char *start = (const char *)a->weight + id / GROUP_LANES * layout.group, *w = start + GROUP_LANES * 4;
     const float factor = ((const float *)start)[n];
     DTYPE *y = (DTYPE *)a->y + token * a->size;
-    vec table = {0};
+    union parts table = {{0}};
     if (f->table) memcpy(&table, f->table, sizeof table);
     for (long block = 0, k = 0; block < layout.num_blocks; block++) {
         const long end = k + f->columns_per_scale < a->size ? k + f->columns_per_scale : a->size;
-        const float scale = load_scales(w, n / LANES, f->is_half)[n % LANES];
-        const float offset = f->has_offsets ? load_scales(w + layout.scales, n / LANES, f->is_half)[n % LANES] : 0.0f;
+        const float scale = load_scales(w, n / PART_LANES, f->is_half)[n % PART_LANES];
+        const float offset = f->has_offsets ? load_scales(w + layout.scales, n / PART_LANES, f->is_half)[n % PART_LANES] : 0.0f;
         for (w += layout.scales * (f->has_offsets ? 2 : 1); k < end; k += layout.k_per_line, w += GROUP * LINE_BYTES) {
             uint32_t word;
             memcpy(&word, w + n * 4, sizeof word);
             for (int i = 0; i < layout.k_per_line && k + i < end; i++) {
-                const vec code = decode_k(f, usplat(word), i, table, bits);
+                const vec_part code = decode_k(f, usplat_part(word), i, &table, bits);
                 PUT(y + k + i, (code[0] * scale - offset) * factor);
             }
         }

@@ -11,37 +11,49 @@ INLINE const struct lora_pair *lora_pair_of(
     return pairs + group[0] * num_parts + part;
 }
 
+struct NAME(panel) {
+    NAME(weights) part[NUM_PARTS];
+};
+
+INLINE struct NAME(panel) NAME(load_panel)(const DTYPE *p) {
+    struct NAME(panel) panel;
+#pragma GCC unroll 4
+    for (int i = 0; i < NUM_PARTS; i++) panel.part[i] = NAME(load_weights)(p + i * NAME(part_stride));
+    return panel;
+}
+
 /* sums[r] = x[r][0 … end) · w[0 … end), with w in a panel */
 INLINE void NAME(lora_sums)(
-    vec *sums, const DTYPE *const *x, const DTYPE *w, long end, const int rows) {
-    vec even[MAX_ROWS], odd[MAX_ROWS];
+    union parts *sums, const DTYPE *const *x, const DTYPE *w, long end, const int rows) {
+    vec_part even[LORA_ROWS * NUM_PARTS], odd[LORA_ROWS * NUM_PARTS];
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) even[r] = odd[r] = (vec){0};
+    for (int i = 0; i < rows * NUM_PARTS; i++) even[i] = odd[i] = (vec_part){0};
     long k = 0;
     for (; k + 2 * PAIR <= end; k += 2 * PAIR) {
-        const NAME(weights) first = NAME(load_weights)(w + k * LANES);
-        const NAME(weights) second = NAME(load_weights)(w + (k + PAIR) * LANES);
+        const struct NAME(panel) first = NAME(load_panel)(w + k * LANES);
+        const struct NAME(panel) second = NAME(load_panel)(w + (k + PAIR) * LANES);
         /* Short streams of memory end before the processor reads ahead by itself. */
         prefetch((const char *)(w + k * LANES) + LORA_AHEAD_BYTES, 2 * LANES * PAIR * (long)sizeof *w);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            NAME(add_products)(even + r, x[r] + k, 0, &first, 1, 1);
-            NAME(add_products)(odd + r, x[r] + k + PAIR, 0, &second, 1, 1);
+            NAME(add_products)(even + r * NUM_PARTS, x[r] + k, 0, first.part, 1, NUM_PARTS);
+            NAME(add_products)(odd + r * NUM_PARTS, x[r] + k + PAIR, 0, second.part, 1, NUM_PARTS);
         }
     }
     if (k < end) {
-        const NAME(weights) last = NAME(load_weights)(w + k * LANES);
+        const struct NAME(panel) last = NAME(load_panel)(w + k * LANES);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) NAME(add_products)(even + r, x[r] + k, 0, &last, 1, 1);
+        for (int r = 0; r < rows; r++)
+            NAME(add_products)(even + r * NUM_PARTS, x[r] + k, 0, last.part, 1, NUM_PARTS);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) sums[r] = even[r] + odd[r];
+    for (int i = 0; i < rows * NUM_PARTS; i++) sums[i / NUM_PARTS].part[i % NUM_PARTS] = even[i] + odd[i];
 }
 
 static __attribute__((noinline)) void NAME(lora_tile)(
-    vec *sums, const DTYPE *const *x, const DTYPE *w, long end, int rows) {
+    union parts *sums, const DTYPE *const *x, const DTYPE *w, long end, int rows) {
     switch (rows) { /* a constant in each: the sums need all registers */
-#define CASE(n) case n: if (n <= MAX_ROWS) NAME(lora_sums)(sums, x, w, end, (n <= MAX_ROWS ? n : 1)); break;
+#define CASE(n) case n: if (n <= LORA_ROWS) NAME(lora_sums)(sums, x, w, end, (n <= LORA_ROWS ? n : 1)); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
     }
@@ -57,17 +69,17 @@ static void NAME(lora_shrink_item)(const void *args, long item) {
     if (!pair->a) return;
     const long start = chunk * LORA_CHUNK, in = a->in_features;
     const long end = start + LORA_CHUNK < in ? LORA_CHUNK : in - start;
-    for (long first = group[1]; first < group[2]; first += MAX_ROWS) {
-        const int rows = (int)(group[2] - first < MAX_ROWS ? group[2] - first : MAX_ROWS);
-        const DTYPE *x[MAX_ROWS];
+    for (long first = group[1]; first < group[2]; first += LORA_ROWS) {
+        const int rows = (int)(group[2] - first < LORA_ROWS ? group[2] - first : LORA_ROWS);
+        const DTYPE *x[LORA_ROWS];
         for (int r = 0; r < rows; r++)
             x[r] = (const DTYPE *)a->x + a->rows->order[first + r] * in + start;
         for (long lane = 0; lane < pair->rank; lane += LANES) {
-            vec sums[MAX_ROWS];
+            union parts sums[LORA_ROWS];
             NAME(lora_tile)(sums, x, (const DTYPE *)pair->a + lane * in + start * LANES, end, rows);
             for (int r = 0; r < rows; r++) {
                 const long at = ((first + r) * a->num_parts + part) * num_chunks + chunk;
-                store_f32(a->h + at * a->max_rank + lane, sums[r]);
+                store_f32(a->h + at * a->max_rank + lane, sums[r].all);
             }
         }
     }
@@ -139,21 +151,21 @@ static void NAME(lora_expand_item)(const void *args, long item) {
     const long size = a->part_sizes[part], rank = pair->rank, begin = number * LORA_COLUMNS;
     const long end = begin + LORA_COLUMNS < size ? begin + LORA_COLUMNS : size;
     DTYPE *y = (DTYPE *)(a->y ? a->y : a->product->y) + start;
-    for (long first = group[1]; first < group[2]; first += MAX_ROWS) {
-        const int rows = (int)(group[2] - first < MAX_ROWS ? group[2] - first : MAX_ROWS);
-        DTYPE hidden[MAX_ROWS * MAX_LORA_RANK];
-        const DTYPE *x[MAX_ROWS];
+    for (long first = group[1]; first < group[2]; first += LORA_ROWS) {
+        const int rows = (int)(group[2] - first < LORA_ROWS ? group[2] - first : LORA_ROWS);
+        DTYPE hidden[LORA_ROWS * MAX_LORA_RANK];
+        const DTYPE *x[LORA_ROWS];
         for (int r = 0; r < rows; r++) {
             const long at = ((first + r) * a->num_parts + part) * a->num_chunks;
             NAME(lora_hidden)(hidden + r * rank, a->h + at * a->max_rank, rank, a->num_chunks, a->max_rank);
             x[r] = hidden + r * rank;
         }
         for (long column = begin; column < end; column += LANES) {
-            vec sums[MAX_ROWS];
+            union parts sums[LORA_ROWS];
             NAME(lora_tile)(sums, x, (const DTYPE *)pair->b + column * rank, rank, rows);
             for (int r = 0; r < rows; r++) {
                 DTYPE *row = y + a->rows->order[first + r] * a->stride + column;
-                NAME(lora_add)(row, sums[r], (float)pair->scale, end - column);
+                NAME(lora_add)(row, sums[r].all, (float)pair->scale, end - column);
             }
         }
     }

@@ -1,8 +1,10 @@
 /* Sixteen lanes of float on any machine, and the three dtypes that reach them.
  *
  * GCC's and Clang's vector extensions lower `vec` to whatever the -m flags allow: one AVX-512
- * register, two of AVX2, four of SSE2 or NEON. Only what they cannot express, the bf16 dot product
- * and half-precision conversion, uses intrinsics, each next to its portable version.
+ * register, two of AVX2, four of SSE2 or NEON. Where it is wider than a register, GCC keeps it in memory; so
+ * matrix products, where nearly all time goes, are written in parts of a register's width. Only what the
+ * extensions cannot express, the bf16 dot product and half-precision conversion, uses intrinsics, each next
+ * to its portable version.
  */
 #ifndef PENSTOCK_SIMD_H
 #define PENSTOCK_SIMD_H
@@ -47,7 +49,7 @@ INLINE vec choose(ivec mask, vec yes, vec no) {
     return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
 }
 
-/* A vec in pieces of the registers there are: GCC compares wider ones lane by lane. */
+/* The pieces of a vec that registers hold: GCC compares wider ones lane by lane. */
 #if defined(__AVX512F__)
 enum { PART_BYTES = 64 };
 #elif defined(__AVX2__)
@@ -55,11 +57,22 @@ enum { PART_BYTES = 32 };
 #else
 enum { PART_BYTES = 16 };
 #endif
-enum { NUM_PARTS = 64 / PART_BYTES };
+enum { NUM_PARTS = 64 / PART_BYTES, PART_LANES = LANES / NUM_PARTS };
 typedef float vec_part __attribute__((vector_size(PART_BYTES)));
 typedef int32_t ivec_part __attribute__((vector_size(PART_BYTES)));
+typedef uint32_t uvec_part __attribute__((vector_size(PART_BYTES)));
+typedef uint16_t hvec_part __attribute__((vector_size(PART_BYTES / 2)));
 union parts { vec all; vec_part part[NUM_PARTS]; };
 union iparts { ivec all; ivec_part part[NUM_PARTS]; };
+union uparts { uvec all; uvec_part part[NUM_PARTS]; };
+union hparts { hvec all; hvec_part part[NUM_PARTS]; };
+
+INLINE vec_part splat_part(float x) { return x - (vec_part){0}; }
+INLINE uvec_part usplat_part(uint32_t x) { return x - (uvec_part){0}; }
+
+INLINE vec_part choose_part(ivec_part mask, vec_part yes, vec_part no) {
+    return (vec_part)((mask & (ivec_part)yes) | (~mask & (ivec_part)no));
+}
 
 /* a > b, as a mask */
 INLINE ivec is_above(vec a, vec b) {
@@ -90,26 +103,56 @@ INLINE float get_f32(const f32 *p) { return *p; }
 INLINE void put_f32(f32 *p, float x) { *p = x; }
 INLINE vec round_f32(vec x) { return x; }
 
+INLINE vec_part load_part_f32(const f32 *p) {
+    vec_part x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE void store_part_f32(f32 *p, vec_part x) { memcpy(p, &x, sizeof x); }
+INLINE vec_part round_part_f32(vec_part x) { return x; }
+
 /* --- bfloat16: rounds to nearest even (subnormals to zero where the instruction does) -------- */
 
-INLINE vec widen_b16(hvec bits) {
+INLINE vec_part widen_part_b16(hvec_part bits) {
 #if defined(__AVX512F__) /* GCC converts in two halves */
-    return (vec)((uvec)_mm512_cvtepu16_epi32((__m256i)bits) << 16);
+    return (vec_part)((uvec_part)_mm512_cvtepu16_epi32((__m256i)bits) << 16);
+#elif defined(__AVX2__)
+    return (vec_part)((uvec_part)_mm256_cvtepu16_epi32((__m128i)bits) << 16);
 #else
-    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+    return (vec_part)(__builtin_convertvector(bits, uvec_part) << 16);
+#endif
+}
+
+INLINE vec widen_b16(hvec bits) {
+    union hparts from = {bits};
+    union parts to;
+    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = widen_part_b16(from.part[i]);
+    return to.all;
+}
+
+INLINE hvec_part narrow_part_b16(vec_part x) {
+#if defined(__AVX512BF16__)
+    return (hvec_part)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const uvec_part bits = (uvec_part)x, is_nan = (uvec_part)(x != x);
+    const uvec_part rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const uvec_part quiet = (bits >> 16) | 0x40; /* rounding could carry a NaN into an infinity */
+    const uvec_part narrow = (is_nan & quiet) | (~is_nan & rounded);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i all = (__m256i)narrow;
+    return (hvec_part)_mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+#else
+    return __builtin_convertvector(narrow, hvec_part);
+#endif
 #endif
 }
 
 INLINE hvec narrow_b16(vec x) {
-#if defined(__AVX512BF16__)
-    return (hvec)_mm512_cvtneps_pbh((__m512)x);
-#else
-    uvec bits = (uvec)x;
-    uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    uvec quiet = (bits >> 16) | 0x40; /* rounding could carry a NaN into an infinity */
-    ivec is_nan = x != x;
-    return __builtin_convertvector(((uvec)is_nan & quiet) | (~(uvec)is_nan & rounded), hvec);
-#endif
+    union parts from = {x};
+    union hparts to;
+    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = narrow_part_b16(from.part[i]);
+    return to.all;
 }
 
 INLINE vec load_b16(const b16 *p) {
@@ -117,6 +160,16 @@ INLINE vec load_b16(const b16 *p) {
     memcpy(&bits, p, sizeof bits);
     return widen_b16(bits);
 }
+INLINE vec_part load_part_b16(const b16 *p) {
+    hvec_part bits;
+    memcpy(&bits, p, sizeof bits);
+    return widen_part_b16(bits);
+}
+INLINE void store_part_b16(b16 *p, vec_part x) {
+    const hvec_part bits = narrow_part_b16(x);
+    memcpy(p, &bits, sizeof bits);
+}
+INLINE vec_part round_part_b16(vec_part x) { return widen_part_b16(narrow_part_b16(x)); }
 INLINE void store_b16(b16 *p, vec x) {
     hvec bits = narrow_b16(x);
     memcpy(p, &bits, sizeof bits);
@@ -132,48 +185,54 @@ INLINE vec round_b16(vec x) { return widen_b16(narrow_b16(x)); }
 
 /* --- half precision ------------------------------------------------------------------------- */
 
-INLINE vec widen_f16(hvec bits) {
+INLINE vec_part widen_part_f16(hvec_part bits) {
 #if defined(__AVX512F__)
-    return (vec)_mm512_cvtph_ps((__m256i)bits);
-#elif defined(__F16C__)
-    union { hvec all; __m128i part[2]; } half = {bits};
-    union { __m256 part[2]; vec all; } full;
-    full.part[0] = _mm256_cvtph_ps(half.part[0]);
-    full.part[1] = _mm256_cvtph_ps(half.part[1]);
-    return full.all;
+    return (vec_part)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__AVX2__)
+    return (vec_part)_mm256_cvtph_ps((__m128i)bits);
 #else
     /* Shift exponent and mantissa into place; the product moves the bias and mends subnormals. */
-    uvec wide = __builtin_convertvector(bits, uvec);
-    uvec magnitude = (wide & 0x7fff) << 13;
-    uvec is_special = (uvec)((wide & 0x7c00) == 0x7c00); /* infinity or NaN */
-    vec scaled = (vec)magnitude * splat(0x1p112f);
-    uvec result = (is_special & (magnitude | 0x7f800000)) | (~is_special & (uvec)scaled);
-    return (vec)(result | (wide & 0x8000) << 16);
+    uvec_part wide = __builtin_convertvector(bits, uvec_part);
+    uvec_part magnitude = (wide & 0x7fff) << 13;
+    uvec_part is_special = (uvec_part)((wide & 0x7c00) == 0x7c00); /* infinity or NaN */
+    vec_part scaled = (vec_part)magnitude * splat_part(0x1p112f);
+    uvec_part result = (is_special & (magnitude | 0x7f800000)) | (~is_special & (uvec_part)scaled);
+    return (vec_part)(result | (wide & 0x8000) << 16);
+#endif
+}
+
+INLINE vec widen_f16(hvec bits) {
+    union hparts from = {bits};
+    union parts to;
+    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = widen_part_f16(from.part[i]);
+    return to.all;
+}
+
+INLINE hvec_part narrow_part_f16(vec_part x) {
+#if defined(__AVX512F__)
+    return (hvec_part)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+    return (hvec_part)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    uvec_part bits = (uvec_part)x, sign = (bits >> 16) & 0x8000;
+    uvec_part magnitude = bits & 0x7fffffff;
+    uvec_part is_nan = (uvec_part)(magnitude > 0x7f800000), is_big = (uvec_part)(magnitude >= 0x477ff000);
+    uvec_part is_small = (uvec_part)(magnitude < 0x38800000); /* below 2^-14: subnormal */
+    /* Adding 2^-1 aligns a subnormal's last place with the last place of a float, rounded. */
+    uvec_part small = (uvec_part)((vec_part)magnitude + splat_part(0.5f)) - 0x3f000000;
+    uvec_part normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    uvec_part result = (is_small & small) | (~is_small & normal);
+    result = (is_big & 0x7c00) | (~is_big & result);
+    result = (is_nan & 0x7e00) | (~is_nan & result);
+    return __builtin_convertvector(result | sign, hvec_part);
 #endif
 }
 
 INLINE hvec narrow_f16(vec x) {
-#if defined(__AVX512F__)
-    return (hvec)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__)
-    union { vec all; __m256 part[2]; } full = {x};
-    union { __m128i part[2]; hvec all; } half;
-    half.part[0] = _mm256_cvtps_ph(full.part[0], _MM_FROUND_TO_NEAREST_INT);
-    half.part[1] = _mm256_cvtps_ph(full.part[1], _MM_FROUND_TO_NEAREST_INT);
-    return half.all;
-#else
-    uvec bits = (uvec)x, sign = (bits >> 16) & 0x8000;
-    uvec magnitude = bits & 0x7fffffff;
-    uvec is_nan = (uvec)(magnitude > 0x7f800000), is_big = (uvec)(magnitude >= 0x477ff000);
-    uvec is_small = (uvec)(magnitude < 0x38800000); /* below 2^-14: subnormal */
-    /* Adding 2^-1 aligns a subnormal's last place with the last place of a float, rounded. */
-    uvec small = (uvec)((vec)magnitude + splat(0.5f)) - 0x3f000000;
-    uvec normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    uvec result = (is_small & small) | (~is_small & normal);
-    result = (is_big & 0x7c00) | (~is_big & result);
-    result = (is_nan & 0x7e00) | (~is_nan & result);
-    return __builtin_convertvector(result | sign, hvec);
-#endif
+    union parts from = {x};
+    union hparts to;
+    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = narrow_part_f16(from.part[i]);
+    return to.all;
 }
 
 INLINE vec load_f16(const f16 *p) {
@@ -181,6 +240,16 @@ INLINE vec load_f16(const f16 *p) {
     memcpy(&bits, p, sizeof bits);
     return widen_f16(bits);
 }
+INLINE vec_part load_part_f16(const f16 *p) {
+    hvec_part bits;
+    memcpy(&bits, p, sizeof bits);
+    return widen_part_f16(bits);
+}
+INLINE void store_part_f16(f16 *p, vec_part x) {
+    const hvec_part bits = narrow_part_f16(x);
+    memcpy(p, &bits, sizeof bits);
+}
+INLINE vec_part round_part_f16(vec_part x) { return widen_part_f16(narrow_part_f16(x)); }
 INLINE void store_f16(f16 *p, vec x) {
     hvec bits = narrow_f16(x);
     memcpy(p, &bits, sizeof bits);
@@ -192,11 +261,18 @@ INLINE vec round_f16(vec x) { return widen_f16(narrow_f16(x)); }
 /* --- E4M3: a byte, without infinities ------------------------------------------------------- */
 
 /* Moved into a float's place, and its exponent's bias made up for. */
+INLINE vec_part widen_part_float8(uvec_part codes) {
+    const uvec_part magnitude = codes & 0x7f;
+    const uvec_part nan = -(magnitude + 1 >> 7) & 0x7fc00000;
+    const vec_part value = (vec_part)((codes & 0x80) << 24 | magnitude << 20) * splat_part(0x1p120f);
+    return (vec_part)((uvec_part)value | nan);
+}
+
 INLINE vec widen_float8(uvec codes) {
-    const uvec magnitude = codes & 0x7f;
-    const uvec nan = -(magnitude + 1 >> 7) & 0x7fc00000;
-    const vec value = (vec)((codes & 0x80) << 24 | magnitude << 20) * splat(0x1p120f);
-    return (vec)((uvec)value | nan);
+    union uparts from = {codes};
+    union parts to;
+    for (int i = 0; i < NUM_PARTS; i++) to.part[i] = widen_part_float8(from.part[i]);
+    return to.all;
 }
 
 INLINE uvec load_bytes(const uint8_t *p) {
@@ -293,51 +369,34 @@ INLINE long compress(float *p, uint32_t bits, vec x) {
 #endif
 }
 
-/* Lane i of the result is the sum of rows[i]: a tree of 15 joins instead of 16 sums. */
-INLINE vec sum_rows(vec rows[LANES]) {
-    vec w8[8], w4[4], w2[2];
-    for (int i = 0; i < 8; i++) { /* i and i + 8: halves */
-        vec a = rows[i], b = rows[i + 8];
-        w8[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 4; i++) { /* i and i + 4: quarters */
-        vec a = w8[i], b = w8[i + 4];
-        w4[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-                __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 2; i++) {
-        vec a = w4[i], b = w4[i + 2];
-        w2[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    return __builtin_shufflevector(w2[0], w2[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           __builtin_shufflevector(w2[0], w2[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-
 /* e^x to 2 units in the last place for x in [-87.3, 88].
  * Source: Cephes `expf` (Moshier): x = n ln 2 + r, a polynomial of degree 5 in r. */
-INLINE vec exp_inside(vec x) {
-    vec shifted = x * splat(1.44269504f) + splat(0x1.8p23f); /* rounds to an integer */
-    vec n = shifted - splat(0x1.8p23f);
-    vec r = x - n * splat(0.693359375f);
-    r = r + n * splat(2.12194440e-4f);
-    vec p = splat(1.9875691500e-4f);
-    p = p * r + splat(1.3981999507e-3f);
-    p = p * r + splat(8.3334519073e-3f);
-    p = p * r + splat(4.1665795894e-2f);
-    p = p * r + splat(1.6666665459e-1f);
-    p = p * r + splat(5.0000001201e-1f);
-    p = p * r * r + r + splat(1.0f);
-    ivec power = ((ivec)shifted + (127 - 0x4b400000)) << 23; /* n is in the low bits of `shifted` */
-    return p * (vec)power;
+INLINE vec_part exp_inside(vec_part x) {
+    vec_part shifted = x * splat_part(1.44269504f) + splat_part(0x1.8p23f); /* rounds to an integer */
+    vec_part n = shifted - splat_part(0x1.8p23f);
+    vec_part r = x - n * splat_part(0.693359375f);
+    r = r + n * splat_part(2.12194440e-4f);
+    vec_part p = splat_part(1.9875691500e-4f);
+    p = p * r + splat_part(1.3981999507e-3f);
+    p = p * r + splat_part(8.3334519073e-3f);
+    p = p * r + splat_part(4.1665795894e-2f);
+    p = p * r + splat_part(1.6666665459e-1f);
+    p = p * r + splat_part(5.0000001201e-1f);
+    p = p * r * r + r + splat_part(1.0f);
+    ivec_part power = ((ivec_part)shifted + (127 - 0x4b400000)) << 23; /* n is in the low bits of `shifted` */
+    return p * (vec_part)power;
 }
 
 /* The same for every x: 0 below, e^88 above. */
 INLINE vec exp_vec(vec x) {
-    ivec is_zero = is_above(splat(-87.3f), x);
-    x = choose(is_above(x, splat(88.0f)), splat(88.0f), x);
-    return choose(is_zero, splat(0.0f), exp_inside(choose(is_zero, splat(0.0f), x)));
+    union parts all = {x};
+    for (int i = 0; i < NUM_PARTS; i++) {
+        const vec_part each = all.part[i], least = splat_part(-87.3f), most = splat_part(88.0f);
+        const ivec_part is_zero = least > each, is_large = each > most;
+        const vec_part inside = choose_part(is_zero, splat_part(0.0f), choose_part(is_large, most, each));
+        all.part[i] = choose_part(is_zero, splat_part(0.0f), exp_inside(inside));
+    }
+    return all.all;
 }
 
 #endif
