@@ -3,8 +3,9 @@
     routing   tenants with long prefixes: share of prompt tokens found in the caches, and each
               engine's share of the requests, by --routing; with one engine as the reference
     failover  an engine is killed, or told to end, under many seeded streams: each stream's tokens
-              beside those of an undisturbed run, and the longest wait for a next token; with long
-              prompts also by --kv-transfer
+              beside those of an undisturbed run, and the longest wait for a next token
+    drain     the same of an engine that is told to end under streams with long prompts, whose KV is
+              computed again or goes along
     threads   one-thread engines beside one engine of as many threads, in alternating rounds
     steps     without a gateway: steps per second of one-thread engines on cores of their own, all
               at once and one alone, in alternating rounds
@@ -45,7 +46,7 @@ from penstock.load.launch import Started, server
 from penstock.load.report.options import add_out, positive, settings_of
 from penstock.load.report.tables import publish, table_of
 
-_PARTS = ("routing", "failover", "threads", "steps")
+_PARTS = ("routing", "failover", "drain", "threads", "steps")
 _ROUTINGS = ("prefix", "least-loaded", "round-robin")
 _TIMEOUT_S = 600.0
 _NUM_SEQS = 16  # in each engine of `steps`
@@ -100,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=positive, default=20, help="requests of each tenant")
     add("--concurrency", type=positive, default=12, help="requests of `routing` at once")
     add("--streams", type=positive, default=50, help="streams of `failover`")
-    add("--moved-prompt-len", type=positive, default=1000, help="tokens of long prompts there")
+    add("--drain-streams", type=positive, default=20, help="streams of `drain`")
+    add("--drain-prompt-len", type=positive, default=1000, help="tokens of their prompts")
     add("--output-len", type=positive, default=16, help="tokens of an answer of `routing`")
     add("--threads", type=positive, default=2, help="threads of the one engine of `threads`")
     add("--threads-model", default=None, help="model of `threads`; default: --model")
@@ -125,6 +127,11 @@ def run(parsed: argparse.Namespace) -> int:
         data["failover"] = [asdict(each) for each in failovers]
         texts.append(_failover_text(failovers))
         failed = any(each.num_lost or each.num_different for each in failovers)
+    if "drain" in parsed.parts:
+        drains = measure_drain(parsed)
+        data["drain"] = [asdict(each) for each in drains]
+        texts.append(_failover_text(drains))
+        failed |= any(each.num_lost or each.num_different for each in drains)
     if "threads" in parsed.parts:
         if (num_cores := len(os.sched_getaffinity(0))) < parsed.threads:
             raise ConfigError(f"--threads {parsed.threads}: this machine has {num_cores} cores")
@@ -212,30 +219,32 @@ def _routing_text(parsed: argparse.Namespace, routed: Sequence[Routed]) -> str:
 def measure_failover(parsed: argparse.Namespace) -> list[Failover]:
     """An engine of two is killed, and one drains."""
     found = []
-    long = parsed.moved_prompt_len
-    for name, blow, prompt_len, mode in (
-        ("kill -9", signal.SIGKILL, 32, "never"),
-        ("drain", signal.SIGTERM, 32, "auto"),
-        ("drain, KV computed again", signal.SIGTERM, long, "never"),
-        ("drain, KV goes along", signal.SIGTERM, long, "auto"),
-    ):
+    for name, blow in (("kill -9", signal.SIGKILL), ("drain", signal.SIGTERM)):
+        with server(parsed.model, ("--replicas", "2", "--shutdown-grace-s", "2")) as started:
+            bodies = _bodies(parsed.seed, parsed.streams, prompt_len=32)
+            found.append(uvloop.run(_strike(started, bodies, name, blow)))
+    return found
+
+
+def measure_drain(parsed: argparse.Namespace) -> list[Failover]:
+    """One of two engines drains under long prompts."""
+    found = []
+    bodies = _bodies(parsed.seed, parsed.drain_streams, prompt_len=parsed.drain_prompt_len)
+    for name, mode in (("computed again", "never"), ("goes along", "auto")):
         flags = ("--replicas", "2", "--shutdown-grace-s", "2", "--kv-transfer", mode)
         with server(parsed.model, flags) as started:
-            found.append(uvloop.run(_strike(started, parsed, name, blow, prompt_len)))
+            strike = _strike(started, bodies, f"drain, KV {name}", signal.SIGTERM)
+            found.append(uvloop.run(strike))
     return found
 
 
 async def _strike(
-    started: Started,
-    parsed: argparse.Namespace,
-    name: str,
-    blow: signal.Signals,
-    prompt_len: int,
+    started: Started, bodies: Sequence[Mapping[str, Any]], name: str, blow: signal.Signals
 ) -> Failover:
-    async with _client(started.base_url, parsed.streams) as client:
-        expected = await _answers(client, parsed, prompt_len)
-        answers = [Answer() for _ in range(parsed.streams)]
-        reading = asyncio.create_task(_answers(client, parsed, prompt_len, answers))
+    async with _client(started.base_url, len(bodies)) as client:
+        expected = await _answers(client, bodies)
+        answers = [Answer() for _ in bodies]
+        reading = asyncio.create_task(_answers(client, bodies, answers))
         while not all(answer.tokens for answer in answers):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         engine = started.family()["engine"]
@@ -250,7 +259,7 @@ async def _strike(
     ends = [[struck_s, *(at for at in answer.times_s if at > struck_s)] for answer in answers]
     return Failover(
         name=name,
-        prompt_len=prompt_len,
+        prompt_len=len(bodies[0]["prompt"]),
         num_streams=len(answers),
         num_moved=health["engines"][0]["num_streams"],
         num_lost=sum(not answer.has_ended for answer in answers),
@@ -264,21 +273,23 @@ async def _strike(
     )
 
 
-async def _answers(
-    client: httpx.AsyncClient,
-    parsed: argparse.Namespace,
-    prompt_len: int,
-    answers: Sequence[Answer] | None = None,
-) -> Sequence[Answer]:
-    answers = answers or [Answer() for _ in range(parsed.streams)]
-    rng = random.Random(parsed.seed)
-    bodies = [
+def _bodies(seed: int, num: int, *, prompt_len: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [
         {
             "prompt": _ids(rng, prompt_len), "max_tokens": 200, "ignore_eos": True, "stream": True,
             "temperature": 0.9, "seed": number, "logprobs": 0,
         }
-        for number in range(parsed.streams)
+        for number in range(num)
     ]  # fmt: skip
+
+
+async def _answers(
+    client: httpx.AsyncClient,
+    bodies: Sequence[Mapping[str, Any]],
+    answers: Sequence[Answer] | None = None,
+) -> Sequence[Answer]:
+    answers = answers or [Answer() for _ in bodies]
     await asyncio.gather(
         *(_read(client, body, answer) for body, answer in zip(bodies, answers, strict=True))
     )

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -40,6 +42,12 @@ class Stream:
     text: str = ""
     tokens: list[str] = field(default_factory=list)
     ending: list[str] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list, compare=False)  # of its chunks
+
+    def wait_s(self, since_s: float) -> float:
+        """The longest time without a chunk from then on."""
+        times = [since_s, *(each for each in self.times_s if each > since_s)]
+        return max((later - sooner for sooner, later in pairwise(times)), default=0.0)
 
 
 def _body(stream: Stream) -> dict[str, Any]:
@@ -69,6 +77,7 @@ async def _chunks(client: httpx.AsyncClient, stream: Stream) -> AsyncIterator[di
 async def _read(client: httpx.AsyncClient, stream: Stream) -> None:
     async for chunk in _chunks(client, stream):
         assert "error" not in chunk, chunk
+        stream.times_s.append(time.monotonic())
         for choice in chunk["choices"]:
             stream.text += choice["delta"].get("content") or ""
             entries = (choice.get("logprobs") or {}).get("content") or []

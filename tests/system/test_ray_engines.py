@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def _engines(served: Served) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_node_is_lost_and_no_stream(long_model: tuple[str, ...], tmp_path: Path) -> None:
+async def test_a_node_is_lost_and_no_stream(
+    long_model: tuple[str, ...], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     files = Authority(tmp_path / "tls").certificate("node", names=f"DNS:{_NAME}")
     with RedisServer(tmp_path / "redis") as redis, _cluster() as cluster:
         options = (
@@ -72,8 +75,10 @@ async def test_a_node_is_lost_and_no_stream(long_model: tuple[str, ...], tmp_pat
                     await asyncio.sleep(0.002)
                 before = _engines(served)
                 assert all(each["num_streams"] for each in before)
+                lost_s = time.monotonic()
                 await asyncio.to_thread(cluster.remove_node, cluster.worker_nodes.copy().pop())
                 await reading
             assert streams == expected
+            record_property("longest_wait_s", max(each.wait_s(lost_s) for each in streams))
             wait_until(lambda: [each["state"] for each in _engines(served)].count("ready") == 2)
             assert "continue in another one" in (tmp_path / "log").read_text()
