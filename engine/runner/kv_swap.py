@@ -122,6 +122,7 @@ class HostTier:
         # Host blocks that may still be written until the event has passed.
         self._unsaved: set[int] = set()
         self._is_saved = self._runtime.Event()
+        self._is_brought = self._runtime.Event()  # the last swap-in's reads are done
         self._host = _allocate(num_host_blocks, pool)
         if pool.is_cuda:
             _pin(self._host)
@@ -162,21 +163,19 @@ class HostTier:
                 (len(device_ids), *self._host.shape[1:]), device=self._pool.device
             )
             gather_blocks(self._pool, block_ids_on(self._pool.device, device_ids), staged)
+            is_gathered = self._runtime.Event()
+            is_gathered.record(self._runtime.current_stream())
+            is_gathered.synchronize()
             rows = staged.view(torch.uint8).flatten(1).cpu().numpy()
             found += [row.tobytes() for row in rows]
-        if not self._unsaved.isdisjoint(host_ids):
-            self._wait_for_copies()
+        self._is_saved.synchronize()
         return found + [self._bytes[host_id].tobytes() for host_id in host_ids]
 
     def write(self, host_id: int, data: bytes) -> None:
         """Replace a host block's bytes; waits for launched copies that may use the block."""
-        self._wait_for_copies()
+        self._is_saved.synchronize()
+        self._is_brought.synchronize()
         self._bytes[host_id] = np.frombuffer(data, dtype=np.uint8)
-
-    def _wait_for_copies(self) -> None:
-        if self._pool.is_cuda:  # a CPU's streams do nothing
-            self._out.synchronize()
-            self._in.synchronize()
 
     def _swap_out(self, pairs: Pairs) -> None:
         """Device → host."""
@@ -217,6 +216,7 @@ class HostTier:
             compute.wait_stream(side)
             scatter_blocks(staged, device_ids[part], self._pool)
             slot.is_free.record(compute)
+        self._is_brought.record(side)
         self._timings.append((False, start, record_moment(self._pool.device, side)))
 
     def _columns(self, pairs: Pairs) -> tuple[Tensor, list[int]]:

@@ -119,6 +119,38 @@ def test_no_order_of_the_streams_changes_a_byte(plan, num_slots, blocks_per_slot
     assert contents(pool) == host + expected[NUM_HOST:]
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    plan=st.lists(st.tuples(MOVES, st.integers(0, NUM_HOST - 1)), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_blocks_of_other_engines_are_read_and_written_between_steps(plan, seed):
+    """Whatever of the steps has not run yet."""
+    pool = random_bits(SHAPE, torch.float32)
+    written = random_bits((2, 2, len(plan), 3, 2, 4), torch.float32, seed=1)
+    expected, steps, host = contents(pool), contents(written), [b""] * NUM_HOST
+    streams = SimulatedStreams(seed)
+    with pytest.MonkeyPatch.context() as monkeypatch, streams:
+        streams.install(monkeypatch)
+        tier = HostTier(pool, NUM_HOST, staging=Staging(num_slots=2, slot_bytes=1))
+        tier.execute(FILL)
+        follow(FILL, expected, host)
+        for step, (moves, block) in enumerate(plan):
+            tier.execute(moves)
+            follow(moves, expected, host)
+            pool[:, :, 0] = written[:, :, step]
+            expected[0] = steps[step]
+            found = tier.read([0, block], [block])
+            assert found == [expected[0], expected[block], host[block]]
+            tier.execute(moves)
+            follow(moves, expected, host)
+            host[block] = steps[step][::-1]
+            tier.write(block, host[block])
+        tier.execute(BlockMoves(swap_ins=tuple((block, block) for block in range(NUM_HOST))))
+        streams.synchronize()
+    assert contents(pool) == host + expected[NUM_HOST:]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_round_trip_beside_a_busy_device(device, dtype):
