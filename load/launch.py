@@ -28,6 +28,13 @@ from penstock.engine.errors import ConfigError
 _STOP_AND_CONTINUE = 'kill -STOP "$1" && sleep "$2"; kill -CONT "$1"'
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def family(process: psutil.Process) -> list[psutil.Process]:
     """A process and its live descendants."""
     try:

@@ -3,6 +3,9 @@
 A stub engine process sends one token id per stream and frame over the real transport. The gateway
 is the real process, with admission, detokenising, response log and JSON; readers run in their own
 process. Lateness is from a frame's send to the receipt of the event with its token.
+
+`--router` measures instead, in alternating rounds, chat through the gateway and the same streams
+through `vllm-router`, which passes on the events of stub servers.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import os
 import select
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +35,8 @@ from penstock.engine.model_files import resolve_model
 from penstock.engine.text import Tokenizer
 from penstock.gateway.launch.child import Child
 from penstock.load.gateway.readers import IDLE, LETTER, MAX_FRAMES, ClockFile
+from penstock.load.launch import end, free_port
+from penstock.load.peers import environments
 from penstock.load.report.options import add_out, counts, positive, settings_of
 from penstock.load.report.tables import publish, table_of
 
@@ -62,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--idle-sockets", type=positive, default=1000, help="open WebSockets to measure memory with"
     )
     add("--redis-url", help="store response logs in this Redis")
+    add("--router", action="store_true",
+        help="only this: chat beside vllm-router, in alternating rounds")  # fmt: skip
+    add("--engines", type=counts, default=(1, 3), help="with --router: numbers of engines")
+    add("--rounds", type=positive, default=5, help="with --router: rounds of each")
     add_out(parser)
 
 
@@ -86,6 +96,8 @@ def run(parsed: argparse.Namespace) -> int:
     num_frames = parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)
     if num_frames > MAX_FRAMES:
         raise ConfigError("--frames-per-s times --window-s exceeds the size of the clock file")
+    if parsed.router:
+        return _beside_router(parsed)
     rows, is_clean = [], True
     for interval_ms in parsed.intervals_ms:
         for wire in parsed.wires:
@@ -132,22 +144,8 @@ def markdown(rows: list[Row]) -> str:
 def _measure(
     parsed: argparse.Namespace, wire: str, num_streams: int, *, interval_ms: float
 ) -> tuple[dict[str, Any], Row]:
-    with _servers(parsed, interval_ms) as (port, gateway, clock_file):
-        process = psutil.Process(gateway)
-        settings = {
-            "wire": wire,
-            "port": port,
-            "num_streams": num_streams,
-            "num_tokens": int(parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)),
-            "window_s": parsed.window_s,
-            "clock_file": str(clock_file),
-        }
-        with _readers(settings) as told:
-            before = process.cpu_times()
-            time.sleep(parsed.window_s - 0.05)
-            after = process.cpu_times()
-            seen: dict[str, Any] = json.loads(told.readline())
-    cpu_s = after.user + after.system - before.user - before.system
+    with _servers(parsed, interval_ms) as started:
+        seen, cpu_s = window(parsed, wire, num_streams, *started)
     num_tokens = max(seen["num_tokens"], 1)
     return seen, Row(
         wire=wire,
@@ -161,6 +159,27 @@ def _measure(
         p99_ms=seen["p99_ms"],
         reader_cpu_us_per_token=1e6 * seen["reader_cpu_s"] / num_tokens,
     )
+
+
+def window(
+    parsed: argparse.Namespace, wire: str, num_streams: int, port: int, pid: int, clock_file: Path
+) -> tuple[dict[str, Any], float]:
+    """What readers see within a window, and the CPU seconds of the process that serves them."""
+    process = psutil.Process(pid)
+    settings = {
+        "wire": wire,
+        "port": port,
+        "num_streams": num_streams,
+        "num_tokens": int(parsed.frames_per_s * (parsed.window_s + _WARM_UP_S + _START_S)),
+        "window_s": parsed.window_s,
+        "clock_file": str(clock_file),
+    }
+    with _readers(settings) as told:
+        before = process.cpu_times()
+        time.sleep(parsed.window_s - 0.05)
+        after = process.cpu_times()
+        seen: dict[str, Any] = json.loads(told.readline())
+    return seen, after.user + after.system - before.user - before.system
 
 
 def _idle_socket_bytes(parsed: argparse.Namespace) -> float:
@@ -195,32 +214,38 @@ def _readers(settings: Mapping[str, Any]) -> Iterator[IO[str]]:
 
 
 @contextlib.contextmanager
-def _servers(parsed: argparse.Namespace, interval_ms: float) -> Iterator[tuple[int, int, Path]]:
-    """A stub engine and a gateway: the port, the gateway's process id, the clock file."""
+def _servers(
+    parsed: argparse.Namespace, interval_ms: float, *, num_engines: int = 1
+) -> Iterator[tuple[int, int, Path]]:
+    """Stub engines and a gateway: the port, the gateway's process id, the clock file."""
     path = resolve_model(ModelConfig(model=DEMO_MODEL), weights=False)
     [token_id] = Tokenizer.from_directory(path).encode(LETTER, add_special_tokens=False)
-    with tempfile.TemporaryDirectory() as directory, socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        _listener() as listener,
+        contextlib.ExitStack() as children,
+    ):
         clock_file = Path(directory) / "clock"
         ClockFile(clock_file, create=True)
-        address = f"{directory}/engine.sock"
-        engine = Child(
-            "the stub engine",
-            "penstock.load.gateway.stub_engine",
-            {
+        addresses = [f"{directory}/engine-{index}.sock" for index in range(num_engines)]
+        for index, address in enumerate(addresses):
+            values = {
                 "address": address,
                 "clock_file": str(clock_file),
                 "token_id": token_id,
                 "frames_per_s": parsed.frames_per_s,
+                "first_frame": index * MAX_FRAMES // num_engines,
                 "vocab_size": 1 << 20,
-            },
-        )
+            }
+            engine = Child("a stub engine", "penstock.load.gateway.stub_engine", values)
+            children.enter_context(_running(engine))
         gateway = Child(
             "the gateway",
             "penstock.gateway.launch.process",
             {
-                "engine_address": address,
+                "engine_address": addresses[0],
+                "engine_addresses": addresses,
+                "routing": "round-robin",
                 "served_model_name": ["stub"],
                 "stream_interval_ms": interval_ms,
                 "redis_url": parsed.redis_url,
@@ -229,25 +254,165 @@ def _servers(parsed: argparse.Namespace, interval_ms: float) -> Iterator[tuple[i
             },
             listener,
         )
+        children.enter_context(_running(gateway))
+        assert gateway.process is not None
+        yield listener.getsockname()[1], gateway.process.pid, clock_file
+
+
+@contextlib.contextmanager
+def stub_servers(
+    parsed: argparse.Namespace, *, num_engines: int
+) -> Iterator[tuple[list[tuple[int, int]], Path]]:
+    """Stub servers' ports and process ids, and the clock file."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as children:
+        clock_file = Path(directory) / "clock"
+        ClockFile(clock_file, create=True)
+        started = []
+        for index in range(num_engines):
+            listener = children.enter_context(_listener())
+            values = {
+                "clock_file": str(clock_file),
+                "frames_per_s": parsed.frames_per_s,
+                "first_frame": index * MAX_FRAMES // num_engines,
+            }
+            server = Child("a stub server", "penstock.load.gateway.stub_server", values, listener)
+            children.enter_context(_running(server))
+            assert server.process is not None
+            started.append((listener.getsockname()[1], server.process.pid))
+        yield started, clock_file
+
+
+@contextlib.contextmanager
+def _router(parsed: argparse.Namespace, *, num_engines: int) -> Iterator[tuple[int, int, Path]]:
+    """Stub servers and vllm-router: the router's port, its process id, the clock file."""
+    environment = environments.make("vllm-router")
+    with stub_servers(parsed, num_engines=num_engines) as (servers, clock_file):
+        port, metrics_port = free_port(), free_port()
+        flags = {"port": port, "prometheus-port": metrics_port, "policy": "round_robin"}
+        command = [
+            str(environment.path / "bin" / "vllm-router"),
+            *(f"--{name}={value}" for name, value in flags.items()),
+            *("--log-level", "warning", "--worker-urls"),
+            *(f"http://127.0.0.1:{server}" for server, _ in servers),
+        ]
+        router = subprocess.Popen(command, stdout=subprocess.DEVNULL)  # noqa: S603
         try:
-            for child in (engine, gateway):
-                _start(child)
-            assert gateway.process is not None
-            yield listener.getsockname()[1], gateway.process.pid, clock_file
+            _await_port(port, router)
+            yield port, router.pid, clock_file
         finally:
-            for child in (gateway, engine):
-                child.kill()
-                if child.process is not None:
-                    child.process.wait()
+            end(psutil.Process(router.pid), within_s=5.0)
+            router.wait()
 
 
-def _start(child: Child) -> None:
-    child.start()
-    assert child.status_fd is not None
+def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
     deadline_s = time.monotonic() + _START_S
-    while not child.read_status():
-        if not select.select([child.status_fd], [], [], deadline_s - time.monotonic())[0]:
-            raise ConfigError(f"{child.label} did not start")
-    os.close(child.status_fd)
-    if child.ready is None:
-        raise ConfigError(f"{child.label} could not start: {child.failure}")
+    while process.poll() is None and time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.1)
+    raise ConfigError("vllm-router did not start")
+
+
+def _listener() -> socket.socket:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    return listener
+
+
+@contextlib.contextmanager
+def _running(child: Child) -> Iterator[None]:
+    """Until the context is left, when it is killed."""
+    try:
+        child.start()
+        assert child.status_fd is not None
+        deadline_s = time.monotonic() + _START_S
+        while not child.read_status():
+            if not select.select([child.status_fd], [], [], deadline_s - time.monotonic())[0]:
+                raise ConfigError(f"{child.label} did not start")
+        os.close(child.status_fd)
+        if child.ready is None:
+            raise ConfigError(f"{child.label} could not start: {child.failure}")
+        yield
+    finally:
+        child.kill()
+        if child.process is not None:
+            child.process.wait()
+
+
+# -- beside vllm-router ----------------------------------------------------------------------------
+
+_ROUTER_NOTES = (
+    "vllm-router passes the events of stub servers on; the gateway gets token ids from stub "
+    "engines, and makes text and events of them. Both get one token per stream and frame, and send "
+    "requests to the engines in turn. CPU: user and system time of the process in between, with "
+    "all its threads, per token that readers received. Late: from the engine's frame to the "
+    "receipt of the event, at the median. The ratio is the median of the rounds' ratios."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The rounds of one number of engines.
+
+    Attributes:
+        gateway_us, router_us: CPU per token of each round.
+        gateway_ms, router_ms: lateness at the median, of each round.
+    """
+
+    num_engines: int
+    gateway_us: list[float]
+    router_us: list[float]
+    gateway_ms: list[float]
+    router_ms: list[float]
+
+    @property
+    def ratio(self) -> float:
+        pairs = zip(self.gateway_us, self.router_us, strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+_BESIDE_COLUMNS: dict[str, Callable[[Beside], str]] = {
+    "engines": lambda row: str(row.num_engines),
+    "gateway: CPU µs per token": lambda row: f"{statistics.median(row.gateway_us):.1f}",
+    "in the rounds": lambda row: " ".join(f"{each:.1f}" for each in row.gateway_us),
+    "vllm-router": lambda row: f"{statistics.median(row.router_us):.1f}",
+    "in its rounds": lambda row: " ".join(f"{each:.1f}" for each in row.router_us),
+    "ratio": lambda row: f"{row.ratio:.2f}",
+    "gateway late ms": lambda row: f"{statistics.median(row.gateway_ms):.1f}",
+    "vllm-router late ms": lambda row: f"{statistics.median(row.router_ms):.1f}",
+}
+
+
+def _beside_router(parsed: argparse.Namespace) -> int:
+    """1 if a stream broke."""
+    num_streams, *_ = parsed.streams
+    rows, is_clean = [], True
+    for num_engines in parsed.engines:
+        row = Beside(
+            num_engines=num_engines, gateway_us=[], router_us=[], gateway_ms=[], router_ms=[]
+        )
+        with (
+            _servers(parsed, 0.0, num_engines=num_engines) as gateway,
+            _router(parsed, num_engines=num_engines) as router,
+        ):
+            sides = [(gateway, row.gateway_us, row.gateway_ms)]
+            sides.append((router, row.router_us, row.router_ms))
+            for number in range(parsed.rounds):
+                for started, cpus_us, late_ms in sides if number % 2 else reversed(sides):
+                    seen, cpu_s = window(parsed, "chat", num_streams, *started)
+                    is_clean &= seen["num_lost"] == 0
+                    cpus_us.append(1e6 * cpu_s / max(seen["num_tokens"], 1))
+                    late_ms.append(seen["p50_ms"])
+        rows.append(row)
+        print(" · ".join(text(row) for text in _BESIDE_COLUMNS.values()), flush=True)
+    report = (
+        f"Chat, {num_streams} streams at {parsed.frames_per_s:g} tokens/s each, vllm-router "
+        f"{environments.VLLM_ROUTER}.\n\n{table_of(rows, _BESIDE_COLUMNS)}\n\n{_ROUTER_NOTES}"
+    )
+    data = {
+        "settings": settings_of(parsed),
+        "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],
+    }
+    publish(parsed.out, "router", "The gateway beside vllm-router", report, data)
+    return 0 if is_clean else 1

@@ -23,17 +23,27 @@ _CONTEXT = 1 << 20
 
 
 class StubEngine:
-    """Sends `frames_per_s` frames a second, late ones at once; every stream gets `token_id`."""
+    """Sends `frames_per_s` frames a second, late ones at once; every stream gets `token_id`.
+
+    Args:
+        first_frame: where this engine's frames begin in the clock file.
+    """
 
     def __init__(
-        self, transport: Transport, clock: ClockFile, *, token_id: int, frames_per_s: float
+        self,
+        transport: Transport,
+        clock: ClockFile,
+        *,
+        token_id: int,
+        frames_per_s: float,
+        first_frame: int,
     ) -> None:
         self._transport = transport
         self._clock = clock
         self._token_ids = (token_id,)
         self._period_s = 1.0 / frames_per_s
         self._left: dict[tuple[GatewayId, str], int] = {}  # tokens, by gateway and request
-        self._num_frames = 0
+        self._num_frames = first_frame
 
     def run(self) -> None:
         next_s = time.monotonic()
@@ -90,7 +100,11 @@ def serve(settings: Mapping[str, Any], status: Status) -> None:
     transport = Transport(settings["address"], info)
     clock = ClockFile(Path(settings["clock_file"]))
     engine = StubEngine(
-        transport, clock, token_id=settings["token_id"], frames_per_s=settings["frames_per_s"]
+        transport,
+        clock,
+        token_id=settings["token_id"],
+        frames_per_s=settings["frames_per_s"],
+        first_frame=settings["first_frame"],
     )
     transport.start()
     status.ready()

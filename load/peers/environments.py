@@ -23,6 +23,7 @@ BUILD = REPOSITORY / "build" / "peers"
 TORCH = "torch==2.13.0"
 VLLM = "0.32.0"
 LLAMA_CPP_PYTHON = "0.3.36"
+VLLM_ROUTER = "0.1.17"
 _TCMALLOC = "libtcmalloc-minimal4"
 
 
@@ -173,9 +174,14 @@ def _hf(environment: Environment) -> None:
     environment.install("transformers", "accelerate")
 
 
+def _vllm_router(environment: Environment) -> None:
+    environment.install(f"vllm-router=={VLLM_ROUTER}")
+
+
 RECIPES: Mapping[str, Callable[[Environment], None]] = {
     "vllm": _vllm,
     "llamacpp": _llamacpp,
     "openvino": _openvino,
     "hf": _hf,
+    "vllm-router": _vllm_router,
 }

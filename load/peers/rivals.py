@@ -7,7 +7,6 @@ import json
 import os
 import select
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -28,7 +27,7 @@ from penstock.engine.errors import ConfigError
 from penstock.load.client.records import Endpoint, StreamRecord
 from penstock.load.client.sse import SseTransport
 from penstock.load.client.transport import Transport
-from penstock.load.launch import end, server
+from penstock.load.launch import end, free_port, server
 from penstock.load.peers import environments, models
 from penstock.load.peers.environments import BUILD, REPOSITORY, Environment
 from penstock.load.peers.workloads import Workload, token_turns
@@ -280,13 +279,6 @@ class InProcess(Process):
             raise RivalError(f"{how}: {tail(self._log)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def tail(log: Path) -> str:

@@ -51,6 +51,19 @@ def test_a_window_beyond_the_clock_file_is_refused(tmp_path: Path) -> None:
         run(tmp_path, "--frames-per-s", "5000", "--window-s", "5")
 
 
+def test_stub_servers_are_read_like_the_gateway() -> None:
+    """What `--router` puts behind vllm-router."""
+    parser = ArgumentParser()
+    bench.add_arguments(parser)
+    parsed = parser.parse_args(["--window-s", "0.5"])
+    with bench.stub_servers(parsed, num_engines=2) as (servers, clock_file):
+        port, pid = servers[1]
+        seen, _ = bench.window(parsed, "chat", 4, port, pid, clock_file)
+    assert 0 < seen["num_tokens"] == seen["num_events"]
+    assert seen["num_lost"] == 0
+    assert 0 < seen["p50_ms"] <= seen["p99_ms"] < 60_000  # by this server's part of the clock file
+
+
 def test_writers_are_measured_before_the_same_streams() -> None:
     parsed = Namespace(streams=50, ticks_per_s=50.0, window_s=1.0)
     cpus_us = []
