@@ -33,7 +33,12 @@ from penstock.engine.transport.messages import (
 )
 from penstock.gateway.engines.engine_stream import EngineStream
 from penstock.gateway.engines.routing import EngineLoad, KeySet, Router
-from penstock.gateway.storage.redis_engines import FULL_READ_S, EngineRecord, RedisEngines
+from penstock.gateway.storage.redis_engines import (
+    MAX_FULL_READ_S,
+    EngineRecord,
+    RedisEngines,
+    full_read_s,
+)
 from penstock.gateway.storage.redis_link import RedisLink
 from penstock.gateway.storage.redis_url import RedisAddress
 from penstock.load.launch import redis_server
@@ -57,6 +62,7 @@ class Costs:
     hash_s: float  # the keys of that prompt
     renew_s: float  # Redis' time for a lease
     version_s: float  # Redis' time for a gateway's question whether anything has changed
+    change_s: float  # Redis' time for the same with a change, which is read
     read_s: float  # Redis' time for one record of a full read
     record_bytes: float  # on the wire
 
@@ -96,21 +102,23 @@ def simulate(pool: Pool, costs: Costs, rng: random.Random) -> Demand:
     """Second by second: who joins, who asks, who publishes."""
     demand = Demand()
     num_gateways, num_engines = pool.num_gateways, pool.num_engines
-    phases = [rng.random() * FULL_READ_S for _ in range(num_gateways)]
+    full_s = full_read_s(num_engines)
+    phases = [rng.random() * full_s for _ in range(num_gateways)]
     for second in range(pool.seconds):
         num_joins = sum(rng.random() < pool.joins_per_s / 100 for _ in range(100))
-        # A gateway reads everything when the version has changed, and every FULL_READ_S.
-        due = sum((second - phase) % FULL_READ_S < 1.0 for phase in phases)
-        num_reads = num_gateways if num_joins else due
+        # A gateway reads what has changed, and everything every `full_s`.
+        num_reads = sum((second - phase) % full_s < 1.0 for phase in phases)
         cores = num_engines / _RENEW_S * costs.renew_s
-        cores += num_gateways * costs.version_s + num_reads * num_engines * costs.read_s
+        cores += num_gateways * (costs.change_s if num_joins else costs.version_s)
+        cores += num_reads * num_engines * costs.read_s
         demand.redis_cores.append(cores)
-        demand.redis_bytes.append(num_reads * num_engines * costs.record_bytes)
+        num_records = num_reads * num_engines + num_gateways * num_joins
+        demand.redis_bytes.append(num_records * costs.record_bytes)
         num_requests = sum(rng.random() < pool.requests_per_s / 100 for _ in range(100))
         per_gateway = num_engines / HEARTBEAT_INTERVAL_S * costs.heartbeat_s
         per_gateway += num_engines * pool.keys_per_s * costs.key_s
         per_gateway += num_requests * (costs.hash_s + num_engines * costs.route_s)
-        per_gateway += (num_joins > 0) * num_engines * costs.read_s
+        per_gateway += num_engines * costs.read_s / full_s
         demand.gateway_cores.append(per_gateway)
     frames_per_s = num_gateways * (1 / HEARTBEAT_INTERVAL_S + _PUBLISH_PER_S)
     demand.engine_cores = frames_per_s * costs.frame_s
@@ -139,7 +147,7 @@ def measure() -> Costs:
             receiver.recv(4096)
 
         frame_s = _each(send, 5000)
-    renew_s, version_s, read_s, record_bytes = asyncio.run(_registry())
+    renew_s, version_s, change_s, read_s, record_bytes = asyncio.run(_registry())
     return Costs(
         heartbeat_s=heartbeat_s,
         key_s=key_s,
@@ -149,6 +157,7 @@ def measure() -> Costs:
         hash_s=hash_s,
         renew_s=renew_s,
         version_s=version_s,
+        change_s=change_s,
         read_s=read_s,
         record_bytes=record_bytes,
     )
@@ -189,8 +198,9 @@ def _routing() -> tuple[float, float]:
     return (many - few) / 200, few
 
 
-async def _registry() -> tuple[float, float, float, float]:
-    """Redis' CPU for a renewal, a question, and a record that is read; and its bytes."""
+async def _registry() -> tuple[float, float, float, float, float]:
+    """Redis' CPU for a renewal, a question without a change and with one, and a record of a full
+    read; and its bytes."""
     with redis_server() as (url, process):
         link = RedisLink(RedisAddress.parse(url))
         engines = RedisEngines(link, "m")
@@ -198,16 +208,28 @@ async def _registry() -> tuple[float, float, float, float]:
             address="10.0.0.1:7000", model="m", cache_root=bytes(32), block_size=16
         )
         renew_s = await _of_redis(process, lambda: engines.register(record), 3000)
+        many = RedisEngines(link, "many")
         for number in range(1000):
             address = f"10.0.{number // 250}.{number % 250}:1"
-            await engines.register(msgspec.structs.replace(record, address=address))
-        await engines.addresses()
+            await many.register(msgspec.structs.replace(record, address=address))
+        read_s = await _of_redis(process, many.records, 50) / 1000
+        assert len(await many.records()) == 1000, "leases ended while they were read"
         version_s = await _of_redis(process, engines.addresses, 3000)
-        read_s = await _of_redis(process, engines.records, 100) / 1000
+        # The clock stands still, so nobody reads all of them again.
+        gateways = [RedisEngines(link, "n", clock=lambda: 0.0) for _ in range(200)]
+        for gateway in gateways:
+            await gateway.addresses()
+        change_s = 0.0
+        for number in range(15):
+            joining = msgspec.structs.replace(record, address=f"10.1.0.{number}:1")
+            await gateways[0].register(joining)
+            asking = iter(gateways)
+            change_s += await _of_redis(process, lambda: next(asking).addresses(), 200) / 15  # noqa: B023
         await engines.close()
     return (
         renew_s,
         version_s,
+        change_s,
         read_s,
         2.0 * len(record.address) + len(msgspec.msgpack.encode(record)),
     )
@@ -276,6 +298,7 @@ def _costs_text(costs: Costs) -> str:
         "a gateway: the same prompt, for each engine": f"{costs.route_s * 1e6:.1f} µs",
         "Redis: an engine's lease": f"{costs.renew_s * 1e6:.0f} µs",
         "Redis: a gateway asks whether anything changed": f"{costs.version_s * 1e6:.0f} µs",
+        "Redis: the same, and it reads a change": f"{costs.change_s * 1e6:.0f} µs",
         "Redis: one record of a full read": f"{costs.read_s * 1e6:.2f} µs",
     }
     return "Measured, in CPU time:\n\n" + table(["", "costs"], [list(row) for row in rows.items()])
@@ -307,13 +330,14 @@ def _demand_text(demands: Mapping[str, Demand]) -> str:
 def _breaks_text(pool: Pool, costs: Costs) -> str:
     """The number of engines at which each party is full, others being as in the largest pool."""
     share = costs.heartbeat_s + pool.keys_per_s * costs.key_s + pool.requests_per_s * costs.route_s
-    reads = pool.num_gateways * costs.read_s
+    questions = pool.num_gateways * costs.change_s
+    reads = pool.num_gateways * costs.read_s / MAX_FULL_READ_S
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     rows = {
         "a gateway's core: keys, heartbeats and routing": 1.0 / share,
-        "Redis' core: every gateway reads all records when an engine joins": 1.0 / reads,
-        "Redis' core: every gateway reads all records every 5 s": FULL_READ_S / reads,
-        "Redis' core: leases": 1.0 / costs.renew_s,
+        "Redis' core: leases, changes, and all records once a minute": (
+            max(1.0 - questions, 0.0) / (costs.renew_s / _RENEW_S + reads)
+        ),
         "a gateway's open files": float(files),
     }
     ordered = sorted(rows.items(), key=lambda row: row[1])

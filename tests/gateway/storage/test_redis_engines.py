@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from penstock.gateway.storage.conversations.store import StoreUnavailableError, UnreadableDataError
-from penstock.gateway.storage.redis_engines import FULL_READ_S, EngineRecord, RedisEngines
+from penstock.gateway.storage.redis_engines import (
+    MAX_FULL_READ_S,
+    MIN_FULL_READ_S,
+    EngineRecord,
+    RedisEngines,
+    full_read_s,
+)
 from penstock.gateway.storage.redis_link import RedisLink
 from penstock.gateway.storage.redis_url import RedisAddress
 from tests.redis_server import RedisServer
@@ -73,10 +79,66 @@ async def test_a_lease_ends(engines: RedisEngines, server: RedisServer, clock: C
         assert 0 < client.pttl(key) <= 3000
         client.delete(key)  # as if its time were over
     assert len(await engines.addresses()) == 2  # nobody has said so
-    clock.now_s += FULL_READ_S
+    clock.now_s += 1.25 * MIN_FULL_READ_S
     assert set(await engines.addresses()) == {_OTHER.address}
     await engines.register(_RECORD)  # it was only slow
     assert len(await engines.addresses()) == 2
+
+
+async def test_only_changes_are_read(engines: RedisEngines, server: RedisServer) -> None:
+    """Joins, leaves, and leases whose end another gateway noticed."""
+    now = Clock()
+    other = RedisEngines(RedisLink(RedisAddress.parse(server.url)), "m", clock=now)
+    await engines.register(_RECORD)
+    for each in (engines, other):
+        assert set(await each.addresses()) == {_RECORD.address}
+    with server.client() as client:
+        client.config_resetstat()
+        await engines.register(_OTHER)
+        await engines.register(_OTHER)  # a lease that is renewed is no change
+        assert len(await engines.addresses()) == 2
+        await engines.withdraw(_OTHER.address)
+        await engines.register(_OTHER)
+        assert len(await engines.addresses()) == 2
+        stats = client.info("commandstats")
+        assert "cmdstat_mget" not in stats
+        assert "cmdstat_smembers" not in stats
+        (key,) = client.keys(f"*:{_RECORD.address}")
+        client.delete(key)
+        now.now_s += 1.25 * MIN_FULL_READ_S
+        assert set(await other.addresses()) == {_OTHER.address}  # it reads all, and says so
+        assert set(await engines.addresses()) == {_OTHER.address}
+        assert client.info("commandstats")["cmdstat_mget"]["calls"] == 1
+    await other.close()
+
+
+@pytest.mark.parametrize("lost", ["one change", "all changes", "everything", "by an older engine"])
+async def test_lost_changes_are_made_up_for(
+    engines: RedisEngines, server: RedisServer, lost: str
+) -> None:
+    await engines.register(_RECORD)
+    assert set(await engines.addresses()) == {_RECORD.address}
+    with server.client() as client:
+        (changes,) = client.keys("*:changes")
+        if lost == "by an older engine":  # it wrote no changes
+            await engines.register(_OTHER)
+            client.zremrangebyrank(changes, -1, -1)
+        elif lost == "everything":
+            client.flushall()
+            await engines.register(_OTHER)
+        else:
+            await engines.withdraw(_RECORD.address)
+            await engines.register(_RECORD)
+            await engines.register(_OTHER)
+            client.zremrangebyrank(changes, 1, 1 if lost == "one change" else -1)
+    expected = {_OTHER.address} if lost == "everything" else {_RECORD.address, _OTHER.address}
+    assert set(await engines.addresses()) == expected
+
+
+def test_large_pools_are_read_whole_more_seldom() -> None:
+    assert full_read_s(3) == MIN_FULL_READ_S
+    assert MIN_FULL_READ_S < full_read_s(500) < MAX_FULL_READ_S
+    assert full_read_s(10_000) == MAX_FULL_READ_S
 
 
 async def test_foreign_content_and_a_redis_that_is_away(
