@@ -11,7 +11,7 @@ character (a token may end inside one) and any tail that could be the start of a
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -201,6 +201,12 @@ class OutputText:
         self._num_tokens = 0
         self._held = ""  # decoded text that may be the start of a stop string
         self._is_stopped = False
+
+    @property
+    def plain_push(self) -> Callable[[int], str] | None:
+        """Adds one id and returns its text, if that is all there is to a push: nothing stops the
+        text. Otherwise None."""
+        return None if self._stops else self._detokenizer.push
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add the next ids; everything after a stop string is dropped."""

@@ -30,7 +30,7 @@ from penstock.gateway.generation.generation import (
 from penstock.gateway.generation.prediction import num_accepted
 from penstock.gateway.http.event_stream import DONE, EventStream, ResumedEventStream, data
 from penstock.gateway.http.raw_writer import RawWriter, pump
-from penstock.gateway.sources import next_of
+from penstock.gateway.sources import consume, next_of
 
 _ID = re.compile("[-_]")  # separates a request id's prefix, its random part and the prompt's number
 _LONG_PROMPT_TOKENS = 256  # from here on a thread converts the prompt's logprobs to JSON
@@ -138,7 +138,10 @@ class Answer(abc.ABC):
                 for payload in self._encoded(deltas):
                     if not out.write(payload):
                         await out.drained()
-            await pump(merged, self._encoded, out)
+            if len(self.generations) == 1:
+                await self._write_only(self.generations[0], out)
+            else:
+                await pump(merged, self._encoded, out)
         last = self._event([], await self._total_usage()) if self._usage.is_shown else b""
         out.write(last + DONE)
 
@@ -146,13 +149,29 @@ class Answer(abc.ABC):
         """What arrives together is one write."""
         events: list[bytes] = []
         for number, delta in deltas:
-            index = number * self.num_each + delta.index
-            frame = self._frames.get(index)
-            if frame is None or delta.finish_reason is not None or not delta.text:
-                events += self._general(index, delta)
-            else:
-                events.append(b"%b%b%b" % (frame[0], orjson.dumps(delta.text), frame[1]))
+            events += self._events(number * self.num_each + delta.index, delta)
         return (b"".join(events),) if events else ()
+
+    async def _write_only(self, generation: DeltaSource, out: RawWriter) -> None:
+        """Write the rest of the only generation: as `pump` does, in less time."""
+        events_of, write = self._events, out.write
+
+        def handle(deltas: Sequence[Delta]) -> bool:
+            if len(deltas) == 1:
+                events = events_of(deltas[0].index, deltas[0])
+            else:
+                events = [event for each in deltas for event in events_of(each.index, each)]
+            return not events or write(b"".join(events))
+
+        while not await consume(generation, handle):
+            await out.drained()
+
+    def _events(self, index: int, delta: Delta) -> Sequence[bytes]:
+        """A delta's events, or pieces of them."""
+        frame = self._frames.get(index)
+        if frame is None or delta.finish_reason is not None or not delta.text:
+            return self._general(index, delta)
+        return frame[0], orjson.dumps(delta.text), frame[1]
 
     def _general(self, index: int, delta: Delta) -> list[bytes]:
         """A delta's events. What surrounds the text is kept, if that is all that will change."""

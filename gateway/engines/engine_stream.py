@@ -139,14 +139,16 @@ class EngineStream:
         else:
             self._pending.append(output)
         if self._on_ready is not None:
-            self._wake()
+            self._wake_ups.add(self._on_ready)
+            self._on_ready = None
 
     def fail(self, error: Exception) -> None:
         if not self._is_done:
             self._is_done = True
             self._error = error
             if self._on_ready is not None:
-                self._wake()
+                self._wake_ups.add(self._on_ready)
+                self._on_ready = None
 
     def lose_engine(self) -> None:
         """The engine that computed the request is gone."""
@@ -200,11 +202,6 @@ class EngineStream:
         if isinstance(last, RequestOutput):
             last = pending[index] = _Merged(last)
         last.add(output)
-
-    def _wake(self) -> None:
-        assert self._on_ready is not None
-        self._wake_ups.add(self._on_ready)
-        self._on_ready = None
 
 
 class _Merged:

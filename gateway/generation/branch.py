@@ -63,6 +63,7 @@ class Branch:
     __slots__ = (
         "_index",
         "_params",
+        "_plain_push",
         "_reader",
         "_sum_logprobs",
         "_text",
@@ -85,6 +86,7 @@ class Branch:
         self._text = text
         self._params = params
         self._reader = reader
+        self._plain_push = text.plain_push if reader is None else None
         self._sum_logprobs = 0.0
 
     @property
@@ -94,6 +96,14 @@ class Branch:
 
     def add(self, output: RequestOutput) -> Delta:
         """Add an output of the engine, up to its end or a stop string."""
+        push = self._plain_push
+        if push is not None and output.finish_reason is None and not output.logprobs:
+            # Nearly every output of nearly every stream: the same as below, in a third of the time.
+            token_ids = output.token_ids
+            self.token_ids += token_ids
+            if len(token_ids) == 1:
+                return Delta(self._index, push(token_ids[0]), (), None, output.notice)
+            return Delta(self._index, "".join(map(push, token_ids)), (), None, output.notice)
         if self._reader is not None and len(output.token_ids) > 1:
             return self._add_singly(output)
         params = self._params

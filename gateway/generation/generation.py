@@ -114,6 +114,8 @@ class Generation:
         self._engine = engine
         self._stream: EngineStream | None = None
         self._meter = meter
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._has_started = False
         self._num_cached_tokens = 0
         self._num_draft_tokens = self._num_accepted_tokens = 0
 
@@ -205,7 +207,9 @@ class Generation:
             InvalidRequestError: the engine refused this request.
             GenerationFailedError: the engine gave up on this request.
         """
-        deltas, self._due = self._due, []
+        deltas: list[Delta] = []
+        if self._due:
+            deltas, self._due = self._due, deltas
         if self._num_running:
             assert self._stream is not None, "take() outside of its context"
             for output in self._stream.take():
@@ -268,15 +272,13 @@ class Generation:
             return None  # already in flight when the branch was stopped
         if output.num_cached_tokens:
             self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
-        self._num_draft_tokens += output.num_draft_tokens
-        self._num_accepted_tokens += output.num_accepted_tokens
+        if output.num_draft_tokens:
+            self._num_draft_tokens += output.num_draft_tokens
+            self._num_accepted_tokens += output.num_accepted_tokens
         if output.prompt_logprobs:
             self.prompt_logprobs += output.prompt_logprobs
-        self._meter.output(
-            output.index,
-            num_tokens=len(output.token_ids),
-            num_prompt_tokens=len(self.request.prompt_token_ids),
-        )
+        num_tokens = len(output.token_ids)
+        self._meter.output(output.index, num_tokens, self._num_prompt_tokens)
         delta = branch.add(output)
         if delta.finish_reason is not None:
             self._num_running -= 1
@@ -284,7 +286,8 @@ class Generation:
                 self._stop(output.index)
             elif output.index == 0:
                 self.prefix_id = output.prefix_id
-        if output.token_ids:
+        if num_tokens and not self._has_started:
+            self._has_started = True
             self._reservation.started()
         if output.queue_position is not None:
             delta.queue_position = output.queue_position

@@ -370,6 +370,9 @@ class _PipelineFlow(FlowControl):
             super().resume_reading()
 
 
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(1024)]  # formatting takes longer
+
+
 class _Chunks:
     """The `RawWriter` of a response without a length: the chunked coding (RFC 9112 §7.1)."""
 
@@ -380,8 +383,10 @@ class _Chunks:
         self._flow = flow
 
     def write(self, payload: bytes) -> bool:
-        if not self._transport.is_closing():
-            WRITES.write(self._transport, b"%x\r\n%b\r\n" % (len(payload), payload))
+        transport, size = self._transport, len(payload)
+        if not transport.is_closing():
+            head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
+            WRITES.write(transport, b"".join((head, payload, b"\r\n")))
         return not self._flow.write_paused
 
     async def drained(self) -> None:

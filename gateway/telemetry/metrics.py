@@ -8,11 +8,11 @@ all of them.
 from __future__ import annotations
 
 import asyncio
-import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -222,9 +222,9 @@ class Metrics:
 
     async def _watch_lag(self) -> None:
         while True:
-            due_s = time.perf_counter() + _LAG_INTERVAL_S
+            due_s = perf_counter() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)
-            self.event_loop_lag.observe(max(0.0, time.perf_counter() - due_s))
+            self.event_loop_lag.observe(max(0.0, perf_counter() - due_s))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"penstock:{name}", text, (*_LABELS, *labels), registry=self._registry)
@@ -244,31 +244,30 @@ class StreamMeter:
 
     __slots__ = (
         "_arrival_s", "_has_prompt", "_last_s", "_metrics", "_num_output", "_num_prompt",
-        "_request", "_tokens",
+        "_observe", "_request", "_tokens",
     )  # fmt: skip
 
     def __init__(self, metrics: Metrics, tenant: str = "default") -> None:
         self._metrics = metrics
+        self._observe = metrics.inter_token_latency.observe
         self._tokens = metrics.tokens_of(tenant)
         self._request = CURRENT_REQUEST.get()
-        self._arrival_s = time.perf_counter()
+        self._arrival_s = perf_counter()
         self._has_prompt = False
         self._num_prompt = 0
         self._num_output = 0
         self._last_s: dict[int, float] = {}  # by branch
 
-    def output(self, index: int, *, num_tokens: int, num_prompt_tokens: int) -> None:
+    def output(self, index: int, num_tokens: int, num_prompt_tokens: int) -> None:
         """A branch got tokens. The prompt is counted with the first output."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            self._num_prompt = num_prompt_tokens
-            self._tokens.prompt += num_prompt_tokens
-        if num_tokens == 0:
-            return
-        now = time.perf_counter()
         last_s = self._last_s.get(index)
+        if last_s is None or not num_tokens:
+            self._begin(num_prompt_tokens)
+            if not num_tokens:
+                return
+        now = perf_counter()
         if last_s is not None:
-            self._metrics.inter_token_latency.observe((now - last_s) / num_tokens)
+            self._observe((now - last_s) / num_tokens)
         elif not self._last_s:
             self._metrics.time_to_first_token.observe(now - self._arrival_s)
             if self._request is not None:
@@ -277,9 +276,15 @@ class StreamMeter:
         self._num_output += num_tokens
         self._last_s[index] = now
 
+    def _begin(self, num_prompt_tokens: int) -> None:
+        if not self._has_prompt:
+            self._has_prompt = True
+            self._num_prompt = num_prompt_tokens
+            self._tokens.prompt += num_prompt_tokens
+
     def finished(self, reason: str) -> None:
         self._metrics.count_finished(reason)
-        self._metrics.e2e_request_latency.observe(time.perf_counter() - self._arrival_s)
+        self._metrics.e2e_request_latency.observe(perf_counter() - self._arrival_s)
         if self._request is not None:
             self._request.note_usage(input_tokens=self._num_prompt, output_tokens=self._num_output)
 
