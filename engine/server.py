@@ -16,9 +16,10 @@ import sys
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ from penstock.engine.transport.messages import (
     WantKeys,
 )
 from penstock.engine.transport.sockets import GatewayGone, GatewayId, Inbound, Transport
-from penstock.engine.transport.tls import engine_context
+from penstock.engine.transport.tls import CurrentContext, engine_context
 from penstock.engine.watchdog import Watchdog, life_line
 from penstock.kernels.cpu.cores import share_of_cores
 
@@ -101,7 +102,7 @@ class EngineServer:
         info: EngineInfo,
         address: str,
         *,
-        remote: tuple[socket.socket, ssl.SSLContext] | None = None,
+        remote: tuple[socket.socket, Callable[[], ssl.SSLContext]] | None = None,
         drain_s: float = 0.0,
     ) -> None:
         self._core = core
@@ -430,7 +431,8 @@ def serve(config: Mapping[str, Any], status: Status) -> None:
     _take_share(config.get("index", 0), engine.device.num_sharing)
     remote = None
     if config.get("tls") is not None:  # before loading, as a mistake ends the start
-        context = engine_context(TlsFiles(*config["tls"]))
+        files = TlsFiles(*config["tls"])
+        context = CurrentContext(partial(engine_context, files), files)
         remote = socket.socket(fileno=int(os.environ[LISTEN_FD])), context
     core, info = build_core(engine)
     drain_s = config.get("drain_s", 0.0)

@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from penstock.engine.logs import LogWriter
-from penstock.engine.transport.tls import gateway_context
+from penstock.engine.transport.tls import CurrentContext, gateway_context
 from penstock.gateway.admission.admission import Admission
 from penstock.gateway.admission.engine_queue import EngineQueue, QueueBounds
 from penstock.gateway.admission.quotas import LocalQuotas, Quotas
@@ -419,7 +419,10 @@ def _redis_stores(config: GatewayConfig, url: str, health: RedisHealth) -> Store
 
 def _engine_client(config: GatewayConfig) -> EngineClient:
     addresses, files = config.engine_addresses, config.tls_files
-    tls = None if files is None else Tls(gateway_context(files), config.tls_server_name)
+    tls = None
+    if files is not None:
+        context = CurrentContext(partial(gateway_context, files), files)
+        tls = Tls(context, config.tls_server_name)
     return EngineClient(
         *((config.engine_address,) if addresses is None else addresses),
         engine_wait_s=config.engine_wait_s,

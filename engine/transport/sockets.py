@@ -23,7 +23,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,8 +103,8 @@ class Transport(threading.Thread):
     """
     Args:
         address: the path of a Unix socket to listen at; a leftover one is replaced.
-        remote: a TCP socket that listens for gateways on other machines, and what their
-            connections are secured with.
+        remote: a TCP socket that listens for gateways on other machines, and what the next
+            connection is secured with.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Transport(threading.Thread):
         address: str,
         info: EngineInfo,
         *,
-        remote: tuple[socket.socket, ssl.SSLContext] | None = None,
+        remote: tuple[socket.socket, Callable[[], ssl.SSLContext]] | None = None,
     ) -> None:
         super().__init__(name="penstock-transport", daemon=True)
         self.stats = EngineStats()  # replaced by the step loop, read here
@@ -267,13 +267,15 @@ class Transport(threading.Thread):
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._welcome(accepted)
 
-    def _accept_remote(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+    def _accept_remote(
+        self, listener: socket.socket, context: Callable[[], ssl.SSLContext]
+    ) -> None:
         try:
             accepted, _ = listener.accept()
             if len(self._handshakes) >= _MAX_HANDSHAKES:
                 accepted.close()
                 return
-            connection = begin_handshake(accepted, context)
+            connection = begin_handshake(accepted, context())
         except OSError as error:
             _LOG.warning("a gateway could not connect: %s", error)
             return

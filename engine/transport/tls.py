@@ -4,16 +4,64 @@ Both sides show a certificate that the same authority has signed, for their role
 names roles, and the engine's must also name the host that the gateway connects to. TLS 1.3 only,
 and no session is resumed: what an eavesdropper has recorded opens no second connection, and a
 certificate is checked at each.
+
+Certificates may be replaced in place, as cert-manager does: `CurrentContext` reads them again when
+they have changed. Connections that exist keep theirs.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from penstock.engine.config import TlsFiles
 from penstock.engine.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+
+
+class CurrentContext:
+    """The context for the next connection, made again when one of its files has changed.
+
+    While the new files cannot be used (one of them may not be there yet), the last context stays.
+
+    Args:
+        make: raises ConfigError if a file cannot be used, here too.
+        files: the paths that it reads.
+    """
+
+    def __init__(self, make: Callable[[], ssl.SSLContext], files: Iterable[str]) -> None:
+        self._make = make
+        self._files = tuple(files)
+        self._seen = self._stamps()
+        self._context = make()
+
+    def __call__(self) -> ssl.SSLContext:
+        stamps = self._stamps()
+        if stamps != self._seen:
+            self._seen = stamps
+            try:
+                self._context = self._make()
+            except ConfigError as error:
+                _LOG.warning("the last certificate stays in use: %s", error)
+            else:
+                _LOG.info("read the changed certificate of %s", self._files[0])
+        return self._context
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(path) for path in self._files]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def engine_context(files: TlsFiles) -> ssl.SSLContext:

@@ -56,10 +56,11 @@ class Tls(NamedTuple):
     """How engines on other machines are connected to.
 
     Attributes:
+        context: the one for the next connection.
         server_name: what their certificates must name; None: the host of their address.
     """
 
-    context: ssl.SSLContext
+    context: Callable[[], ssl.SSLContext]
     server_name: str | None = None
 
 
@@ -390,7 +391,7 @@ class EngineSocket(asyncio.Protocol):
         async with asyncio.timeout(_CONNECT_S):
             _, connected = await loop.create_connection(
                 lambda: cls(on_frame), host, int(port),
-                ssl=tls.context, server_hostname=tls.server_name or host,
+                ssl=tls.context(), server_hostname=tls.server_name or host,
             )  # fmt: skip
         return connected
 

@@ -11,11 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections import Counter
+from functools import partial
 from typing import Any, cast
 
 import uvicorn
+from uvicorn.config import create_ssl_context
 
+from penstock.engine.errors import ConfigError
+from penstock.engine.transport.tls import CurrentContext
 from penstock.gateway.http.http_protocol import LimitedHttpProtocol
 
 _LOG = logging.getLogger(__name__)
@@ -27,6 +32,30 @@ _MAX_UNSENT_BYTES = 128 << 10  # of a connection, in the kernel, beyond what its
 _TLS_CLOSE_S = 5.0  # for the peer's close_notify
 
 
+def https_context(config: uvicorn.Config) -> ssl.SSLContext:
+    """Raises ConfigError if certificate or key cannot be used."""
+    assert config.ssl_certfile is not None
+    try:
+        context = create_ssl_context(
+            certfile=config.ssl_certfile,
+            keyfile=config.ssl_keyfile,
+            password=config.ssl_keyfile_password,
+            ssl_version=config.ssl_version,
+            cert_reqs=config.ssl_cert_reqs,
+            ca_certs=config.ssl_ca_certs,
+            ciphers=config.ssl_ciphers,
+        )
+    except (OSError, ssl.SSLError) as error:
+        files = " and ".join(_tls_files(config))
+        raise ConfigError(f"cannot use the certificate and key of {files}: {error}") from error
+    context.options |= ssl.OP_NO_RENEGOTIATION  # OpenSSL's default only since 3.0
+    return context
+
+
+def _tls_files(config: uvicorn.Config) -> list[str]:
+    return [str(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path is not None]
+
+
 class HttpServer(uvicorn.Server):
     """Serves listening sockets; `http` of its settings is a `limited_protocol`."""
 
@@ -34,6 +63,9 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._protocol = cast("type[LimitedHttpProtocol]", config.http)
         self._limits = self._protocol.limits
+        self._tls: CurrentContext | None = None
+        if config.is_ssl:
+            self._tls = CurrentContext(partial(https_context, config), _tls_files(config))
         self._listeners: list[socket.socket] = []
         self._retry: asyncio.TimerHandle | None = None
         self._closing: set[Any] = set()  # connections that were closing at the last sweep
@@ -112,11 +144,11 @@ class HttpServer(uvicorn.Server):
         arrival.opening = asyncio.get_running_loop().create_task(self._open(connection, arrival))
 
     async def _open(self, connection: socket.socket, arrival: _Arrival) -> None:
-        tls = self.config.ssl
+        tls = self._tls
         options: dict[str, Any] = {}
         if tls is not None:
             options = {
-                "ssl": tls,
+                "ssl": tls(),
                 "ssl_handshake_timeout": self._limits.header_timeout_s,
                 "ssl_shutdown_timeout": _TLS_CLOSE_S,
             }

@@ -19,7 +19,6 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,7 +31,6 @@ import uvloop
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.errors import ConfigError
 from penstock.engine.logs import LogWriter, configure_logging
 from penstock.engine.process import LISTEN_FD, Status, run_child
 from penstock.gateway.app import create_app
@@ -45,7 +43,7 @@ from penstock.gateway.http.http_protocol import (
     RefuseConnections,
     limited_protocol,
 )
-from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.server import HttpServer, https_context
 from penstock.gateway.http.websocket_protocol import PatientWebSocketProtocol
 from penstock.gateway.telemetry.access_log import tag_log_lines
 
@@ -115,13 +113,9 @@ def _uvicorn_config(config: GatewayConfig, app: Starlette) -> uvicorn.Config:
         # With None, OpenSSL would ask on the terminal.
         ssl_keyfile_password=config.ssl_keyfile_password or "none was given",
     )
-    try:
-        result.load()
-    except (OSError, ssl.SSLError) as error:
-        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
-        raise ConfigError(f"cannot use the certificate and key of {files}: {error}") from error
-    if result.ssl is not None:
-        result.ssl.options |= ssl.OP_NO_RENEGOTIATION  # OpenSSL's default only since 3.0
+    if result.is_ssl:
+        https_context(result)  # so that a mistake is reported as one
+    result.load()
     return result
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from penstock.engine.errors import ConfigError
 from penstock.engine.transport import sockets
 from penstock.engine.transport.frames import encode, framed
 from penstock.engine.transport.messages import CachedKeys, Draining, Failure, Hello, WantKeys
-from penstock.engine.transport.tls import engine_context, gateway_context
+from penstock.engine.transport.tls import CurrentContext, engine_context, gateway_context
 from penstock.gateway.engines.engine_link import EngineSocket, Tls
 from tests.certificate import Authority
 
@@ -48,7 +50,9 @@ def remote(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     with Engine(
-        f"{tmp_path}/e.sock", remote=(listener, engine_context(files)), drain_s=PATIENCE_S
+        f"{tmp_path}/e.sock",
+        remote=(listener, partial(engine_context, files)),
+        drain_s=PATIENCE_S,
     ) as engine:
         yield engine, port
 
@@ -194,12 +198,52 @@ async def test_a_gateway_tells_nothing_to_a_wrong_engine(
     else:
         own = authority.certificate("gateway", usage="clientAuth")
     listener = socket.create_server(("127.0.0.1", 0))
-    context = engine_context(own._replace(ca=files.ca))
+    context = partial(engine_context, own._replace(ca=files.ca))
     with Engine(f"{tmp_path}/e.sock", remote=(listener, context)) as engine:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ssl.SSLError, match="certificate verify failed"):
-            await EngineSocket.connect(address, lambda _: None, tls=Tls(gateway_context(files)))
+            await EngineSocket.connect(
+                address, lambda _: None, tls=Tls(partial(gateway_context, files))
+            )
         assert engine.server._transport._inbox.empty()
+
+
+def test_replaced_certificates_are_those_of_the_next_connections(
+    tmp_path: Path, authority: Authority, stranger: Authority, files: TlsFiles
+) -> None:
+    """Both sides move to another authority while a connection is open."""
+    own = TlsFiles(*(str(tmp_path / Path(name).name) for name in files))
+    later = stranger.certificate("later")
+    _replace(own, files)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    engines, gateways = (
+        CurrentContext(partial(make, own), own) for make in (engine_context, gateway_context)
+    )
+    with (
+        Engine(f"{tmp_path}/e.sock", remote=(listener, engines)),
+        contextlib.closing(_dial(port, gateways())) as open_before,
+    ):
+        old = Gateway(open_before)
+        assert old.hello() == INFO
+        shutil.copy(later.cert, own.cert)  # its key is not there yet
+        with contextlib.closing(_dial(port, gateways())) as connection:
+            assert connection.getpeercert(True) == open_before.getpeercert(True)
+        _replace(own, later)
+        with contextlib.closing(_dial(port, gateways())) as connection:
+            assert connection.getpeercert(True) != open_before.getpeercert(True)
+            assert Gateway(connection).hello() == INFO
+        with pytest.raises(ssl.SSLError, match="certificate verify failed"):
+            _dial(port, gateway_context(files))
+        old.submit("r", tuple(range(40)), max_tokens=5)
+        tokens, _, _ = old.finish("r")
+        assert len(tokens) == 5
+
+
+def _replace(old: TlsFiles, new: TlsFiles) -> None:
+    for target, source in zip(old, new, strict=True):
+        shutil.copy(source, f"{target}.new")
+        Path(f"{target}.new").replace(target)
 
 
 def test_files_that_cannot_be_used_are_named(files: TlsFiles, tmp_path: Path) -> None:

@@ -150,10 +150,10 @@ async def test_waves_of_handshakes_leave_no_memory_behind(model_path: Path, tmp_
 
 
 @contextlib.asynccontextmanager
-async def in_process(app: Any) -> AsyncIterator[tuple[HttpServer, int]]:
+async def in_process(app: Any, **settings: Any) -> AsyncIterator[tuple[HttpServer, int]]:
     limits = HttpLimits(max_connections=100, header_timeout_s=PATIENCE_S, body_timeout_s=PATIENCE_S)
     config = uvicorn.Config(
-        app, http=limited_protocol(limits), log_config=None, timeout_graceful_shutdown=1
+        app, http=limited_protocol(limits), log_config=None, timeout_graceful_shutdown=1, **settings
     )
     server = HttpServer(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -164,6 +164,33 @@ async def in_process(app: Any) -> AsyncIterator[tuple[HttpServer, int]]:
         finally:
             server.should_exit = True
             await task
+
+
+async def test_a_replaced_certificate_is_that_of_the_next_connections(tmp_path: Path) -> None:
+    async def answer(_: Request) -> Response:
+        return Response()
+
+    certificate, key = make_certificate(tmp_path, password=_PASSWORD)
+    settings = {
+        "ssl_certfile": certificate, "ssl_keyfile": key, "ssl_keyfile_password": _PASSWORD,
+    }  # fmt: skip
+    app = Starlette(routes=[Route("/", answer)])
+    async with in_process(app, **settings) as (_, port):
+        url = f"https://127.0.0.1:{port}/"
+
+        def client() -> httpx.AsyncClient:
+            trust = ssl.create_default_context(cafile=certificate)
+            return httpx.AsyncClient(verify=trust, timeout=PATIENCE_S)
+
+        async with client() as before:
+            await before.get(url)
+            make_certificate(tmp_path, password=_PASSWORD)  # in place
+            async with client() as after:  # trusts the new one alone
+                assert (await after.get(url)).status_code == 200
+            assert (await before.get(url)).status_code == 200  # on its open connection
+            key.write_text("half written")
+            async with client() as after:
+                assert (await after.get(url)).status_code == 200
 
 
 async def test_without_a_free_descriptor_connections_wait_and_the_log_says_so(
