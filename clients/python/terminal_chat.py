@@ -1,6 +1,6 @@
 """`penstock chat`: a conversation with a server, in the terminal: turns, commands and Ctrl-C.
 
-`client` talks to the server, `terminal_screen` prints, `terminal_input` reads lines.
+`client` talks to the server, `terminal_screen` prints.
 
 Two threads: this one reads lines and waits, so that line editing and Ctrl-C work as usual; an event
 loop in the other one keeps the connection alive between messages.
@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,13 +36,15 @@ from .event_stream import EventStream
 from .events import ResponseEvent
 from .images import data_url
 from .operation import AsyncRunner
-from .parameters import Messages as Items
+from .parameters import Messages
 from .retries import RetryPolicy
-from .terminal_input import Messages
 from .terminal_screen import Screen, Timing, clean
 from .terminal_tools import local_tools
 from .tools import Tool
 from .transcript import Transcript, Turn
+
+with contextlib.suppress(ImportError):  # line editing and history for `input`, if available
+    import readline  # noqa: F401
 
 HELP = """\
 /stop          stop the answer under way (also Ctrl-C)
@@ -54,6 +58,10 @@ HELP = """\
 /help          this
 A message of several lines: end a line with \\, or put it between \"\"\" and \"\"\"."""
 
+_QUOTES = '"""'
+# \001 and \002 tell readline which characters have no width.
+_PROMPT = "\n\001\033[1m\002› \001\033[0m\002"
+_MORE = "\001\033[2m\002… \001\033[0m\002"
 _POLL_S = 0.05
 _MAX_LINE_CHARS = 300  # of a thought, or what a tool gets and returns
 _NOTICES = {
@@ -134,7 +142,7 @@ class TerminalChat:
         self._text = ""  # of the current answer, even if its connection was lost
         self._num_failed = 0
         self._is_interactive = screen.is_styled and sys.stdin.isatty()
-        self._messages = Messages(is_interactive=self._is_interactive)
+        self._messages = _Input(is_interactive=self._is_interactive)
 
     def run(self, model: str | None) -> int:
         """Chats until the input ends; returns the exit code."""
@@ -387,7 +395,7 @@ class TerminalChat:
                 self._loop.start(farewell()).result(timeout=3)
 
 
-def _input_of(question: str, images: Sequence[str]) -> str | Items:
+def _input_of(question: str, images: Sequence[str]) -> str | Messages:
     if not images:
         return question
     parts = [{"type": "input_image", "image_url": url} for url in images]
@@ -428,3 +436,63 @@ class LoopThread:
     def _run_loop(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the main thread handles Ctrl-C
         self._loop.run_forever()
+
+
+class _Input:
+    """Reads messages, typed or piped, of one line or several, and lines typed during an answer.
+
+    one line \\              a backslash at the end continues the message on the next line
+    \"\"\"several
+    lines\"\"\"                from three quotes to three quotes
+    (pasted text)           as pasted, if the terminal supports it
+
+    Args:
+        is_interactive: input comes from a terminal.
+    """
+
+    def __init__(self, *, is_interactive: bool) -> None:
+        self._is_interactive = is_interactive
+        self._ahead: deque[str] = deque()
+
+    def read(self) -> str | None:
+        """The next message, stripped; None at the end of input and after Ctrl-C at the prompt."""
+        try:
+            return self._message(self._line(_PROMPT)).strip()
+        except EOFError:
+            if self._is_interactive:
+                print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            return None
+
+    def poll(self, timeout_s: float) -> str | None:
+        """Check for input during an answer: returns "/stop" if that was typed, else None; other
+        lines are kept for `read`."""
+        try:
+            if not select.select([sys.stdin], [], [], timeout_s)[0]:
+                return None
+            line = os.read(sys.stdin.fileno(), 65_536).decode(errors="replace")
+        except OSError:  # the terminal was closed
+            return None
+        if line.strip() == "/stop":
+            return "/stop"
+        self._ahead += line.splitlines()
+        return None
+
+    def _message(self, first: str) -> str:
+        lines = [first]
+        if first.lstrip().startswith(_QUOTES):
+            lines = [first.lstrip().removeprefix(_QUOTES)]
+            while not lines[-1].rstrip().endswith(_QUOTES):
+                lines.append(self._line(_MORE))
+            lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
+            lines.append(self._line(_MORE))
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
+        if self._ahead:
+            return self._ahead.popleft()
+        return input(prompt if self._is_interactive else "")

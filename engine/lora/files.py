@@ -3,7 +3,7 @@
     adapter_config.json         r, lora_alpha, target_modules, …
     adapter_model.safetensors   lora_A and lora_B of each module
 
-Without torch: the gateway names adapters, the engine's `adapter` reads the tensors.
+Without torch: the gateway names adapters, the engine's `slots` reads the tensors.
 """
 
 from __future__ import annotations

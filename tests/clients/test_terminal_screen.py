@@ -1,4 +1,4 @@
-"""The terminal chat's parts by themselves: Markdown as it grows, the transcript."""
+"""What the terminal chat prints, by itself: Markdown as it grows, and no character that hides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from penstock.clients.python.terminal_screen import (
     clean,
     split_blocks,
 )
-from penstock.clients.python.transcript import Transcript
 
 TEXT = (
     "Some **bold** text.\n\n1. one\n2. two\n\n```python\nprint('<b>')\n\nx = 1\n```\n\nThe end.\n\n"
@@ -146,15 +145,3 @@ def test_timing() -> None:
     assert Timing(1.0, 1.5, 3.5).summary(21) == (
         "10.0 tokens/s · first token after 0.50 s · 21 tokens"
     )
-
-
-def test_a_transcript_is_a_tree() -> None:
-    told = Transcript()
-    told.add("one", "1", response_id="a", parent=None)
-    told.add("two", "2", response_id="b", parent=told.head)
-    told.go_to(1)
-    told.add("two again", "2'", response_id="c", parent=told.head)
-    assert [turn.response_id for turn in told.path()] == ["a", "c"]
-    told.go_to(0)
-    assert told.path() == []
-    assert list(told.outline()) == ["   1  one", "   2  two", "   3  two again (after 1)"]
