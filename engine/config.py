@@ -228,7 +228,8 @@ class SchedulerConfig:
         max_stall_ms: how long prompts may delay decoding sequences in one step; longer prompts are
             computed in smaller chunks.
         max_steps_in_flight: batches handed to the device before the first result is awaited; None
-            means 2 on a GPU, which runs one while the next is planned, and 1 on a CPU.
+            means 2 on a GPU, which runs one while the next is planned, and 1 on a CPU; where the
+            layers are cut into stages, one for each.
         scheduling_policy: `fcfs` orders by arrival; `priority` by the requests' priority first.
         priority_aging_s: under `priority`, seconds of waiting that move a request up by one.
         preemption: what happens to a victim's KV when blocks run out: `swap` moves it to host

@@ -61,6 +61,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         overlaps = device.overlaps_steps
         executor = OverlappedExecutor(runner) if overlaps else InProcessExecutor(runner)
     cache_root = _cache_root(config, path, device)
+    max_steps_in_flight = _max_steps_in_flight(config, device)
     scheduler = Scheduler(
         config.scheduler,
         BlockManager(
@@ -77,11 +78,12 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         num_cheap_rows=NUM_CHEAP_ROWS["cuda" if device.overlaps_steps else "cpu"],
         pooling=pooling,
         keeps_images_whole=images is not None and images.is_whole,
+        num_microbatches=max_steps_in_flight if device.sends_on else 1,
     )
     core = EngineCore(
         scheduler,
         executor,
-        max_steps_in_flight=config.scheduler.max_steps_in_flight or 1 + device.overlaps_steps,
+        max_steps_in_flight=max_steps_in_flight,
         lora=config.lora,
         images=images,
         max_image_bytes=config.cache.mm_encoder_cache_bytes,
@@ -121,6 +123,17 @@ def _kv_root(
     if not (block_bytes.num_block_bytes and config.cache.enable_prefix_caching):
         return b""
     return root_key(cache_root, device.kv_layout.encode())
+
+
+def _max_steps_in_flight(config: EngineConfig, device: RunnerInfo) -> int:
+    speculation = config.scheduler.speculation
+    if device.sends_on and speculation is not None and speculation.model is not None:
+        return 1  # every rank guesses alike only if all know the same tokens
+    if config.scheduler.max_steps_in_flight is not None:
+        return config.scheduler.max_steps_in_flight
+    if device.sends_on:
+        return config.device.pipeline_parallel_size
+    return 1 + device.overlaps_steps
 
 
 def _for_encoder(config: EngineConfig, max_model_len: int) -> EngineConfig:

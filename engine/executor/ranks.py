@@ -1,11 +1,16 @@
 """Runs a model on several ranks: this process is the first, the others are its children.
 
 Every rank has a `ModelRunner` of its own, with a part of each matrix and of each block, and gets
-every batch. All draw the same tokens, since all have the same logits; so nothing but sums and
-logits travels between them, and only this process hands out results.
+every batch. Those of one stage draw the same tokens, since all have the same logits; so nothing but
+sums and logits travels between them, and one of them hands out results.
 
     this process ── batches, through shared memory ──► each other rank
                  ◄── a pulse each quarter of a second ──
+                 ◄── results, through a pipe ── the last stage's first rank, if there are such
+
+With stages of a native model, only the last one draws tokens. This process, which is in the first,
+hands out the result when it has come, and the others learn the tokens with the next batch. So each
+stage may be in another step; a sequence is in one of them only (`Scheduler`).
 
 A rank that has ended, or shows no sign of life, is the end of all: the others are killed, and the
 step raises. Children also end with this process, whatever ends it; where a supervisor starts it
@@ -20,6 +25,7 @@ import logging
 import mmap
 import os
 import pickle
+import queue
 import select
 import shutil
 import signal
@@ -32,7 +38,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -45,12 +51,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigError, EngineDeadError, EngineError
 from penstock.engine.executor.in_process import DoneHandle, InProcessExecutor, OverlappedExecutor
 from penstock.engine.lora.slots import AdapterSlots, NoAdapters
-from penstock.engine.parallel.ranks import ALONE, SharedRanks
+from penstock.engine.models.registry import is_native
+from penstock.engine.parallel.ranks import ALONE, Link, SharedRanks
 from penstock.engine.pooling import ModelPooling
 from penstock.engine.process import EXIT_STUCK, PULSE_FD, die_with_parent
 from penstock.engine.request import Adapter, StructuredOutputs
 from penstock.engine.runner.kv_swap import NoBlockBytes
-from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight
+from penstock.engine.runner.model_runner import ModelRunner, RunnerInfo, StepInFlight, StepSentOn
 from penstock.engine.structured_outputs.compiler import GrammarCompiler
 from penstock.kernels.cpu.cores import pin_rank
 
@@ -60,8 +67,21 @@ _MAX_SILENCE_S, _MAX_SILENCE_OF_FIRST_S = 10.0, 15.0
 _SLOT_BYTES, _NUM_SLOTS = 1 << 18, 16
 _HEAD, _LENGTH = struct.Struct("=Q?"), struct.Struct("=Q")
 _POLL_S, _CLOSE_S = 0.001, 5.0
+_CHECK_S = 0.1  # while a result is awaited
 _BATCH, _LOAD, _DROP, _COMPILE = b"b", b"l", b"d", b"c"  # kinds of messages
 _LOG = logging.getLogger(__name__)
+
+
+class _Step(msgspec.Struct, array_like=True, frozen=True):
+    """A step's message.
+
+    Attributes:
+        tokens: that have become known, for stages that do not draw them: seq_id → in place of how
+            many drafts, and the tokens.
+    """
+
+    batch: Batch
+    tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
 
 
 class Board:
@@ -69,12 +89,14 @@ class Board:
 
     Attributes:
         pulses: a number of each rank, which grows while it lives.
+        num_parts: of each rank, the parts of its steps that are done.
     """
 
     def __init__(self, ranks: SharedRanks) -> None:
         header = ranks.memory.region(mmap.PAGESIZE).view(torch.int64).view(-1, 8)
         self._num_read = header[1 : ranks.size, 0].numpy()  # by each reader
         self.pulses = header[: ranks.size, 1].numpy()
+        self.num_parts = header[: ranks.size, 2].numpy()
         slots = ranks.memory.region(_NUM_SLOTS * _SLOT_BYTES).view(_NUM_SLOTS, _SLOT_BYTES)
         self._slots = [memoryview(slot.numpy()) for slot in slots]
         self._num_written = 0
@@ -117,6 +139,46 @@ class _Child:
     process: subprocess.Popen[bytes]
     status: IO[bytes]  # on which it says once how its start went
     is_ready: bool = False
+
+
+class _Results:
+    """The results of the last stage, in the order of the steps.
+
+    A thread reads them, so that a rank never waits for the first one to take its result.
+
+    Args:
+        pipe: from the rank that hands them out.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._read: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._decoder = msgspec.msgpack.Decoder(BatchResult)
+        self._thread = threading.Thread(target=self._run, name="penstock-results", daemon=True)
+        self._thread.start()
+
+    def next(self, check: Callable[[], None]) -> BatchResult:
+        """
+        Args:
+            check: called while none has come; may raise.
+        """
+        while True:
+            try:
+                return self._decoder.decode(self._read.get(timeout=_CHECK_S))
+            except queue.Empty:
+                check()
+
+    def close(self) -> None:
+        """Once the rank has ended."""
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        with self._pipe as pipe:
+            while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
+                (size,) = _LENGTH.unpack(head)
+                data = pipe.read(size)
+                if len(data) == size:  # or the rank ended
+                    self._read.put(data)
 
 
 class RankAdapters:
@@ -182,15 +244,20 @@ class RanksExecutor:
         self._children: list[_Child] = []
         folder = tempfile.mkdtemp(prefix="penstock-ranks-")
         self._folder = Path(folder)
-        self._fds = tuple(
-            os.memfd_create("penstock-ranks")
-            for _ in range(1 + config.device.pipeline_parallel_size)
-        )
+        self._num_stages = config.device.pipeline_parallel_size
+        # See `_make_ranks`.
+        self._fds = tuple(os.memfd_create("penstock-ranks") for _ in range(2 * self._num_stages))
+        self._results: _Results | None = None  # of another stage
+        self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}  # that no other rank knows yet
         store = str(self._folder / "store")
         try:
             self._ranks = _make_ranks(config, 0, self._fds, store, check=self._check_start)
             self._board = Board(self._ranks)
+            reporter = None  # the rank that hands out results, if that is another one
+            if self._num_stages > 1 and is_native(config.model, model_path):
+                reporter = size - config.device.tensor_parallel_size
             for rank in range(1, size):
+                result_fds = os.pipe() if rank == reporter else None
                 start = _Start(
                     rank=rank,
                     fds=self._fds,
@@ -203,8 +270,12 @@ class RanksExecutor:
                     # The signal comes when the thread ends that started the child.
                     dies_by_signal=threading.current_thread() is threading.main_thread(),
                     ends_first=PULSE_FD in os.environ,  # a supervisor starts it again
+                    result_fd=None if result_fds is None else result_fds[1],
                 )
                 self._children.append(_start_child(start))
+                if result_fds is not None:
+                    os.close(result_fds[1])
+                    self._results = _Results(os.fdopen(result_fds[0], "rb"))
             self._affinity = os.sched_getaffinity(0)
             self._ranks.num_on_cores = pin_rank(0, size)
             runner = ModelRunner(
@@ -219,6 +290,7 @@ class RanksExecutor:
             raise
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
+        self._runner = runner
         self._executor: InProcessExecutor | OverlappedExecutor = (
             OverlappedExecutor(runner) if runner.info.overlaps_steps else InProcessExecutor(runner)
         )
@@ -231,16 +303,41 @@ class RanksExecutor:
     def info(self) -> RunnerInfo:
         return self._executor.info
 
-    def submit(self, batch: Batch) -> _CheckedHandle:
-        self._tell(_BATCH + msgspec.msgpack.encode(batch))
-        return _CheckedHandle(self._executor.submit(batch), self.check)
+    def submit(self, batch: Batch) -> _CheckedHandle | _SentOnHandle:
+        step, self._tokens = _Step(batch, self._tokens), {}
+        self._tell(_BATCH + msgspec.msgpack.encode(step))
+        self._runner.receive(step.tokens)
+        handle = self._executor.submit(batch)
+        if self._results is None:
+            return _CheckedHandle(handle, self.check)
+        return _SentOnHandle(batch, handle, self._finish)
+
+    def _finish(self, batch: Batch, own: BatchResult) -> BatchResult:
+        """The result of the oldest step in flight, once the last stage hands it out.
+
+        Args:
+            own: of this stage.
+        """
+        assert self._results is not None
+        result = self._results.next(self.check)
+        assert result.step == batch.step
+        for item in batch.scheduled:
+            token_ids = result.token_ids.get(item.seq_id)
+            if token_ids:
+                self._tokens[item.seq_id] = (len(item.draft_token_ids), token_ids)
+        return replace(
+            result,
+            compute_s=own.compute_s * self._num_stages,  # each takes about as long
+            swap_out_s=own.swap_out_s,
+            swap_in_s=own.swap_in_s,
+        )
 
     def check(self) -> None:
         if self._end is not None:
             raise EngineDeadError(self._end)
 
     def num_parts_done(self) -> int:
-        return self._executor.num_parts_done()
+        return self._executor.num_parts_done() + int(self._board.num_parts.sum())
 
     def describe(self) -> str:
         return self._executor.describe()
@@ -268,6 +365,8 @@ class RanksExecutor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline_s - time.monotonic()))
         self._kill()
+        if self._results is not None:
+            self._results.close()
         self._ranks.close()
         self._close_files()
         os.sched_setaffinity(0, self._affinity)
@@ -353,7 +452,8 @@ def _make_ranks(
 ) -> SharedRanks:
     """
     Args:
-        fds: of the memory of all ranks, and of those with the same layers, stage by stage.
+        fds: of the memory of all ranks, of those with the same layers, stage by stage, and of the
+            links from each stage to the next.
     """
     num_stages, size = config.device.pipeline_parallel_size, config.device.tensor_parallel_size
     make = partial(SharedRanks, store=store, check=check)
@@ -361,9 +461,13 @@ def _make_ranks(
         return make(rank=rank, size=size, fd=fds[0])
     stage, number = divmod(rank, size)
     layers = make(rank=number, size=size, fd=fds[1 + stage]) if size > 1 else ALONE
+    links = fds[1 + num_stages :]
+    link = partial(Link, num_ranks=1 + size, num_steps=num_stages)
     return make(
         rank=rank, size=size * num_stages, fd=fds[0], layers=layers, stage=stage,
         num_stages=num_stages,
+        before=link(links[stage - 1], rank=1 + number) if stage else None,
+        after=link(links[stage], rank=0) if number == 0 and stage < num_stages - 1 else None,
     )  # fmt: skip
 
 
@@ -371,7 +475,7 @@ def _make_ranks(
 class _CheckedHandle:
     """A step whose result is worthless if a rank has ended meanwhile."""
 
-    handle: DoneHandle | StepInFlight
+    handle: DoneHandle | StepInFlight | StepSentOn
     check: Callable[[], None]
 
     def result(self) -> BatchResult:
@@ -380,9 +484,25 @@ class _CheckedHandle:
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class _SentOnHandle:
+    """A step of which this process has done the first stage."""
+
+    batch: Batch
+    handle: DoneHandle | StepInFlight | StepSentOn
+    finish: Callable[[Batch, BatchResult], BatchResult]
+
+    def result(self) -> BatchResult:
+        return self.finish(self.batch, self.handle.result())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What another rank is told at its start."""
+    """What another rank is told at its start.
+
+    Attributes:
+        result_fd: where it hands out the results; None: another rank does.
+    """
 
     rank: int
     fds: tuple[int, ...]
@@ -394,16 +514,18 @@ class _Start:
     parent_pid: int
     dies_by_signal: bool
     ends_first: bool
+    result_fd: int | None
 
 
 def _start_child(start: _Start) -> _Child:
     status, child_status = os.pipe()
+    own_fds = () if start.result_fd is None else (start.result_fd,)
     try:
         process = subprocess.Popen(  # noqa: S603
             [sys.executable, "-m", __name__, str(child_status)],
             stdin=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(*start.fds, child_status),
+            pass_fds=(*start.fds, child_status, *own_fds),
         )
     finally:
         os.close(child_status)
@@ -440,8 +562,8 @@ def main(status: int) -> int:
     ranks = _make_ranks(start.config, start.rank, start.fds, start.store)
     ranks.num_on_cores = pin_rank(start.rank, ranks.size)
     board = Board(ranks)
-    beat = threading.Thread(target=_show_life, args=(board, start), daemon=True)
-    beat.start()
+    life = _Life(board, start)
+    life.start()
     try:
         runner = ModelRunner(
             start.config,
@@ -457,7 +579,10 @@ def main(status: int) -> int:
     os.close(status)
     gc.collect()
     gc.freeze()
-    rank = _OtherRank(runner, max_steps_in_flight=1 + runner.info.overlaps_steps)
+    life.num_parts_done = runner.progress.num_parts_done
+    rank = _OtherRank(
+        runner, max_steps_in_flight=1 + runner.info.overlaps_steps, result_fd=start.result_fd
+    )
     while True:
         try:
             message = board.read(start.rank, _wait)
@@ -469,26 +594,40 @@ def main(status: int) -> int:
 class _OtherRank:
     """Does what the first rank says."""
 
-    def __init__(self, runner: ModelRunner, *, max_steps_in_flight: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, max_steps_in_flight: int, result_fd: int | None
+    ) -> None:
         self._runner, self._max_steps_in_flight = runner, max_steps_in_flight
-        self._in_flight: deque[StepInFlight] = deque()
+        self._result_fd = result_fd
+        self._in_flight: deque[StepInFlight | StepSentOn] = deque()
         self._compiling = ThreadPoolExecutor(1)
-        self._batches = msgspec.msgpack.Decoder(Batch)
+        self._steps = msgspec.msgpack.Decoder(_Step)
         self._adapters = msgspec.msgpack.Decoder(Adapter)
         self._grammars = msgspec.msgpack.Decoder(StructuredOutputs)
 
     def do(self, message: bytes) -> None:
         kind, data = message[:1], memoryview(message)[1:]
         if kind == _BATCH:
+            step = self._steps.decode(data)
+            self._runner.receive(step.tokens)
             if len(self._in_flight) == self._max_steps_in_flight:
                 self._in_flight.popleft().result()
-            self._in_flight.append(self._runner.launch(self._batches.decode(data)))
+            self._in_flight.append(self._runner.launch(step.batch))
+            if self._result_fd is not None:
+                self._hand_out(self._in_flight.popleft().result(), self._result_fd)
         elif kind == _LOAD:
             self._runner.adapters.load(self._adapters.decode(data))
         elif kind == _DROP:
             self._runner.adapters.drop(bytes(data).decode())
         else:
             self._compiling.submit(self._runner.grammars.compile, self._grammars.decode(data))
+
+    def _hand_out(self, result: BatchResult, fd: int) -> None:
+        data = msgspec.msgpack.encode(result)
+        left = memoryview(_LENGTH.pack(len(data)) + data)
+        with contextlib.suppress(BrokenPipeError):  # the first rank ends
+            while left:
+                left = left[os.write(fd, left) :]
 
 
 def _read(num_bytes: int) -> bytes:
@@ -506,19 +645,28 @@ def _wait() -> None:
     _read(1)
 
 
-def _show_life(board: Board, start: _Start) -> None:
-    """In a thread: let the first rank see that this process runs, and end with it, whatever this
-    one waits for."""
-    num_still, seen = 0, 0
-    while os.getppid() == start.parent_pid:
-        board.pulses[start.rank] += 1
-        time.sleep(_PULSE_S)
-        now = int(board.pulses[0])
-        num_still, seen = num_still + 1 if now == seen else 0, now
-        # It shows life once it has started.
-        if start.ends_first and seen and num_still * _PULSE_S > _MAX_SILENCE_OF_FIRST_S:
-            os.kill(start.parent_pid, signal.SIGKILL)
-    os._exit(1)
+class _Life(threading.Thread):
+    """Lets the first rank see that this process runs, and ends with it, whatever this one waits
+    for."""
+
+    def __init__(self, board: Board, start: _Start) -> None:
+        super().__init__(name="penstock-life", daemon=True)
+        self._board, self._start_info = board, start
+        self.num_parts_done: Callable[[], int] = lambda: 0
+
+    def run(self) -> None:
+        board, start = self._board, self._start_info
+        num_still, seen = 0, 0
+        while os.getppid() == start.parent_pid:
+            board.pulses[start.rank] += 1
+            board.num_parts[start.rank] = self.num_parts_done()
+            time.sleep(_PULSE_S)
+            now = int(board.pulses[0])
+            num_still, seen = num_still + 1 if now == seen else 0, now
+            # It shows life once it has started.
+            if start.ends_first and seen and num_still * _PULSE_S > _MAX_SILENCE_OF_FIRST_S:
+                os.kill(start.parent_pid, signal.SIGKILL)
+        os._exit(1)
 
 
 if __name__ == "__main__":

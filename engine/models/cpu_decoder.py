@@ -40,10 +40,11 @@ from penstock.engine.models.packed_linear import (
     CpuTable,
     RankGather,
     RankSums,
+    StageLink,
     pack_linear,
     pack_table,
 )
-from penstock.engine.parallel.ranks import SharedRanks
+from penstock.engine.parallel.ranks import Ranks, SharedRanks
 from penstock.kernels.activation import Activation
 from penstock.kernels.cpu.library import LANES, MAX_HEAD_DIM, CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
@@ -82,47 +83,43 @@ class CpuDecoder:
         self._feature_layers = decoder.feature_layers
         self._features: tuple[Buffer, ...] = ()
         self._rotary = RotaryTable(list(decoder.rotaries))  # type: ignore[arg-type]
-        self._ranks = ranks = decoder.ranks
-        # Over all ranks, over those with the same layers, and from each stage to the next.
-        self._table_sums = self._sums = None
-        self._handovers: list[RankSums] = []
-        if isinstance(ranks, SharedRanks):
-            self._table_sums = self._sums = RankSums(library, ranks)
-        if isinstance(ranks, SharedRanks) and ranks.num_stages > 1:
-            self._handovers = [RankSums(library, ranks) for _ in range(ranks.num_stages)]
-            layers = ranks.layers
-            self._sums = RankSums(library, layers) if isinstance(layers, SharedRanks) else None
+        ranks = decoder.ranks.layers
+        self._sums = RankSums(library, ranks) if isinstance(ranks, SharedRanks) else None
+        self._before, self._after = _stage_links(library, decoder.ranks)
         expert_memory = memory_for_experts(library, decoder.expected_bytes)
         self._layers = [
             PackedLayer(library, layer, expert_memory, self._sums) for layer in decoder.own_layers
         ]
         self._norm = decoder.norm
-        self._embed_positions = decoder.embed_positions if self.config.has_position_table else None
-        self._embed_norm = decoder.embed_norm if self.config.has_embedding_norm else None
-        head = decoder.embed_tokens if self.config.is_tied else decoder.lm_head
-        gather = None
-        if isinstance(ranks, SharedRanks):
-            gather = RankGather(library, ranks, decoder.vocab_size)
-        self._head = CpuHead(
-            library,
-            pack_table(library, head, head.bias),
-            self.dtype,
-            as_cpu(decoder.head_adapters),
-            scale=self.config.logit_scale,
-            soft_cap=self.config.logit_soft_cap or 0.0,
-            gather=gather,
-        )
-        table = decoder.embed_tokens
-        self._own_ids = {"first_id": table.first_id, "num_ids": table.num_ids}
-        self._table_adapters = as_cpu(decoder.embed_tokens.adapters)
-        # A tied embedding is looked up in the packed head, so it is stored once.
-        self._embedding = (
-            self._head.matrix if self.config.is_tied else _pack_table(library, decoder.embed_tokens)
-        )
+        tables: set[CpuTable | _PlainTable] = set()
+        self._head: CpuHead | NoHead = NoHead(self.dtype)
+        if self.config.has_head:
+            gather = None
+            if isinstance(ranks, SharedRanks):
+                gather = RankGather(library, ranks, decoder.vocab_size)
+            self._head = CpuHead(
+                library,
+                pack_table(library, decoder.head, decoder.head.bias),
+                self.dtype,
+                as_cpu(decoder.head_adapters),
+                scale=self.config.logit_scale,
+                soft_cap=self.config.logit_soft_cap or 0.0,
+                gather=gather,
+            )
+            tables.add(self._head.matrix)
+        self._embedding: CpuEmbedding | None = None
+        if self.config.has_embedding:
+            # A tied embedding is looked up in the packed head, so it is stored once.
+            matrix: CpuTable | _PlainTable
+            if self.config.is_tied and isinstance(self._head, CpuHead):
+                matrix = self._head.matrix
+            else:
+                matrix = _pack_table(library, decoder.embed_tokens)
+            self._embedding = CpuEmbedding(decoder, matrix, self._sums)
+            tables.add(matrix)
         # What one token takes, which decides how many threads do.
         self._num_weights = sum(layer.num_active_weights for layer in self._layers)
         self._num_bytes = sum(layer.num_active_bytes for layer in self._layers)
-        tables = {self._head.matrix, self._embedding}
         self.weight_bytes = sum(each.num_bytes for each in (*self._layers, *tables))
         self._block_tables = torch.zeros(0, 0, dtype=torch.int32)
         self._program = Program(library)
@@ -153,7 +150,7 @@ class CpuDecoder:
         self._context = None
         self._fill(input_ids, context, self._keep(context.layout.block_tables))
         self._head.skip()
-        self._program.run(is_shared=self._is_worth_sharing(len(input_ids)))
+        self._run(is_shared=self._is_worth_sharing(len(input_ids)))
         return self._head.hidden.rows[: len(input_ids)]
 
     def step(
@@ -185,12 +182,20 @@ class CpuDecoder:
             self._output = replace(output, features=features)
             self._is_shared = self._is_worth_sharing(len(input_ids))
             self._context = context
-        self._program.run(is_shared=self._is_shared)
+        self._run(is_shared=self._is_shared)
         return self._output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → [num_rows, vocab_size], valid until the next call"""
         return self._head.logits(hidden, is_shared=self._is_worth_sharing(len(hidden)))
+
+    def _run(self, *, is_shared: bool) -> None:
+        if self._before is None:
+            self._program.run(is_shared=is_shared)
+            return
+        # The first operation may wait long for another stage: the other threads sleep meanwhile.
+        self._program.run_part(0, 1, is_shared=False)
+        self._program.run_part(1, len(self._program), is_shared=is_shared)
 
     def _fill(self, input_ids: Tensor, context: ForwardContext, block_tables: Tensor) -> None:
         """Point the program at the inputs of a forward pass."""
@@ -233,10 +238,9 @@ class CpuDecoder:
             self._library.settle()
             self._recorded_for = (0, 0)  # in case memory is too short
             capacity = max(capacity, 1 << (num_tokens - 1).bit_length())
-            # In an order that is the same on all ranks.
-            for sums in dict.fromkeys((self._table_sums, self._sums, *self._handovers)):
-                if sums is not None:
-                    sums.begin(capacity, self.config.hidden_size)
+            for shared in (self._sums, self._before, self._after):
+                if shared is not None:
+                    shared.begin(capacity, self.config.hidden_size)
             self._program = self._write(kv_pool)
             self._program.record(capacity)
             self._recorded_for = (capacity, kv_pool.data_ptr())
@@ -247,61 +251,85 @@ class CpuDecoder:
         stream, normed = program.buffer("stream", size), program.buffer("normed", size)
         kept = {layer: program.buffer(f"input {layer}", size) for layer in self._feature_layers}
         self._features = tuple(kept.values())
-        x = self._write_embedding(program, stream)
-        for stage in range(self._ranks.stage):
-            x = self._write_handover(program, stream, x, stage)
+        x = stream
+        if self._embedding is not None:
+            x = self._embedding.write(program, stream)
+        elif self._before is not None:
+            self._before.write_receive(program, stream)
         for number, (layer, cache) in enumerate(zip(self._layers, kv_pool, strict=True)):
             y = kept.get(number + 1, stream)
             layer.write(program, y, x, cache)
             x = y
-        for stage in range(self._ranks.stage, len(self._handovers)):
-            x = self._write_handover(program, stream, x, stage)
-        _write_norm(program, normed, x, self._norm)
-        self._head.write(program, normed)
+        if self.config.has_head:
+            _write_norm(program, normed, x, self._norm)
+            x = normed
+        elif self._after is not None:
+            self._after.write_send(program, x)
+        self._head.write(program, x)
         return program
 
-    def _write_handover(self, program: Program, y: Buffer, x: Buffer, stage: int) -> Buffer:
-        """Add y = x of this stage's first rank: a sum, to which the others add zeros."""
-        sums, ranks = self._handovers[stage], self._ranks
-        if ranks.stage == stage and ranks.layers.rank == 0:
-            program.add("scale_add", y=sums.part(x.size), x=x, factor=1.0, size=x.size)
-        sums.write(program, y, x.size)
-        return y
 
-    def _write_embedding(self, program: Program, stream: Buffer) -> Buffer:
+def _stage_links(library: CpuLibrary, ranks: Ranks) -> tuple[StageLink | None, StageLink | None]:
+    """From the stage before, and to the next one."""
+    if not isinstance(ranks, SharedRanks):
+        return None, None
+    before, after = (
+        None if link is None else StageLink(library, link) for link in (ranks.before, ranks.after)
+    )
+    return before, after
+
+
+class CpuEmbedding:
+    """What is before the layers, and its part of the program.
+
+    Args:
+        decoder: has the rest of `Decoder._embed`.
+        sums: over the ranks that have parts of the table.
+    """
+
+    def __init__(
+        self, decoder: Decoder, table: CpuTable | _PlainTable, sums: RankSums | None
+    ) -> None:
+        config, embedding = decoder.config, decoder.embed_tokens
+        self._table, self._sums = table, sums
+        self._own_ids = {"first_id": embedding.first_id, "num_ids": embedding.num_ids}
+        self._adapters = as_cpu(embedding.adapters)
+        self._scale = config.embedding_scale
+        self._factor = torch.tensor(self._scale).to(decoder.dtype).item()
+        self._positions = decoder.embed_positions if config.has_position_table else None
+        self._norm = decoder.embed_norm if config.has_embedding_norm else None
+
+    def write(self, program: Program, stream: Buffer) -> Buffer:
         """Add the operations of `Decoder._embed`; the buffer that then holds the embedding."""
-        scale = self.config.embedding_scale
         # Each operation writes to another buffer than it reads: they take turns.
         x, y = (
             stream,
-            program.buffer("embedded", stream.size) if self._changes_embedding else stream,
+            program.buffer("embedded", stream.size) if self._changes_rows else stream,
         )
-        if self._table_sums is None:
-            self._embedding.write_lookup(program, x)
+        if self._sums is None:
+            self._table.write_lookup(program, x)
         else:
-            part = self._table_sums.part(x.size)
-            self._embedding.write_lookup(program, part, **self._own_ids)
-            self._table_sums.write(program, x, x.size)
-        if self._table_adapters is not None:
-            self._table_adapters.write_lookup(program, x)
-        if scale != 1.0:
-            factor = torch.tensor(scale).to(self.dtype).item()
-            program.add("scale_add", y=y, x=x, factor=factor, size=x.size)
+            part = self._sums.part(x.size)
+            self._table.write_lookup(program, part, **self._own_ids)
+            self._sums.write(program, x, x.size)
+        if self._adapters is not None:
+            self._adapters.write_lookup(program, x)
+        if self._scale != 1.0:
+            program.add("scale_add", y=y, x=x, factor=self._factor, size=x.size)
             x, y = y, x
-        if self._embed_positions is not None:
-            table = self._embed_positions.weight
+        if self._positions is not None:
+            table = self._positions.weight
             program.add("add_positions", y=y, x=x, table=table, size=x.size)
             x, y = y, x
-        if self._embed_norm is not None:
-            _write_norm(program, y, x, self._embed_norm)
+        if self._norm is not None:
+            _write_norm(program, y, x, self._norm)
             x, y = y, x
         return x
 
     @property
-    def _changes_embedding(self) -> bool:
-        config = self.config
-        has_scale = config.embedding_scale != 1.0
-        return has_scale or config.has_position_table or config.has_embedding_norm
+    def _changes_rows(self) -> bool:
+        has_more = self._positions is not None or self._norm is not None
+        return self._scale != 1.0 or has_more
 
 
 class PackedLayer:
@@ -768,6 +796,27 @@ class CpuHead:
         if num_rows > len(self._logits):
             self._logits = self._logits.new_empty(num_rows, self._vocab_size)
         return self._logits[:num_rows]
+
+
+class NoHead:
+    """Stands in for `CpuHead` in a stage that is not the last: what it gives is sent on."""
+
+    hidden: Buffer
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._logits = torch.empty(0, 0, dtype=dtype)
+
+    def write(self, program: Program, hidden: Buffer) -> None:  # noqa: ARG002
+        self.hidden = hidden
+
+    def skip(self) -> None:
+        """There is nothing to skip."""
+
+    def bind(self, num_tokens: int, *_: object) -> StepOutput:
+        return StepOutput(hidden=self.hidden.rows[:num_tokens], logits=self._logits)
+
+    def logits(self, *_: object, **__: object) -> Tensor:
+        raise AssertionError("the last stage has the head")
 
 
 _NO_ROWS = ctypes.c_int64(0)

@@ -269,12 +269,13 @@ class Decoder(nn.Module):
         self.feature_layers: tuple[int, ...] = ()
         self.features: tuple[Tensor, ...] = ()
         self._kv_dtype: torch.dtype | None = None
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        if config.has_position_table:
+        if config.has_embedding or (config.has_head and config.is_tied):
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        if config.has_position_table and config.has_embedding:
             self.embed_positions = PositionTable(
                 config.context_len, config.hidden_size, first_position=config.first_position
             )
-        if config.has_embedding_norm:
+        if config.has_embedding_norm and config.has_embedding:
             self.embed_norm = _norm(config)
         own = config.layer_numbers
         # By their numbers in the model; others are empty.
@@ -284,39 +285,36 @@ class Decoder(nn.Module):
         )
         self.norm = _norm(config)
         self.rotaries = rotary_embeddings(config)
-        if not config.is_tied:
+        if config.has_head and not config.is_tied:
             self.lm_head = Embedding(
                 config.vocab_size, config.hidden_size, has_bias=config.has_head_bias
             )
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size]"""
-        x = self._embed(input_ids, context)
+        """input_ids int64 [num_tokens] → hidden states [num_tokens, hidden_size]; of a stage that
+        is not the last, what it has sent to the next"""
+        if self.config.has_embedding:
+            x = self._embed(input_ids, context)
+        else:
+            like = self.norm.weight.new_empty(len(input_ids), self.config.hidden_size)
+            x = self.ranks.receive(like)
         residual: Tensor | None = None
         rotary = tuple(
             each(context.positions, context.prompt_lens, x.dtype) for each in self.rotaries
         )
         features = []
-        stages = self.ranks.num_stages
-        for stage in range(self.ranks.stage):
-            x, residual = self._handed_over(x, stage), None
         for number in self.config.layer_numbers:
             layer = self.layers[number]
             if number in self.feature_layers:
                 features.append(x if residual is None else x + residual)
             x, residual = layer(x, residual, rotary[layer.rope], context)  # type: ignore[index]
-        if stages > 1:
-            x, residual = x if residual is None else x + residual, None
-            for stage in range(self.ranks.stage, stages):
-                x = self._handed_over(x, stage)
         self.features = tuple(features)
+        if not self.config.has_head:
+            x = x if residual is None else x + residual
+            self.ranks.send(x)
+            return x
         hidden, _ = self.norm.add(x, residual)
         return hidden
-
-    def _handed_over(self, x: Tensor, stage: int) -> Tensor:
-        """What the first rank of this stage has; all others add nothing to that."""
-        is_source = self.ranks.stage == stage and self.ranks.layers.rank == 0
-        return self.ranks.sum(x if is_source else torch.zeros_like(x))
 
     def _embed(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         x: Tensor = self.embed_tokens(input_ids)
@@ -327,14 +325,16 @@ class Decoder(nn.Module):
         return self.embed_norm(x) if self.config.has_embedding_norm else x
 
     def logits(self, hidden: Tensor, *, are_sampled: bool = False) -> Tensor:
-        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]
+        """hidden [num_rows, hidden_size] → [num_rows, vocab_size]; of a stage that is not the last,
+        [num_rows, 0]
 
         Args:
             are_sampled: these are the rows that `head_adapters` are for.
         """
-        head = self.embed_tokens if self.config.is_tied else self.lm_head
-        logits = head.logits(hidden)
-        if self.ranks.size > 1:
+        if not self.config.has_head:
+            return hidden[:, :0]
+        logits = self.head.logits(hidden)
+        if self.ranks.layers.size > 1:
             logits = self._gathered(logits)
         if are_sampled and isinstance(self.head_adapters, TorchAdapters):
             self.head_adapters.add(logits, hidden)
@@ -345,9 +345,10 @@ class Decoder(nn.Module):
 
     def _gathered(self, logits: Tensor) -> Tensor:
         """[num_rows, num_ids] of each rank, the last of which may have fewer → all."""
-        size = -(-self.vocab_size // self.ranks.size)
+        ranks = self.ranks.layers
+        size = -(-self.vocab_size // ranks.size)
         padded = F.pad(logits, (0, size - logits.shape[1])).contiguous()
-        return self.ranks.gather(padded)[:, : self.vocab_size].contiguous()
+        return ranks.gather(padded)[:, : self.vocab_size].contiguous()
 
     @property
     def kv_spec(self) -> tuple[LayerKV, ...]:
@@ -385,9 +386,31 @@ class Decoder(nn.Module):
                 module.is_invariant = True
 
     @property
+    def sends_on(self) -> bool:
+        return not self.config.has_head
+
+    @property
+    def head(self) -> Embedding:
+        """Which the last stage has."""
+        return self.embed_tokens if self.config.is_tied else self.lm_head
+
+    @property
     def own_layers(self) -> list[DecoderLayer]:
         """Those that this process has."""
         return [each for each in self.layers if isinstance(each, DecoderLayer)]
+
+    def absent_matrices(self) -> dict[str, MatrixLayer]:
+        """By name, those of the whole model that other stages have."""
+        if self.config.has_embedding and self.config.has_head:
+            return {}
+        own = dict(self.named_modules())
+        with torch.device("meta"):
+            whole = Decoder(self.whole_config)
+        return {
+            name: module
+            for name, module in whole.named_modules()
+            if isinstance(module, MatrixLayer) and name not in own
+        }
 
     @property
     def matrix_layers(self) -> list[MatrixLayer]:

@@ -120,6 +120,16 @@ class DecoderConfig:
         return range(self.num_layers) if self.own_layers is None else self.own_layers
 
     @property
+    def has_embedding(self) -> bool:
+        """Whether this process has what is before the layers."""
+        return self.layer_numbers.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this process has what is after the layers."""
+        return self.layer_numbers.stop == self.num_layers
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different ones."""
         return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)

@@ -121,6 +121,11 @@ class TorchModel(LanguageModel, Protocol):
         ...
 
     @property
+    def sends_on(self) -> bool:
+        """Whether a later stage has the head, so that it alone draws tokens."""
+        ...
+
+    @property
     def images(self) -> ImageEncoder | None:
         """None: it takes none."""
         ...

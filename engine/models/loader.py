@@ -151,14 +151,16 @@ def load_decoder(
     ):
         if not defers_experts or device.type != "cpu":
             experts.load()
+    absent = _absent_modules(model, names)
     if checkpoint is not None:
         ignored = {f"{names('lm_head')[0]}.weight"} if decoder_config.is_tied else set()
         ignored |= {"score.weight"} if architecture.is_headless else set()
-        others = set(range(decoder_config.num_layers)) - set(own_config.layer_numbers)
-        absent = tuple(f"{names.root}{names.layers}.{number}." for number in others)
         checkpoint.check_all_read(
             lambda name: name in ignored or is_ignorable(name) or name.startswith(absent)
         )
+    for name in model.absent_matrices():
+        for module_name in names(name):
+            weights.quantize.kind(module_name)  # whoever has it checks the patterns
     model.quantization = weights.describe()
     weights.quantize.check_patterns()
     # Rotary frequencies and slopes follow from the config and stay float32.
@@ -166,6 +168,17 @@ def load_decoder(
     for layer in model.own_layers:
         layer.self_attn.attention.place_alibi(device)
     return model.eval()
+
+
+def _absent_modules(model: Decoder, names: Names) -> tuple[str, ...]:
+    """With what the checkpoint's names of tensors begin that other stages have."""
+    config = model.whole_config
+    others = set(range(config.num_layers)) - set(model.config.layer_numbers)
+    found = [f"{names.root}{names.layers}.{number}." for number in others]
+    for name in ("embed_tokens", "embed_positions", "embed_norm", "lm_head"):
+        if not hasattr(model, name):
+            found += [f"{each}." for each in names(name)]
+    return tuple(found) if others else ()
 
 
 def _load_through_transformers(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.layers.linear import Embedding, MatrixLayer, split_bias
 from penstock.engine.models.cpu_adapters import CpuAdapters, as_cpu
-from penstock.engine.parallel.ranks import SharedRanks
+from penstock.engine.parallel.ranks import Link, SharedRanks
 from penstock.kernels.cpu.library import CpuLibrary
 from penstock.kernels.cpu.program import Buffer, Place, Program
 from penstock.kernels.cpu.quantized import PackedCodes, can_pack
@@ -204,6 +204,33 @@ class RankSums:
             "sum_ranks", y=y, parts=parts, residual=residual, ranks=self._structure, size=size,
             part_stride=parts.shape[1],
         )  # fmt: skip
+
+
+class StageLink:
+    """Hidden states from one stage to the next in a program."""
+
+    def __init__(self, library: CpuLibrary, link: Link) -> None:
+        self._link, self._dtype = link, library.dtype
+        self._structure = link.structure(library)
+        self._slots = torch.empty(0)
+
+    def begin(self, num_rows: int, size: int) -> None:
+        """As in `RankSums`."""
+        self._slots = self._link.slots(num_rows * size * self._dtype.itemsize)
+
+    def write_send(self, program: Program, x: Buffer) -> None:
+        """Add the sending of x, by the one rank of its stage that does."""
+        program.add("send_rows", x=x, size=x.size, **self._arguments())
+
+    def write_receive(self, program: Program, y: Buffer) -> None:
+        """Add y = what the stage before sent."""
+        program.add("receive_rows", y=y, size=y.size, **self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "slots": self._slots, "ranks": self._structure, "num_slots": len(self._slots),
+            "slot_stride": self._slots.shape[1] // self._dtype.itemsize,
+        }  # fmt: skip
 
 
 class RankGather:

@@ -26,7 +26,7 @@ class ScoreHead:
 def load_score_head(
     model: TorchModel, pooling: ModelPooling, path: Path, *, is_dummy: bool
 ) -> ScoreHead | None:
-    """The head of a model that scores; None if it does not.
+    """The head of a model that scores; None if it does not, or another stage does.
 
     Of a reranker that answers yes or no, the probability of yes among the two is the sigmoid of
     the difference of their logits, and so of one product with the difference of their rows.
@@ -38,15 +38,14 @@ def load_score_head(
         return None
     if not isinstance(model, Decoder):
         raise ModelLoadError("a model that scores must be native, or an encoder")
+    if not model.config.has_head:
+        return None
     if pooling.pair_format == "judge" and not pooling.has_score_weight:
         ids = pooling.answer_tokens or _ids_of(pooling.answers, path)
-        head = model.embed_tokens if model.config.is_tied else model.lm_head
-        yes, no = head(torch.tensor(ids, device=model.device)).double()
+        yes, no = model.head(torch.tensor(ids, device=model.device)).double()
         return ScoreHead(weight=yes - no)
     if is_dummy:
-        return ScoreHead(
-            weight=model.embed_tokens(torch.tensor([0], device=model.device))[0].double()
-        )
+        return ScoreHead(weight=model.head(torch.tensor([0], device=model.device))[0].double())
     weight = open_checkpoint(path).read("score.weight", (1, model.config.hidden_size))
     return ScoreHead(weight=weight[0].to(device=model.device, dtype=torch.float64))
 

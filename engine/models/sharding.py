@@ -29,18 +29,36 @@ def rank_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
     if ranks.size == 1:
         return config
     if ranks.num_stages > 1:
-        config = replace(config, own_layers=stage_layers(config.num_layers, ranks))
+        config = replace(config, own_layers=_stage_layers(config, ranks))
     return _layers_config(config, ranks.layers)
 
 
-def stage_layers(count: int, ranks: Ranks) -> range:
-    """The numbers of this stage's layers."""
-    stages = ranks.num_stages
-    if count < stages:
+def stage_ends(count: int, num_stages: int, *, num_more: float = 0.0) -> list[int]:
+    """After which of so many layers each stage ends, so that all have about as much to compute.
+
+    Args:
+        num_more: what the last stage computes besides, in layers.
+    """
+    if count < num_stages:
         raise ConfigError(
-            f"--pipeline-parallel-size {stages}: num_hidden_layers is {count:,}, fewer than stages"
+            f"--pipeline-parallel-size {num_stages}: num_hidden_layers is {count:,}, fewer than "
+            "stages"
         )
-    return range(ranks.stage * count // stages, (ranks.stage + 1) * count // stages)
+    each = (count + num_more) / num_stages
+    return [
+        min(max(stage, int(stage * each + 0.5)), count - num_stages + stage)
+        for stage in range(1, num_stages + 1)
+    ]
+
+
+def _stage_layers(config: DecoderConfig, ranks: Ranks) -> range:
+    """The numbers of this stage's layers, by the weights that are read for a token."""
+    heads = config.num_heads + config.num_kv_heads  # of queries and outputs, of keys and values
+    attention = 2 * heads * config.head_dim * config.hidden_size
+    layer = attention + config.num_mlp_weights(is_read=True) / config.num_layers
+    head = config.vocab_size * config.hidden_size
+    ends = [0, *stage_ends(config.num_layers, ranks.num_stages, num_more=head / layer)]
+    return range(ends[ranks.stage], ends[ranks.stage + 1])
 
 
 def _layers_config(config: DecoderConfig, ranks: Ranks) -> DecoderConfig:
@@ -93,16 +111,17 @@ def split_over(model: Decoder, config: DecoderConfig, ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     model.ranks, model.whole_config = ranks, config
-    ids = table_ids(config.vocab_size, ranks)
-    tables = [model.embed_tokens] if config.is_tied else [model.embed_tokens, model.lm_head]
-    for table in tables:
-        _split_table(table, config, ids)
-    model.embed_tokens.ranks = ranks
     if ranks.layers.size > 1:
         _split_layers(model, config, ranks.layers)
 
 
 def _split_layers(model: Decoder, config: DecoderConfig, ranks: Ranks) -> None:
+    ids = table_ids(config.vocab_size, ranks)
+    for name in ("embed_tokens", "lm_head"):
+        table = getattr(model, name, None)
+        if table is not None:
+            _split_table(table, config, ids)
+            table.ranks = ranks
     for layer in model.own_layers:
         _split_attention(layer.self_attn, config, ranks)
         mlp, experts = layer.mlp, config.experts

@@ -461,6 +461,7 @@ class TransformersModel(nn.Module):
 
     can_be_captured = False
     needs_prompt_lens = False
+    sends_on = False
     expected_bytes = 0
 
     def __init__(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from penstock.engine.errors import ConfigError
 from penstock.engine.layers.linear import constant
-from penstock.engine.models.sharding import kv_heads, share, stage_layers, table_ids, times
+from penstock.engine.models.sharding import kv_heads, share, stage_ends, table_ids, times
 from penstock.engine.models.transformers_modules import (
     AttendingLayer,
     ModuleEmbedding,
@@ -40,6 +40,8 @@ _OF_EXPERTS = {
     "packed_colwise": (2, 2),
     "packed_rowwise": (1, 2),
 }
+
+_MEET = "the stages of these models meet in each step"
 
 
 class _ShapesOnly:
@@ -72,6 +74,12 @@ class _ShapesOnly:
 
     def gather(self, x: Tensor) -> Tensor:
         return x.new_empty(len(x), self.size * x.shape[1])
+
+    def send(self, x: Tensor) -> None:  # noqa: ARG002
+        raise AssertionError(_MEET)
+
+    def receive(self, like: Tensor) -> Tensor:  # noqa: ARG002
+        raise AssertionError(_MEET)
 
     def minimum(self, number: int) -> int:
         return number
@@ -259,7 +267,9 @@ def _take_stage(model: PreTrainedModel, ranks: Ranks) -> dict[str, Tensor]:
             f"{type(model).__name__}"
         )
     ((name, layers),) = lists
-    own, shapes = stage_layers(count, ranks), _ShapesOnly(ranks, model.dtype, is_stage=False)
+    ends = stage_ends(count, ranks.num_stages)
+    own = range([0, *ends][ranks.stage], ends[ranks.stage])
+    shapes = _ShapesOnly(ranks, model.dtype, is_stage=False)
     absent: dict[str, Tensor] = {}
     for number, layer in enumerate(layers):
         if number not in own:
@@ -267,12 +277,11 @@ def _take_stage(model: PreTrainedModel, ranks: Ranks) -> dict[str, Tensor]:
             layer._modules.clear()
             layer._parameters.clear()
             layer.forward = _hand_on
-    ends = [(stage + 1) * count // ranks.num_stages for stage in range(ranks.num_stages)]
     for stage, end in enumerate(ends):
-        layer = layers[end - 1]
-        layer.ranks = shapes
-        layer.is_source = stage == ranks.stage and ranks.layers.rank == 0
-        layer.register_forward_hook(_hand_over)
+        last: Any = layers[end - 1]
+        last.ranks = shapes
+        last.is_source = stage == ranks.stage and ranks.layers.rank == 0
+        last.register_forward_hook(_hand_over)
     return absent
 
 

@@ -5,7 +5,11 @@ All of them run the same steps. Where a product's inputs are split, each has a p
 `sum` adds these up in the order of the ranks, so that all go on with the same bits; where its
 outputs are split and all are needed, `gather` puts them side by side.
 
-On a CPU both are one operation in C, through memory that the processes share. `torch.distributed`
+Where the layers are cut into stages (pipeline parallelism: Huang et al., "GPipe", 2019), the first
+rank of a stage sends what its layers give to all ranks of the next one. Nobody waits for a later
+stage, so that each may be in another step.
+
+On a CPU each is one operation in C, through memory that the processes share. `torch.distributed`
 does the same on GPUs (NCCL), and on a CPU without a compiler (gloo, the reference).
 """
 
@@ -65,6 +69,14 @@ class Ranks(Protocol):
         """x [num_rows, size], contiguous → the ranks' columns side by side"""
         ...
 
+    def send(self, x: Tensor) -> None:
+        """x [num_rows, size], contiguous, to the next stage; of a stage's ranks the first does."""
+        ...
+
+    def receive(self, like: Tensor) -> Tensor:
+        """What the stage before sent: of the shape, dtype and device of `like`."""
+        ...
+
     def minimum(self, number: int) -> int:
         """The least of the ranks' numbers; at start only, since it waits long."""
         ...
@@ -88,6 +100,12 @@ class _Alone:
 
     def gather(self, x: Tensor) -> Tensor:
         return x
+
+    def send(self, x: Tensor) -> None:  # noqa: ARG002
+        raise AssertionError("there is no next stage")
+
+    def receive(self, like: Tensor) -> Tensor:  # noqa: ARG002
+        raise AssertionError("there is no stage before")
 
     def minimum(self, number: int) -> int:
         return number
@@ -118,6 +136,59 @@ class SharedMemory:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class Link:
+    """From the first rank of a stage to all ranks of the next one, which read as they come to it.
+
+    Args:
+        fd: as in `SharedMemory`.
+        rank: 0 sends, the others receive.
+        num_steps: that may be on their way before the sender waits.
+    """
+
+    def __init__(self, fd: int, *, rank: int, num_ranks: int, num_steps: int) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._memory = SharedMemory(fd)
+        self._header = self._memory.region(_HEADER_BYTES)
+        self._num_slots = 1 << (num_steps - 1).bit_length()
+        self._slots = torch.empty(self._num_slots, 0, dtype=torch.uint8)
+
+    @property
+    def is_sender(self) -> bool:
+        return self._rank == 0
+
+    def structure(self, library: CpuLibrary) -> Structure:
+        """`struct ranks` of `ops.h`; the caller keeps this object."""
+        return library.structure(
+            "ranks", rank=self._rank, num_ranks=self._num_ranks, places=self._header
+        )
+
+    def slots(self, num_bytes: int) -> Tensor:
+        """uint8 [num_slots, at least num_bytes]; all of its ranks must ask for the same numbers in
+        the same order."""
+        if num_bytes > self._slots.shape[1]:
+            size = max(mmap.PAGESIZE, 1 << (num_bytes - 1).bit_length())
+            self._slots = self._memory.region(self._num_slots * size).view(self._num_slots, size)
+        return self._slots
+
+    def send(self, library: CpuLibrary, x: Tensor) -> None:
+        self._run(library, "send_rows", x, x=x)
+
+    def receive(self, library: CpuLibrary, y: Tensor) -> None:
+        self._run(library, "receive_rows", y, y=y)
+
+    def _run(self, library: CpuLibrary, operation: str, rows: Tensor, **arguments: Any) -> None:
+        slots = self.slots(rows.nbytes)
+        library.run(
+            operation, is_shared=False, slots=slots, ranks=self.structure(library),
+            num_rows=c_int64(len(rows)), size=rows.shape[1], num_slots=len(slots),
+            slot_stride=slots.shape[1] // rows.itemsize, **arguments,
+        )  # fmt: skip
+
+    def give_up(self) -> None:
+        """As `SharedRanks.give_up`."""
+        self._header[self._num_ranks * _LINE_BYTES] = 1
+
+
 class SharedRanks:
     """Ranks on one machine.
 
@@ -126,6 +197,7 @@ class SharedRanks:
         store: a path for a file by which `torch.distributed` finds the ranks.
         layers: those that have the same layers, if not all have.
         stage, num_stages: where in the model these layers are.
+        before, after: to the stages there; None: this rank has no such link.
         check: called while this process waits at start; raises if another one has ended.
     """
 
@@ -140,9 +212,12 @@ class SharedRanks:
         layers: Ranks | None = None,
         stage: int = 0,
         num_stages: int = 1,
+        before: Link | None = None,
+        after: Link | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self.stage, self.num_stages, self._layers = stage, num_stages, layers
+        self.before, self.after = before, after
         self.num_on_cores = size
         self.memory, self._check = SharedMemory(fd), check
         self._store = store
@@ -197,6 +272,21 @@ class SharedRanks:
         self._exchange("gather_ranks", x, y=y, size=y.shape[1], part_size=part_size)
         return y
 
+    def send(self, x: Tensor) -> None:
+        if self._library is None:
+            dist.send(x, self.rank + 1)
+        elif self.after is not None:
+            self.after.send(self._library, x)
+
+    def receive(self, like: Tensor) -> Tensor:
+        y = torch.empty_like(like)
+        if self._library is None:
+            dist.recv(y, self.rank - 1)
+        else:
+            assert self.before is not None
+            self.before.receive(self._library, y)
+        return y
+
     def _exchange(self, operation: str, x: Tensor, **arguments: Any) -> None:
         assert self._library is not None
         if not x.numel():  # on all ranks
@@ -237,3 +327,6 @@ class SharedRanks:
         self._header[self.size * _LINE_BYTES] = 1
         if isinstance(self._layers, SharedRanks):
             self._layers.give_up()
+        for link in (self.before, self.after):
+            if link is not None:
+                link.give_up()

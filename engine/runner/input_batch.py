@@ -139,6 +139,7 @@ class InputBatch:
         max_num_seqs: maximum number of sequences.
         max_blocks: maximum number of blocks of a sequence.
         grammars: compiles what sequences must match.
+        draws_tokens: False: another rank does, and `receive` appends them.
         staging: copies a step's arrays to a device that keeps its tokens; None on a CPU.
 
     Attributes:
@@ -155,6 +156,7 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         grammars: GrammarCompiler,
+        draws_tokens: bool = True,
         staging: InputStaging | None = None,
     ) -> None:
         self._sequences: dict[int, DeviceSequence] = {}
@@ -171,7 +173,9 @@ class InputBatch:
         # The tables of the step's sequences, in the step's order. On a CPU they never move, since a
         # descheduled thread may read them late.
         self._step_tables = np.zeros_like(self._block_tables)
-        # While a run lasts, it counts the values above for its rows instead.
+        # While a run lasts, it counts the values above for its rows instead. Only where tokens are
+        # known when their step ends.
+        self._may_run = draws_tokens and staging is None
         self._run: DecodeRun | None = None
         self._grammars = grammars
         self._sampling = SamplingTable(
@@ -259,7 +263,7 @@ class InputBatch:
             token_rows=None if self._staging is None else _token_rows(tensors),
             drafts=drafts_of_rows,
         )
-        goes_on = are_all_sampled and self._staging is None and not inputs.sampling.changed
+        goes_on = are_all_sampled and self._may_run and not inputs.sampling.changed
         goes_on = goes_on and (images is None or images.rows is None)  # which stay in one step
         if goes_on and not any(item.num_wanted_drafts for item in scheduled):
             kind = DraftedRun if drafts_of_rows else DecodeRun
@@ -356,6 +360,19 @@ class InputBatch:
             self._num_computed[sequence.row] = len(token_ids) - 1
             self._last_token[sequence.row] = token_ids[-1]
         return sampled.select(kept)
+
+    def receive(self, seq_id: int, token_ids: Sequence[int], *, num_drafts: int) -> None:
+        """Append a sequence's tokens of a step that ended elsewhere, in place of its drafts."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:  # it has left meanwhile
+            return
+        known, row = sequence.token_ids, sequence.row
+        del known[len(known) - num_drafts :]
+        known += token_ids
+        self._num_tokens[row] = len(known)
+        self._last_token[row] = known[-1]
+        if num_drafts:
+            self._num_computed[row] = len(known) - 1
 
     def expect(self, seq_ids: Sequence[int]) -> list[tuple[list[int], int]]:
         """Append a placeholder to each sequence for a token that the device samples: the input of

@@ -44,6 +44,7 @@ from penstock.engine.runner.device import (
 from penstock.engine.runner.draft_model import NO_DRAFT_MODEL
 from penstock.engine.runner.draft_progress import num_draft_bytes
 from penstock.engine.runner.drafters import Drafter, draft_kv_specs, make_drafter
+from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.kv_cache import KVShape
 from penstock.engine.runner.kv_swap import HostTier, NoBlockBytes
 from penstock.engine.runner.memory import allocate_host_tier, allocate_pool
@@ -72,6 +73,7 @@ class RunnerInfo:
         quantization: of the weights, as in `EngineInfo`.
         weight_bytes: size of the weights in memory.
         overlaps_steps: a step can be launched while another runs.
+        sends_on: a later stage draws the tokens, while this one works on another step.
     """
 
     max_model_len: int
@@ -90,6 +92,7 @@ class RunnerInfo:
     overlaps_steps: bool
     device: str
     num_threads: int
+    sends_on: bool = False
 
 
 class ModelRunner:
@@ -147,6 +150,7 @@ class ModelRunner:
         self._pooler = Pooler(pooling, score_head)
         num_blocks = self._kv_pool.shape[2]
         max_blocks = min(num_blocks, shape.num_blocks_for(max_model_len))
+        sends_on = model.sends_on
         # Last, since it takes the weights out of `model`.
         self._model: LanguageModel = with_graphs(
             fastest(model, shape.block_size, library),
@@ -164,7 +168,9 @@ class ModelRunner:
             block_size=shape.block_size,
             device=self._device,
             grammars=self.grammars,
+            draws_tokens=not sends_on,
         )
+        self._sends_on = sends_on
         self.images = self._batch.encoder = model.images
         self._draft_model = make_drafter(
             drafting_model,
@@ -197,6 +203,7 @@ class ModelRunner:
             overlaps_steps=self._tokens.overlaps_steps,
             device=str(self._device),
             num_threads=self._model.num_threads,
+            sends_on=sends_on,
         )
 
     def execute(self, batch: Batch) -> BatchResult:
@@ -204,7 +211,7 @@ class ModelRunner:
         return self.launch(batch).result()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepInFlight:
+    def launch(self, batch: Batch) -> StepInFlight | StepSentOn:
         """The same without waiting for a GPU, so the next step may be launched at once."""
         self._batch.update(batch)
         self._host_tier.execute(batch.moves)
@@ -218,6 +225,8 @@ class ModelRunner:
         inputs = self._batch.prepare(
             batch, self._kv_pool, needs_prompt_lens=self._model.needs_prompt_lens
         )
+        if self._sends_on:
+            return self._send_on(batch, inputs, stopwatch)
         sampling = inputs.sampling
         masks = sampling.masks
         if masks is not None and not self._tokens.overlaps_steps:
@@ -251,6 +260,26 @@ class ModelRunner:
             self._draft_model,
             vectors,
         )
+
+    def _send_on(self, batch: Batch, inputs: StepInputs, stopwatch: Stopwatch) -> StepSentOn:
+        """The part of a step of a stage that is not the last."""
+        self.adapters.prepare(batch, ())
+        input_ids = self._tokens.input_ids(inputs)
+        output = run_step(self._model, input_ids, inputs.context, None, None, None)
+        self._draft_model.follow(batch, inputs, output)
+        return StepSentOn(batch.step, stopwatch, self._host_tier)
+
+    def receive(self, tokens: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        """Append tokens that the last stage drew, if that is another one.
+
+        Args:
+            tokens: seq_id → in place of how many drafts, and the tokens.
+        """
+        if not self._sends_on:
+            return
+        for seq_id, (num_drafts, token_ids) in tokens.items():
+            self._batch.receive(seq_id, token_ids, num_drafts=num_drafts)
+        self._draft_model.settle(tuple(tokens))
 
     def _choose(self, output: StepOutput, sampling: SamplingBatch) -> ChosenTokens | Sampled:
         """The token of each sampled row, which a GPU may not have computed yet."""
@@ -395,6 +424,30 @@ class StepInFlight:
             for row, is_good in zip(rows or range(len(is_valid)), is_valid, strict=True)
             if not is_good
         }
+
+
+class StepSentOn:
+    """A launched step whose tokens a later stage draws.
+
+    Args: as of `StepInFlight`.
+    """
+
+    __slots__ = ("_step", "_stopwatch", "_swaps")
+
+    def __init__(self, step: int, stopwatch: Stopwatch, swaps: Swaps) -> None:
+        stopwatch.mark_end()
+        self._step, self._stopwatch, self._swaps = step, stopwatch, swaps
+
+    def result(self) -> BatchResult:
+        """How long this stage took; waits for it."""
+        swap_out_s, swap_in_s = self._swaps.take_seconds()
+        return BatchResult(
+            step=self._step,
+            token_ids={},
+            compute_s=self._stopwatch.seconds(),
+            swap_out_s=swap_out_s,
+            swap_in_s=swap_in_s,
+        )
 
 
 _Value = TypeVar("_Value")

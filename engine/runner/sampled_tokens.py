@@ -172,8 +172,13 @@ def make_token_path(
     block_size: int,
     device: torch.device,
     grammars: GrammarCompiler,
+    draws_tokens: bool = True,
 ) -> tuple[InputBatch, TokenPath]:
-    """The sequences of a device, and how their tokens travel."""
+    """The sequences of a device, and how their tokens travel.
+
+    Args:
+        draws_tokens: as in `InputBatch`.
+    """
     is_overlapped = runs_beside_the_host(device)
     num_seqs, staging = config.max_num_seqs, None
     if is_overlapped:
@@ -186,6 +191,7 @@ def make_token_path(
         device=device,
         staging=staging,
         grammars=grammars,
+        draws_tokens=draws_tokens,
     )
     if is_overlapped:
         return batch, TokensOnDevice(batch, num_seqs, device)

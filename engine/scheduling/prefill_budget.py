@@ -24,14 +24,23 @@ from penstock.engine.request import Sequence
 MIN_PROMPT_TOKENS = 128
 
 
-def step_budget(config: SchedulerConfig, *, num_decoding: int, prefill_tokens_per_s: float) -> int:
+def step_budget(
+    config: SchedulerConfig,
+    *,
+    num_decoding: int,
+    prefill_tokens_per_s: float,
+    num_microbatches: int = 1,
+) -> int:
     """Tokens of the next step.
 
     Args:
         num_decoding: sequences that wait for their next token.
         prefill_tokens_per_s: measured rate; 0 before the first prompt.
+        num_microbatches: steps that are computed at once, which share the limit.
     """
     most = config.max_num_batched_tokens
+    if config.enable_chunked_prefill:
+        most = -(-most // num_microbatches)
     if not num_decoding or not prefill_tokens_per_s or not config.enable_chunked_prefill:
         return most
     in_time = int(prefill_tokens_per_s * config.max_stall_ms / 1e3)

@@ -56,6 +56,9 @@ class Scheduler:
         block_move_s: seconds to move a block between the tiers, as measured at start.
         num_cheap_rows: tokens that a step computes in about the time of one: the room for drafts.
         pooling: what the model can do.
+        num_microbatches: steps that stages of the model compute at once, each for other sequences
+            (Huang et al., "GPipe", 2019): a sequence's next token is planned when the last is
+            known. With 1 it is planned at once.
         clock: seconds, the clock of requests' `arrival_s`.
     """
 
@@ -70,8 +73,10 @@ class Scheduler:
         num_cheap_rows: int = 8,
         pooling: ModelPooling | None = None,
         keeps_images_whole: bool = False,
+        num_microbatches: int = 1,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._num_microbatches = num_microbatches
         self._pooling = pooling or ModelPooling()
         self.blocks = blocks
         self.counters = SchedulerCounters()
@@ -200,9 +205,14 @@ class Scheduler:
         scheduled: dict[int, ScheduledSequence] = {}
         has_preempted = False
         decoding, in_prompt = self._by_phase()
+        if self._num_microbatches > 1:
+            # What others in flight leave, but no more than their share: so they become alike.
+            share = -(-len(decoding) // self._num_microbatches)
+            decoding = [each for each in decoding if self._num_uncomputed(each) > 0][:share]
         budget = step_budget(
             self._config,
             num_decoding=len(decoding),
+            num_microbatches=self._num_microbatches,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
         )
         limits = self._prompt_limits(in_prompt, budget - len(decoding))
@@ -272,7 +282,8 @@ class Scheduler:
         if sequence.num_in_flight_tokens:
             num_tokens = sequence.num_tokens
             if (
-                sequence.params.beam_search is not None  # the search decides what comes next
+                self._num_microbatches > 1
+                or sequence.params.beam_search is not None  # the search decides what comes next
                 or self._stop_rule.fills(sequence, num_tokens=num_tokens)  # it is the last
                 or self.drafting.awaits(sequence)
             ):

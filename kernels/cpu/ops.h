@@ -314,6 +314,25 @@ struct gather_ranks_args {
     int64_t size, part_size, part_stride;
 };
 
+/* Rows from rank 0 of a link to all its other ranks, through slots that take turns. Waits until the receivers
+ * have read what was in the slot. */
+struct send_rows_args {
+    const void *x; /* [rows, size] */
+    void *slots;   /* [num_slots, slot_stride values], in memory that all share */
+    const struct ranks *ranks;
+    const int64_t *num_rows;
+    int64_t size, slot_stride, num_slots; /* num_slots: a power of two, so that counters may overflow */
+};
+
+/* y[rows, size] = what was sent next. Waits until it was. */
+struct receive_rows_args {
+    void *y;
+    const void *slots;
+    const struct ranks *ranks;
+    const int64_t *num_rows;
+    int64_t size, slot_stride, num_slots;
+};
+
 /* y[r, size] = x[sampled_tokens[r]], of num_sampled rows */
 struct gather_rows_args {
     void *y;

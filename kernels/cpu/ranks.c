@@ -46,12 +46,26 @@ static void wait_for(struct place *other, uint32_t meeting, struct place *end) {
     atomic_fetch_sub(&other->num_sleeping, 1);
 }
 
-void ranks_meet(const struct ranks *ranks) {
-    struct place *places = ranks->places, *own = &places[ranks->rank];
-    const uint32_t meeting = atomic_load_explicit(&own->num_meetings, memory_order_relaxed) + 1;
-    atomic_store(&own->num_meetings, meeting);
+uint32_t ranks_count(const struct ranks *ranks) {
+    const struct place *places = ranks->places;
+    return atomic_load_explicit(&places[ranks->rank].num_meetings, memory_order_relaxed);
+}
+
+void ranks_come(const struct ranks *ranks) {
+    struct place *own = (struct place *)ranks->places + ranks->rank;
+    atomic_store(&own->num_meetings, ranks_count(ranks) + 1);
     if (atomic_load(&own->num_sleeping))
         syscall(SYS_futex, &own->num_meetings, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void ranks_await(const struct ranks *ranks, long rank, uint32_t count) {
+    struct place *places = ranks->places;
+    wait_for(&places[rank], count, &places[ranks->num_ranks]);
+}
+
+void ranks_meet(const struct ranks *ranks) {
+    ranks_come(ranks);
+    const uint32_t meeting = ranks_count(ranks);
     for (long rank = 0; rank < ranks->num_ranks; rank++)
-        if (rank != ranks->rank) wait_for(&places[rank], meeting, &places[ranks->num_ranks]);
+        if (rank != ranks->rank) ranks_await(ranks, rank, meeting);
 }

@@ -43,3 +43,25 @@ struct job NAME(gather_ranks)(const void *args) {
     ranks_meet(a->ranks);
     return (struct job){NAME(gather_ranks_item), a, *a->num_rows, 0};
 }
+
+/* Rows are few beside what is computed of them, so the thread that plans it copies them. */
+struct job NAME(send_rows)(const void *args) {
+    const struct send_rows_args *a = args;
+    const uint32_t count = ranks_count(a->ranks);
+    for (long rank = 1; rank < a->ranks->num_ranks; rank++)
+        ranks_await(a->ranks, rank, count + 1 - (uint32_t)a->num_slots);
+    DTYPE *slot = (DTYPE *)a->slots + count % (uint32_t)a->num_slots * a->slot_stride;
+    memcpy(slot, a->x, (size_t)(*a->num_rows * a->size) * sizeof *slot);
+    ranks_come(a->ranks);
+    return (struct job){0};
+}
+
+struct job NAME(receive_rows)(const void *args) {
+    const struct receive_rows_args *a = args;
+    const uint32_t count = ranks_count(a->ranks);
+    ranks_await(a->ranks, 0, count + 1);
+    const DTYPE *slot = (const DTYPE *)a->slots + count % (uint32_t)a->num_slots * a->slot_stride;
+    memcpy(a->y, slot, (size_t)(*a->num_rows * a->size) * sizeof *slot);
+    ranks_come(a->ranks);
+    return (struct job){0};
+}

@@ -6,10 +6,11 @@ import random
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -26,11 +27,19 @@ from penstock.engine.config import (
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigError, EngineDeadError
 from penstock.engine.lora.files import find_adapter
-from penstock.engine.request import Request, SamplingParams, TokenLogprobs
+from penstock.engine.pooling import PoolingParams
+from penstock.engine.request import (
+    BeamSearch,
+    Request,
+    SamplingParams,
+    StructuredOutputs,
+    TokenLogprobs,
+)
 from penstock.engine.startup import build_core
 from tests.support.peft_models import write_adapter
 
 from .greedy_parity import NEAR_TIE
+from .lettered import lettered
 
 CPU = DeviceConfig(device="cpu", num_threads=1)
 ONE_PREFIX = 20  # tokens with which some prompts begin alike
@@ -94,6 +103,16 @@ CASES: dict[str, tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = 
             "model_impl": "transformers",
             "cache": CacheConfig(num_blocks=18, num_host_blocks=200),
             "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
+        },
+    ),
+    "three stages, drafts": (
+        (1, 3),
+        "LlamaForCausalLM",
+        {"num_hidden_layers": 4},
+        {
+            "scheduler": SchedulerConfig(
+                max_num_batched_tokens=64, speculative_config={"prompt_lookup_min": 1}
+            )
         },
     ),
     "two stages of two": ((2, 2), "Gemma2ForCausalLM", {"num_hidden_layers": 4}, {}),
@@ -192,7 +211,7 @@ def test_ranks_give_the_tokens_of_one(case: str, tiny_checkpoint: Callable[..., 
         ranks = children() - others
     assert_equal(got, expected)
     whole, part = (each._executor.info for each in (one, several))
-    assert part.weight_bytes < 0.7 * whole.weight_bytes
+    assert part.weight_bytes < 0.75 * whole.weight_bytes
     if num_stages == 1:
         assert part.bytes_per_block * min(num_ranks, 2) == whole.bytes_per_block
     else:
@@ -201,6 +220,92 @@ def test_ranks_give_the_tokens_of_one(case: str, tiny_checkpoint: Callable[..., 
         assert several.scheduler.counters.num_swaps > 0
     assert len(ranks) == num_ranks * num_stages - 1
     assert children() == others
+
+
+@dataclass
+class Heard:
+    """What a client heard of a branch."""
+
+    tokens: list[Any] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+def heard(core: EngineCore, given: list[Request]) -> dict[tuple[str, int], Heard]:
+    """Of all requests, of which one is aborted on its way."""
+    found: dict[tuple[str, int], Heard] = {}
+    for request in given:
+        core.add(request)
+    while core.has_work():
+        for output in core.step():
+            branch = found.setdefault((output.request_id, output.index), Heard())
+            branch.tokens += output.token_ids
+            branch.logprobs += (*output.prompt_logprobs, *output.logprobs)
+            if output.finish_reason is not None:
+                branch.tokens += (output.finish_reason, output.vector)
+            if output.request_id == "aborted" and len(branch.tokens) == 5:
+                core.abort("aborted")
+        core.scheduler.blocks.check_integrity()
+    assert core.scheduler.blocks.tiers.device.num_held == 0
+    return found
+
+
+def test_stages_give_to_the_bit_what_one_rank_gives(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """To requests of all kinds, while a sequence is in one of the steps in flight at a time."""
+    path = lettered(tiny_checkpoint("LlamaForCausalLM", num_hidden_layers=4), tmp_path / "model")
+    grammar = StructuredOutputs("regex", "[a-z]+(-[0-9]{1,9}){2,3}x*")
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {"top_p": 0.95},
+        "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        "described": {"logprobs": 3, "prompt_logprobs": 2},
+        "samples": {"n": 3},
+        "grammar": {"n": 2, "structured_outputs": grammar, "ignore_eos": False},
+        "beams": {"temperature": 0.0, "beam_search": BeamSearch(width=2), "ignore_eos": False},
+        "warm": {"max_tokens": 0},
+        "vector": {"max_tokens": 0},
+        "aborted": {},
+    }
+    rng = random.Random(5)
+    given = [
+        Request(
+            request_id=kind,
+            prompt_token_ids=tuple(rng.randrange(3, 90) for _ in range(10 * number + 1)),
+            sampling_params=SamplingParams(
+                **{"temperature": 0.9, "max_tokens": NUM_NEW, "ignore_eos": True, "seed": 1} | more
+            ),
+            arrival_s=float(number),
+            pooling=PoolingParams(task="embed") if kind == "vector" else None,
+        )
+        for number, (kind, more) in enumerate(kinds.items())
+    ]
+    plain = build(path, 1)
+    expected = heard(plain, given)
+    assert len(expected["vector", 0].tokens[-1] or b"") == 4 * 64
+    predicted = tuple(each for each in expected["plain", 0].tokens if isinstance(each, int))
+    given[0] = msgspec.structs.replace(given[0], prediction_token_ids=(*predicted[:9], 5))
+    settings = {
+        "cache": CacheConfig(num_blocks=22, num_host_blocks=200),
+        "scheduler": SchedulerConfig(preemption="swap", max_num_batched_tokens=64),
+    }
+    with closing(build(path, 1, 3, **settings)) as staged:
+        got = heard(staged, given)
+    assert staged._max_steps_in_flight == 3
+    assert staged.scheduler.counters.num_swaps > 0
+    assert staged.scheduler.drafting.counters.num_accepted_tokens > 0
+    stopped, whole = (each.pop(("aborted", 0)).tokens for each in (got, expected))
+    assert len(stopped) >= 5
+    assert stopped == whole[: len(stopped)]
+    assert got == expected
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=64,
+        speculative_config={"method": "draft_model", "model": str(path)},
+    )
+    with closing(build(path, 1, 2, scheduler=scheduler)) as guessing:
+        got = heard(guessing, given[:2])
+    assert guessing._max_steps_in_flight == 1
+    assert guessing.scheduler.drafting.counters.num_accepted_tokens > 0
+    assert got == {key: expected[key] for key in got}
 
 
 def test_adapters_on_ranks(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

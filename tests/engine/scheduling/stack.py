@@ -48,6 +48,7 @@ class Stack:
         max_model_len: int = MAX_MODEL_LEN,
         is_length_bound: bool = False,
         keeps_images_whole: bool = False,
+        num_microbatches: int = 1,
     ) -> None:
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
         self.clock = Clock()
@@ -65,6 +66,7 @@ class Stack:
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
             keeps_images_whole=keeps_images_whole,
+            num_microbatches=num_microbatches,
             clock=self.clock,
         )
         self.device = FakeDevice(

@@ -1,8 +1,8 @@
 """Any history of adds, aborts and steps: nothing leaks, nothing is shared wrongly, all ends well.
 
 Every way of holding memory takes part: prefix cache, host tier, both kinds of preemption, samples,
-beams, prompt log-probabilities, priorities, several steps in flight. The device reads every block
-back, and each stream must be what it would have been alone.
+beams, prompt log-probabilities, priorities, several steps in flight, microbatches. The device reads
+every block back, and each stream must be what it would have been alone.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class History:
         draw = self.data.draw
         block_size = draw(st.sampled_from([1, 3, 4, 16]))
         smallest = -(-MAX_MODEL_LEN // block_size)
+        num_steps = draw(st.integers(1, 3))
         stack = Stack(
             num_blocks=smallest + draw(st.integers(0, smallest)),
             block_size=block_size,
@@ -83,13 +84,14 @@ class History:
             config=SchedulerConfig(
                 max_num_seqs=draw(st.sampled_from([1, 2, 3, 5, 8])),  # of eight, one is kept
                 max_num_batched_tokens=draw(st.integers(1, 40)),
-                max_steps_in_flight=draw(st.integers(1, 3)),
+                max_steps_in_flight=num_steps,
                 scheduling_policy="priority",
                 preemption=draw(st.sampled_from(["auto", "swap", "recompute"])),
                 speculative_config=draw(
                     st.sampled_from([None, {"prompt_lookup_min": 1}, {"num_speculative_tokens": 2}])
                 ),
             ),
+            num_microbatches=draw(st.sampled_from([1, num_steps])),
         )
         stack.device.guesses = draw(st.booleans())
         return stack

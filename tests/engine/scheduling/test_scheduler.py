@@ -56,6 +56,34 @@ def test_every_stream_gets_its_own_tokens(
     assert (stack.scheduler.counters.num_preemptions > 0) == (num_blocks < 400)
 
 
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_microbatches_share_the_sequences_equally(num_steps: int) -> None:
+    """Also when some have ended and others have come; a sequence is in one of them only."""
+    config = SchedulerConfig(
+        max_num_seqs=16, max_num_batched_tokens=64, max_steps_in_flight=num_steps
+    )
+    stack = Stack(num_blocks=400, config=config, num_microbatches=num_steps)
+    for index in range(12):
+        stack.add(f"r{index}", [index], max_tokens=50 if index % 2 else 10)
+    sizes: list[int] = []  # of the steps in flight, while all their sequences decode
+    for number in range(60):
+        if number == 24:
+            for index in range(12, 18):
+                stack.add(f"r{index}", [index], max_tokens=30)
+        stack.step()
+        batches = [batch for batch, _ in stack.core._in_flight]
+        seq_ids = [item.seq_id for batch in batches for item in batch.scheduled]
+        assert len(set(seq_ids)) == len(seq_ids)
+        sizes.append(max((len(batch.scheduled) for batch in batches), default=0))
+        assert all(batch.num_tokens <= -(-64 // num_steps) for batch in batches)
+    assert sizes[8] == 12 // num_steps
+    assert sizes[-1] == 12 // num_steps
+    stack.run()
+    for index in range(18):
+        length = 30 if index >= 12 else 50 if index % 2 else 10
+        assert stack.tokens(f"r{index}") == expected_output([index], length)
+
+
 def test_a_step_never_exceeds_its_budgets() -> None:
     stack = Stack(config=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=7))
     for index, prompt in enumerate(prompts(10)):

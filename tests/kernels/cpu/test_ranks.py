@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.parallel.ranks import SharedRanks
+from penstock.engine.parallel.ranks import Link, SharedRanks
 from penstock.kernels.cpu.library import CpuLibrary, load_library
 
 Body = Callable[[SharedRanks], Any]
@@ -109,6 +109,38 @@ def test_parts_are_gathered_side_by_side(
     assert all(torch.equal(each, whole) for each in on_ranks(size, body))
 
 
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_links_hand_on_rows_in_their_order(library: CpuLibrary, data: st.DataObject) -> None:
+    """To each receiver, though one of them lags behind, and rows become more."""
+    num_receivers = data.draw(st.integers(1, 3), "receivers")
+    num_steps = data.draw(st.integers(1, 3), "steps on their way")
+    counts = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12), "rows")
+    width, seed = data.draw(st.integers(1, 70), "size"), data.draw(st.integers(0, 9), "seed")
+    generator = torch.Generator().manual_seed(seed)
+    sent = [torch.randn(n, width, generator=generator).to(library.dtype) for n in counts]
+    fd = os.memfd_create("test")
+
+    def body(rank: int) -> list[Tensor]:
+        rng, received = random.Random(seed * 10 + rank), []
+        link = Link(fd, rank=rank, num_ranks=1 + num_receivers, num_steps=num_steps)
+        for x in sent:
+            time.sleep(rng.choice((0.0, 0.0, 0.0005)))
+            if link.is_sender:
+                link.send(library, x)
+            else:
+                y = torch.full_like(x, torch.nan)
+                link.receive(library, y)
+                received.append(y)
+        return received
+
+    with ThreadPoolExecutor(1 + num_receivers) as threads:
+        _, *all_received = threads.map(body, range(1 + num_receivers))
+    os.close(fd)
+    for received in all_received:
+        assert all(torch.equal(y, x) for y, x in zip(received, sent, strict=True))
+
+
 def test_tensors_of_torch_are_summed_and_gathered() -> None:
     def body(ranks: SharedRanks) -> tuple[Tensor, ...]:
         ranks.open(torch.float32, torch.device("cpu"))
@@ -135,6 +167,19 @@ def test_nobody_waits_for_ranks_that_were_given_up() -> None:
             ends.join()
 
     on_ranks(2, body)
+
+
+def test_nobody_waits_for_a_link_that_was_given_up() -> None:
+    library = load_library(torch.float32)
+    assert library is not None
+    fd = os.memfd_create("test")
+    link = Link(fd, rank=0, num_ranks=2, num_steps=1)
+    ends = threading.Timer(0.05, link.give_up)
+    ends.start()
+    for _ in range(3):  # there is room for one
+        link.send(library, torch.ones(1, 4))
+    ends.join()
+    os.close(fd)
 
 
 def test_regions_do_not_change_what_another_rank_has_written() -> None:
