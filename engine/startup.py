@@ -51,8 +51,6 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         device, executor = encoder.info, InProcessExecutor(encoder)
         config = _for_encoder(config, device.max_model_len)
     elif config.device.num_ranks > 1:
-        if config.lora.enable_lora and config.device.pipeline_parallel_size > 1:
-            raise ConfigError("--enable-lora cannot be used with --pipeline-parallel-size")
         executor = RanksExecutor(config, path, eos_token_ids=eos_token_ids, pooling=pooling)
         device = executor.info
     else:

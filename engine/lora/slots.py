@@ -145,6 +145,8 @@ class AdapterSlots:
             sampled_seq_ids: the sequence of each row whose logits are computed.
         """
         self._follow(batch)
+        if not batch.scheduled:
+            return
         if not self._adapters:
             if self._last is not None:
                 self._last = None

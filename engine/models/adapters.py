@@ -18,6 +18,7 @@ from penstock.engine.models.language_model import TorchModel
 from penstock.engine.models.names import Names, row_orders
 from penstock.engine.parallel.shard import Shard
 from penstock.kernels.cpu.library import CpuLibrary
+from penstock.kernels.cpu.weight_memory import WeightMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,15 @@ class AdaptedLayer:
             part and LowRank(*shard.take_update(part.a, part.b, place), part.scale)
             for place, part in zip(places, parts, strict=True)
         ]
+
+
+class AbsentLayer(LayerAdapters):
+    """Stands for a layer that another stage has."""
+
+    def pack(self, parts: Sequence[LowRank | None], _: WeightMemory) -> tuple[()] | None:
+        return () if any(parts) else None
+
+    def install(self, slot: int, packed: tuple[()] | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +118,7 @@ def make_room(
         rows: StepRows,
         *,
         is_table: bool = False,
+        is_here: bool = True,
         shard: Shard | None = None,
     ) -> LayerAdapters:
         # PEFT has transformers' name of the head, whatever old checkpoints call it.
@@ -116,7 +127,9 @@ def make_room(
             part_sizes = (sum(part_sizes),)
         room: dict[str, Any] = {"num_slots": num_slots, "max_rank": max_rank}
         adapters: LayerAdapters
-        if isinstance(rows, CpuRows):
+        if not is_here:
+            adapters = AbsentLayer()
+        elif isinstance(rows, CpuRows):
             adapters = CpuAdapters(part_sizes, in_features, rows=rows, is_table=is_table, **room)
         else:
             like = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -136,9 +149,19 @@ def make_room(
         if isinstance(module, Linear):
             sizes, size = module.part_sizes, module.in_features
             module.adapters = add(name, sizes, size, rows, shard=module.shard)
-    vocab_size, hidden_size = model.vocab_size, model.config.hidden_size
-    model.embed_tokens.adapters = add(TABLE, (hidden_size,), vocab_size, rows, is_table=True)
-    model.head_adapters = add(HEAD, (vocab_size,), hidden_size, sampled_rows)
+    for name, absent in model.absent_matrices().items():
+        if isinstance(absent, Linear):
+            add(name, absent.part_sizes, absent.in_features, rows, is_here=False)
+    config = model.config
+    vocab_size, hidden_size = model.vocab_size, config.hidden_size
+    table = add(
+        TABLE, (hidden_size,), vocab_size, rows, is_table=True, is_here=config.has_embedding
+    )
+    if config.has_embedding:
+        model.embed_tokens.adapters = table
+    head = add(HEAD, (vocab_size,), hidden_size, sampled_rows, is_here=config.has_head)
+    if config.has_head:
+        model.head_adapters = head
     model.can_be_captured = False  # the rows of a graph would stay the same
     return AdaptedModel(
         layers=layers,

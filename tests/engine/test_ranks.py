@@ -308,14 +308,17 @@ def test_stages_give_to_the_bit_what_one_rank_gives(
     assert got == {key: expected[key] for key in got}
 
 
-def test_adapters_on_ranks(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["two ranks", "two stages"])
+def test_adapters_on_ranks(
+    shape: tuple[int, int], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     path = tiny_checkpoint("Qwen2ForCausalLM", tie_word_embeddings=True)
     adapters = {"all": tmp_path / "all", "tables": tmp_path / "tables"}
     write_adapter(path, adapters["all"], 1)
     write_adapter(path, adapters["tables"], 2, target_modules=["embed_tokens", "lm_head"], r=16)
     lora = LoraConfig(enable_lora=True, max_loras=2)
     expected = answers(build(path, 1, lora=lora), requests(adapters))
-    with closing(build(path, 2, lora=lora)) as several:
+    with closing(build(path, *shape, lora=lora)) as several:
         got = answers(several, requests(adapters))
     assert_equal(got, expected)
     assert got["r1"] != got["r0"]
