@@ -1,8 +1,9 @@
 """`penstock bench ranks`: a model on several ranks beside the same threads in one, on the CPU.
 
-In turns, the same streams decode in an engine of N threads, and in one of N ranks with a thread
-each; both have a process of their own, and rest while the other runs. A figure is the median of
-the ratios of neighbouring runs. And what a sum over the ranks takes: one row of a decoding step.
+In turns, the same streams decode in an engine of N threads, in one of N ranks with a thread each
+that share its matrices, and in one of N such stages; each has a process of its own, and rests while
+another runs. A figure is the median of the ratios of neighbouring runs. And what a sum over the
+ranks takes: one row of a decoding step.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ class Figures:
     tokens_per_s: float
     ratio: float
     ratios: Sequence[float]
+    stages_tokens_per_s: float
+    stages_ratio: float
+    stages_ratios: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", help="as for `penstock serve`")
     add("--quantization", default="none", help="as for `penstock serve`")
     add("--num-ranks", type=positive, default=2, help="ranks, and threads of the one beside them")
-    add("--num-seqs", type=counts, default="1,8", help="numbers of streams, comma-separated")
+    add("--num-seqs", type=counts, default="1,8,32", help="numbers of streams, comma-separated")
     add("--prompt-tokens", type=positive, default=32, help="tokens of a prompt")
     add("--output-tokens", type=positive, default=64, help="tokens of an output")
     add("--repeats", type=positive, default=7, help="timed rounds")
@@ -91,6 +95,8 @@ def run(parsed: argparse.Namespace) -> int:
             f"tok/s, {parsed.num_ranks} ranks": lambda each: f"{each.tokens_per_s:.1f}",
             "ratio": lambda each: f"{each.ratio:.3f}",
             "bar": lambda each: _verdict(each.ratio >= _MIN_RATIO, f"≥ {_MIN_RATIO}"),
+            f"tok/s, {parsed.num_ranks} stages": lambda each: f"{each.stages_tokens_per_s:.1f}",
+            "stages' ratio": lambda each: f"{each.stages_ratio:.3f}",
         },
     )
     times = table_of(
@@ -103,7 +109,7 @@ def run(parsed: argparse.Namespace) -> int:
         },
     )
     where, at_commit = machine(), commit()
-    title = f"{parsed.num_ranks} ranks of one thread beside one of {parsed.num_ranks}"
+    title = f"{parsed.num_ranks} ranks or stages of one thread beside one of {parsed.num_ranks}"
     made = f"{where['cpu']}, {where['cores']} cores, commit {at_commit}, {Path(parsed.model).name}"
     settings = ("model", "dtype", "quantization", "num_ranks", "prompt_tokens", "output_tokens")
     data = {
@@ -173,36 +179,42 @@ def _sum_rows(rank: int, num_ranks: int, fd: int, num_sums: int) -> dict[int, li
 
 
 def _measure_decoding(parsed: argparse.Namespace) -> list[Figures]:
-    rates: dict[int, list[tuple[float, float]]] = {each: [] for each in parsed.num_seqs}
+    rates: dict[int, list[tuple[float, ...]]] = {each: [] for each in parsed.num_seqs}
     with ExitStack() as stack:
         measure = [
-            stack.enter_context(_Engine(parsed, num_ranks=num_ranks))
-            for num_ranks in (1, parsed.num_ranks)
+            stack.enter_context(_Engine(parsed, num_ranks=num_ranks, num_stages=num_stages))
+            for num_ranks, num_stages in ((1, 1), (parsed.num_ranks, 1), (1, parsed.num_ranks))
         ]
         for number in range(parsed.repeats + 1):
             for num_seqs, found in rates.items():
-                one, several = (engine.rate(num_seqs) for engine in measure)
+                run = tuple(engine.rate(num_seqs) for engine in measure)
                 if number:  # the first warms up
-                    found.append((one, several))
-    return [
-        Figures(
-            num_seqs=num_seqs,
-            one_rank_tokens_per_s=statistics.median(one for one, _ in pairs),
-            tokens_per_s=statistics.median(several for _, several in pairs),
-            ratio=statistics.median(several / one for one, several in pairs),
-            ratios=[several / one for one, several in pairs],
-        )
-        for num_seqs, pairs in rates.items()
-    ]
+                    found.append(run)
+    return [_figures(num_seqs, runs) for num_seqs, runs in rates.items()]
+
+
+def _figures(num_seqs: int, runs: Sequence[tuple[float, ...]]) -> Figures:
+    one, ranks, stages = map(statistics.median, zip(*runs, strict=True))
+    ratios, stages_ratios = ([run[place] / run[0] for run in runs] for place in (1, 2))
+    return Figures(
+        num_seqs=num_seqs,
+        one_rank_tokens_per_s=one,
+        tokens_per_s=ranks,
+        ratio=statistics.median(ratios),
+        ratios=ratios,
+        stages_tokens_per_s=stages,
+        stages_ratio=statistics.median(stages_ratios),
+        stages_ratios=stages_ratios,
+    )
 
 
 class _Engine:
     """An engine in a process of its own, since a pool of threads never shrinks."""
 
-    def __init__(self, parsed: argparse.Namespace, *, num_ranks: int) -> None:
+    def __init__(self, parsed: argparse.Namespace, *, num_ranks: int, num_stages: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._other = context.Pipe()
-        given = (self._other, vars(parsed), num_ranks)
+        given = (self._other, vars(parsed), num_ranks, num_stages)
         self._process = context.Process(target=_serve, args=given)
 
     def __enter__(self) -> _Engine:
@@ -222,8 +234,8 @@ class _Engine:
         return cast("float", self._pipe.recv())
 
 
-def _serve(pipe: Connection, given: dict[str, Any], num_ranks: int) -> None:
-    num_threads = given["num_ranks"] // num_ranks
+def _serve(pipe: Connection, given: dict[str, Any], num_ranks: int, num_stages: int) -> None:
+    num_threads = given["num_ranks"] // (num_ranks * num_stages)
     lengths = Lengths(prompt_tokens=given["prompt_tokens"], output_tokens=given["output_tokens"])
     core, _ = build_core(
         EngineConfig(
@@ -235,7 +247,10 @@ def _serve(pipe: Connection, given: dict[str, Any], num_ranks: int) -> None:
             ),
             scheduler=SchedulerConfig(),
             device=DeviceConfig(
-                device="cpu", num_threads=num_threads, tensor_parallel_size=num_ranks
+                device="cpu",
+                num_threads=num_threads,
+                tensor_parallel_size=num_ranks,
+                pipeline_parallel_size=num_stages,
             ),
         )
     )

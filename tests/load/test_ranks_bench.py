@@ -22,6 +22,8 @@ def test_ranks_are_measured_beside_one(tmp_path: Path, capsys) -> None:
     assert [each["num_seqs"] for each in found["decoding"]] == [1, 2]
     for each in found["decoding"]:
         assert each["ratio"] == each["tokens_per_s"] / each["one_rank_tokens_per_s"] > 0
+        stages_ratio = each["stages_tokens_per_s"] / each["one_rank_tokens_per_s"]
+        assert each["stages_ratio"] == stages_ratio > 0
     assert [each["size"] for each in found["sums"]] == [896, 2048, 4096]
     assert all(each["percentile_90_us"] >= each["median_us"] > 0 for each in found["sums"])
     assert "tok/s, 2 ranks" in capsys.readouterr().out
