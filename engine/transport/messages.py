@@ -292,6 +292,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kv_sent_bytes_total: int = 0
     kv_received_bytes_total: int = 0
 
+    def drain_s(self, num_tokens: float) -> float:
+        """Predicted seconds until this many tokens have left the queue; 0 if no rate is known."""
+        # While the queue is empty, only computing the prompts takes time.
+        is_empty = self.num_requests_waiting == 0
+        rate = (0.0 if is_empty else self.queue_tokens_per_s) or self.prefill_tokens_per_s
+        return num_tokens / rate if rate > 0 else 0.0
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="step"):
     """One iteration's outputs for all streams of one gateway.

@@ -143,11 +143,7 @@ class EngineQueue:
 
     def drain_s(self, num_tokens: float) -> float:
         """Predicted seconds until this many tokens have left the queue; 0 if no rate is known."""
-        stats = self._engine.stats
-        # While the queue is empty, only computing the prompts takes time.
-        is_empty = stats.num_requests_waiting == 0
-        rate = (0.0 if is_empty else stats.queue_tokens_per_s) or stats.prefill_tokens_per_s
-        return num_tokens / rate if rate > 0 else 0.0
+        return self._engine.stats.drain_s(num_tokens)
 
     @property
     def num_requests(self) -> int:

@@ -236,6 +236,13 @@ def _check_pool(settings: Mapping[str, Any]) -> None:
         raise ConfigError("--discover needs --redis-url: engines register in Redis")
     if settings["ray_address"] is not None and not settings["discover"]:
         raise ConfigError("--ray-address needs --discover: Ray's engines register in Redis")
+    most = settings["max_replicas"]
+    if most is not None and settings["ray_address"] is None:
+        raise ConfigError("--max-replicas needs --ray-address: elsewhere an autoscaler decides")
+    if most is not None and not 0 < settings["replicas"] <= most:
+        raise ConfigError(
+            f"--max-replicas {most} must be at least --replicas {settings['replicas']}, and that 1"
+        )
     if settings["replicas"] == 0 and not is_remote:
         raise ConfigError("--replicas 0 needs --engine or --discover: there would be no engine")
     if is_remote:

@@ -412,6 +412,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "their address", NAME),
         Flag("ray-address", None, "have Ray place the --replicas, on its cluster at this address; "
              "needs pip install 'penstock-llm[ray]' and --redis-url"),
+        Flag("max-replicas", None, "have Ray start up to this many engines while the queue is "
+             "long; default: always --replicas", REPLICAS),
+        Flag("scale-up-queue-ms", 1000, "start another one when new prompts are predicted to wait "
+             "longer than this on average", POSITIVE_MILLISECONDS),
+        Flag("scale-down-after-s", 60.0, "end one when fewer have been enough for this long",
+             SECONDS),
     ),
     "sessions": (
         Flag("session-ttl-s", _GATEWAY.session_ttl_s, "how long an untouched conversation "

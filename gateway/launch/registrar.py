@@ -74,6 +74,7 @@ class Registrar:
             block_size=info.block_size,
             num_requests=stats.num_requests_running + stats.num_requests_waiting,
             num_tokens_waiting=stats.num_tokens_waiting,
+            queue_s=stats.drain_s(stats.num_tokens_waiting),
             adapters=tuple(each.name for each in info.adapters),
         )
         # The link complains; gateways that know the engine keep it meanwhile.

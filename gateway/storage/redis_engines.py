@@ -81,6 +81,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
         address: HOST:PORT, for gateways.
         cache_root: what its KV depends on, hashed.
         num_requests: running and waiting.
+        queue_s: predicted seconds until the waiting tokens have left the queue.
         adapters: names of those of its command line.
     """
 
@@ -90,6 +91,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_requests: int = 0
     num_tokens_waiting: int = 0
+    queue_s: float = 0.0
     adapters: tuple[str, ...] = ()
 
 

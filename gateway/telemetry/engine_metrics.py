@@ -120,6 +120,11 @@ def _gauges(stats: EngineStats) -> Iterator[_Row]:
         stats.queue_tokens_per_s,
     )
     yield _one(
+        "predicted_queue_seconds",
+        "Predicted seconds until the prompts in the queue have left it.",
+        stats.drain_s(stats.num_tokens_waiting),
+    )
+    yield _one(
         "prefill_tokens_per_second",
         "Prompt tokens computed per second, while there are any.",
         stats.prefill_tokens_per_s,

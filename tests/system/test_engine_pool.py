@@ -86,9 +86,9 @@ async def _read(client: httpx.AsyncClient, stream: Stream) -> None:
 
 
 async def read_all(
-    client: httpx.AsyncClient, *, more: str = ""
+    client: httpx.AsyncClient, *, more: str = "", num: int = _NUM_STREAMS
 ) -> tuple[list[Stream], asyncio.Task[Any]]:
-    streams = [Stream(number, more) for number in range(_NUM_STREAMS)]
+    streams = [Stream(number, more) for number in range(num)]
     task = asyncio.create_task(_gathered(client, streams))
     return streams, task
 

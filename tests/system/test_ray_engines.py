@@ -1,9 +1,11 @@
-"""Engines that Ray places on three nodes, of which one is lost under many streams."""
+"""Engines that Ray places on its nodes: one is lost under many streams, and others come and go with
+the queue."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from penstock.engine.config import TlsFiles
 
 from ..certificate import Authority
 from ..redis_server import RedisServer
@@ -32,12 +36,12 @@ _NAME = "engines.example"
 
 
 @contextlib.contextmanager
-def _cluster() -> Iterator[Any]:
+def _cluster(num_nodes: int) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
-        for _ in range(2):
+        for _ in range(num_nodes - 1):
             cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
         yield cluster
@@ -52,17 +56,21 @@ def _engines(served: Served) -> list[dict[str, Any]]:
     return found
 
 
+def _options(cluster: Any, redis: RedisServer, files: TlsFiles) -> tuple[str, ...]:
+    return (
+        "--ray-address", cluster.address, "--discover", "--redis-url", redis.url,
+        "--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca,
+        "--tls-server-name", _NAME, "--dtype", "float32", "--num-threads", "1",
+        "--num-blocks", "2048",
+    )  # fmt: skip
+
+
 async def test_a_node_is_lost_and_no_stream(
     long_model: tuple[str, ...], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     files = Authority(tmp_path / "tls").certificate("node", names=f"DNS:{_NAME}")
-    with RedisServer(tmp_path / "redis") as redis, _cluster() as cluster:
-        options = (
-            "--replicas", "3", "--ray-address", cluster.address, "--discover",
-            "--redis-url", redis.url, "--tls-cert", files.cert, "--tls-key", files.key,
-            "--tls-ca", files.ca, "--tls-server-name", _NAME, "--dtype", "float32",
-            "--num-threads", "1", "--num-blocks", "2048", "--swap-space", "0",
-        )  # fmt: skip
+    with RedisServer(tmp_path / "redis") as redis, _cluster(3) as cluster:
+        options = ("--replicas", "3", "--swap-space", "0", *_options(cluster, redis, files))
         with serve(*long_model, *options, log=tmp_path / "log") as served:
             wait_until(lambda: [each["state"] for each in _engines(served)] == ["ready"] * 3)
             async with httpx.AsyncClient(
@@ -82,3 +90,50 @@ async def test_a_node_is_lost_and_no_stream(
             record_property("longest_wait_s", max(each.wait_s(lost_s) for each in streams))
             wait_until(lambda: [each["state"] for each in _engines(served)].count("ready") == 2)
             assert "continue in another one" in (tmp_path / "log").read_text()
+
+
+async def test_engines_come_and_go_with_the_queue(
+    long_model: tuple[str, ...], tmp_path: Path
+) -> None:
+    files = Authority(tmp_path / "tls").certificate("node", names=f"DNS:{_NAME}")
+    with RedisServer(tmp_path / "redis") as redis, _cluster(2) as cluster:
+        options = (
+            "--replicas", "1", "--max-replicas", "2", "--scale-up-queue-ms", "50",
+            "--scale-down-after-s", "3", "--max-num-seqs", "4",
+        )  # fmt: skip
+        all_options = (*options, *_options(cluster, redis, files))
+        with serve(*long_model, *all_options, log=tmp_path / "log") as served:
+            wait_until(lambda: _num_ready(served) == 1)
+            limits = httpx.Limits(max_connections=40)
+            async with httpx.AsyncClient(
+                base_url=served.base_url, timeout=300, limits=limits
+            ) as client:
+                numbers = itertools.count()
+                flood = [asyncio.create_task(_flood(client, numbers, served)) for _ in range(30)]
+                await asyncio.gather(*flood)
+                assert await asyncio.to_thread(_num_ready, served) == 2
+                first, reading = await read_all(client, num=2)
+                await reading
+                while await asyncio.to_thread(_num_ready, served) == 2:
+                    again, reading = await read_all(client, num=2)
+                    await reading
+                    assert again == first
+            wait_until(lambda: not _engines(served))
+            log = (tmp_path / "log").read_text()
+            assert "starting engine 2" in log
+            assert "ending an engine of 2" in log
+
+
+async def _flood(client: httpx.AsyncClient, numbers: Iterator[int], served: Served) -> None:
+    """Long prompts, one after the other, until there are two engines."""
+    while await asyncio.to_thread(_num_ready, served) < 2:
+        prompt = f"{next(numbers)} " * 300
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 4}
+        (await client.post("/v1/completions", json=body)).raise_for_status()
+
+
+def _num_ready(served: Served) -> int:
+    if engines := _engines(served):
+        return [each["state"] for each in engines].count("ready")
+    # One engine has no list.
+    return int(httpx.get(f"{served.base_url}/ready", timeout=30).status_code == 200)
