@@ -31,7 +31,8 @@ class Source(Protocol[_T]):
 
     def when_ready(self, call: Callable[[], None]) -> bool:
         """Have `call` called once when `take` has something to return or to raise. False if it has
-        already: then nothing will be called. A call may come for nothing."""
+        already, or never will because the source is over: then nothing will be called. A call may
+        come for nothing."""
         ...
 
 
@@ -90,10 +91,10 @@ class _Consumer(Generic[_T]):
             while True:
                 if items := source.take():
                     wants_more = self._handle(items)
+                if wants_more and source.when_ready(self._take):
+                    return
                 if source.is_over or not wants_more:
                     break
-                if source.when_ready(self._take):
-                    return
         except Exception as error:  # belongs to the consumer, not to the code that called
             self._is_over.set_exception(error)
             return

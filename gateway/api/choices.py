@@ -154,13 +154,15 @@ class Answer(abc.ABC):
 
     async def _write_only(self, generation: DeltaSource, out: RawWriter) -> None:
         """Write the rest of the only generation: as `pump` does, in less time."""
-        events_of, write = self._events, out.write
+        frames, events_of, write = self._frames, self._events, out.write
 
         def handle(deltas: Sequence[Delta]) -> bool:
-            if len(deltas) == 1:
-                events = events_of(deltas[0].index, deltas[0])
-            else:
-                events = [event for each in deltas for event in events_of(each.index, each)]
+            delta = deltas[0]
+            if len(deltas) == 1 and delta.text and delta.finish_reason is None:
+                frame = frames.get(delta.index)
+                if frame is not None:
+                    return write(b"".join((frame[0], orjson.dumps(delta.text), frame[1])))
+            events = [event for each in deltas for event in events_of(each.index, each)]
             return not events or write(b"".join(events))
 
         while not await consume(generation, handle):

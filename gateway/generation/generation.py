@@ -219,7 +219,7 @@ class Generation:
         return deltas
 
     def when_ready(self, call: Callable[[], None]) -> bool:
-        if self._due or self._stream is None:
+        if self._due or self._stream is None or not self._num_running:
             return False
         return self._stream.when_ready(call)
 
@@ -350,7 +350,8 @@ class Merged:
         return taken
 
     def when_ready(self, call: Callable[[], None]) -> bool:
-        return all(each.when_ready(call) for _, each in self._running)
+        running = self._running
+        return bool(running) and all(each.when_ready(call) for _, each in running)
 
 
 async def collected(generations: Sequence[DeltaSource]) -> list[list[Output]]:
