@@ -13,6 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from penstock.kernels.cpu.build import CACHE_VARIABLE, cache_dir
+from penstock.kernels.cpu.library import load_library
+
 from .greedy_parity import reference_tokens
 from .model_families import tiny_config
 
@@ -24,6 +27,18 @@ Reference = Callable[..., PreTrainedModel]
 def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own, empty but for kernels in fp32, which are compiled only once."""
+    load_library(torch.float32)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for file in cache_dir().glob("kernels-*"):
+        (cache / file.name).symlink_to(file)
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    return cache
 
 
 @pytest.fixture(scope="session")

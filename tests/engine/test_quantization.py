@@ -200,21 +200,18 @@ def test_rows_far_from_one(kind: Quantization, exponent: int):
 def test_the_second_start_reads_what_the_first_made(
     quantization: Quantization,
     tiny_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    own_cache: Path,
 ):
-    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("penstock.engine.weights.converted._MIN_VALUES", 4000)
     path = tiny_checkpoint()
-    first = load(path, quantization)
-    kept = sorted(tmp_path.glob("weights/*/*.safetensors"))
-    assert len(kept) == 12  # all but k and v
-    monkeypatch.setattr("penstock.engine.weights.quantization._ROUND", {})
-    monkeypatch.setattr("penstock.engine.weights.converted._MIN_VALUES", 1)
-    with pytest.raises(KeyError):
-        load(path, quantization)  # k and v are not there
-    monkeypatch.undo()
-    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.engine.weights.converted._MIN_VALUES", 4000)
+        first = load(path, quantization)
+        kept = sorted(own_cache.glob("weights/*/*.safetensors"))
+        assert len(kept) == 12  # all but k and v
+        patch.setattr("penstock.engine.weights.quantization._ROUND", {})
+        patch.setattr("penstock.engine.weights.converted._MIN_VALUES", 1)
+        with pytest.raises(KeyError):
+            load(path, quantization)  # k and v are not there
     expected = logits(first)
     assert torch.equal(logits(load(path, quantization)), expected)
     kept[0].write_bytes(b"damaged")

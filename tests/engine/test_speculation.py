@@ -27,7 +27,7 @@ from penstock.engine.request import Request
 from penstock.engine.runner.device import NUM_CHEAP_ROWS
 from penstock.engine.startup import build_core
 
-NUM_PROMPTS, MAX_TOKENS = 64, 14
+NUM_PROMPTS, MAX_TOKENS = 18, 14  # two for each of FEATURES
 NGRAM = {"method": "ngram"}
 PERSON = {
     "type": "object",

@@ -24,7 +24,7 @@ _MUCH = {
     "top_logprobs": 20,
 }
 _NUM_READERS = 2
-_READ_S = 5.0
+_READ_S = 3.0
 _KIB_PER_CLIENT = 512  # the transport's 64, a batch of events with logprobs, the connection
 _BODY: dict[str, Any] = {"model": "demo", "input": "Tell me a story.", "ignore_eos": True}
 

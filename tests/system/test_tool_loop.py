@@ -2,6 +2,8 @@
 calls a tool and answers: the tool runs once, no event is lost or repeated, the log tells the same.
 
 A loop is disturbed once, at the moment its client reads the first event of a kind. Greedy, fp32.
+Engine and gateway take seconds to come back, so they are spared the kinds that leave the gateway in
+one write with the kind before.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ _PATIENT = RetryPolicy(max_retries=40, max_resumes=40, max_wait_s=0.5)
 _COMPARED = ("status", "output", "usage")
 _LEFT_OUT = ("id", "call_id", "input_tokens_details")  # depends on who came before
 _TOLD = "penstock.tool_output"
+_WITH_THE_ONE_BEFORE = ("in_progress", "part.added", "text.done", "arguments.done", "part.done")
 # A supervisor that takes every death for the first of its child, so that none is made to wait.
 _SUPERVISOR = """
 from penstock.gateway.launch import child
@@ -192,10 +195,16 @@ def undisturbed(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Loop:
 
 
 async def _disturb_at_every_kind(
-    stack: Stack, undisturbed: Loop, counters: Path, disturb: Disturb
+    stack: Stack,
+    undisturbed: Loop,
+    counters: Path,
+    disturb: Disturb,
+    *,
+    but: tuple[str, ...] = (),
 ) -> None:
-    assert len(undisturbed.kinds) == 20
-    for number, kind in enumerate(undisturbed.kinds):
+    kinds = [kind for kind in undisturbed.kinds if not kind[0].endswith(but)]
+    assert len(kinds) == (12 if but else 20)
+    for number, kind in enumerate(kinds):
         loop = Loop(stack, counters / str(number))
         await loop.run(kind, disturb)
         assert loop.outcome == undisturbed.outcome, kind
@@ -206,7 +215,13 @@ async def _disturb_at_every_kind(
 async def test_a_process_is_killed(
     stack: Stack, undisturbed: Loop, tmp_path: Path, name: str
 ) -> None:
-    await _disturb_at_every_kind(stack, undisturbed, tmp_path, partial(stack.kill, name))
+    await _disturb_at_every_kind(
+        stack,
+        undisturbed,
+        tmp_path,
+        partial(stack.kill, name),
+        but=_WITH_THE_ONE_BEFORE,
+    )
 
 
 async def test_redis_is_killed(stack: Stack, undisturbed: Loop, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class History:
         return tuple(prediction)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_history_keeps_blocks_and_tokens_right(data: st.DataObject) -> None:
     history = History(data)

@@ -20,7 +20,7 @@ NUM_KEPT = 2
 def stack_of(max_num_seqs: int = NUM_SLOTS) -> Stack:
     """With blocks and a budget for everybody: only slots are short."""
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=4096)
-    return Stack(num_blocks=2048, config=config)
+    return Stack(num_blocks=512, config=config)
 
 
 def add(stack: Stack, tenant: str, count: int, *, max_tokens: int = 40, n: int = 1) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from penstock.engine.gguf_directory import GGUF_FILE, GGUF_INDEX, _rope_scaling,
 from penstock.engine.model_files import DEMO_MODEL_PATH, resolve_model, weights_fingerprint
 from penstock.engine.models.loader import load_model
 from penstock.engine.weights.formats.gguf import _TYPES, _stored_name
-from penstock.kernels.cpu.build import CACHE_VARIABLE, cache_dir
+from penstock.kernels.cpu.build import CACHE_VARIABLE
 from penstock.load.peers import models
 from penstock.load.peers.models import Shape
 from penstock.load.peers.workers.gguf_model import convert
@@ -35,14 +36,20 @@ HALVES = {
 NUM_ROWS, NUM_BLOCKS = 6, 3
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty, but for kernels that were compiled already."""
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    for file in cache_dir().glob("kernels-*"):
-        (cache / file.name).symlink_to(file)
-    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model as one file, to be copied."""
+    file = tmp_path_factory.mktemp("converted") / "demo.gguf"
+    convert(DEMO_MODEL_PATH, file)
+    return file
+
+
+@pytest.fixture
+def demo_file(converted: Path, tmp_path: Path) -> Path:
+    return shutil.copy(converted, tmp_path / "demo.gguf")
 
 
 def random_rows(kind: str) -> np.ndarray:
@@ -104,7 +111,7 @@ def test_logits_are_those_of_transformers(
 ):
     file, source = tmp_path / "some.gguf", source_of(architecture, tmp_path / "model")
     convert(source, file, types)
-    directory = resolve_model(ModelConfig(model=str(file)), weights=True)
+    directory = gguf_directory(file)  # here, not in a process that imports all this again
     exact = load(directory, "none", quantize_activations=False)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     for name, parameter in reference.named_parameters():
@@ -138,16 +145,14 @@ def test_a_file_is_served(tmp_path: Path):
     assert mixture == "gguf Q4_0 + Q4_1 + Q5_1"
 
 
-def test_a_directory_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "demo.gguf"
-    convert(DEMO_MODEL_PATH, file)
-    directory = gguf_directory(file)
+def test_a_directory_is_made_once(demo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = gguf_directory(demo_file)
     first = weights_fingerprint(directory)
     monkeypatch.setattr("penstock.engine.gguf_directory._write", None)
-    assert gguf_directory(file) == directory
+    assert gguf_directory(demo_file) == directory
     moved = tmp_path / "elsewhere"
     moved.mkdir()
-    file = file.rename(moved / file.name)
+    file = demo_file.rename(moved / demo_file.name)
     assert gguf_directory(file) == directory
     assert (directory / GGUF_FILE).resolve() == file
     with file.open("r+b") as data:  # other weights
@@ -175,15 +180,13 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path):
     assert refusal(str(file)).startswith(f"{file} cannot be read: ")
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path):
-    file = tmp_path / "x.gguf"
-    convert(DEMO_MODEL_PATH, file)
-    directory = gguf_directory(file)
-    with file.open("r+b") as data:
-        data.truncate(file.stat().st_size - 5000)
+def test_a_file_that_is_cut_off(demo_file: Path):
+    directory = gguf_directory(demo_file)
+    with demo_file.open("r+b") as data:
+        data.truncate(demo_file.stat().st_size - 5000)
     with pytest.raises(ModelLoadError, match=r"tensor \S+ ends after the file"):
         load_model(ModelConfig(), directory, CPU)
-    assert refusal(str(file)).startswith(f"{file} cannot be read: ")
+    assert refusal(str(demo_file)).startswith(f"{demo_file} cannot be read: ")
 
 
 @pytest.mark.parametrize(
@@ -194,10 +197,8 @@ def test_a_file_that_is_cut_off(tmp_path: Path):
         (None, ("has no tensor",)),
     ],
 )
-def test_mistakes_name_the_tensor(change: dict | None, words: tuple[str, ...], tmp_path: Path):
-    file = tmp_path / "x.gguf"
-    convert(DEMO_MODEL_PATH, file)
-    index = gguf_directory(file) / GGUF_INDEX
+def test_mistakes_name_the_tensor(change: dict | None, words: tuple[str, ...], demo_file: Path):
+    index = gguf_directory(demo_file) / GGUF_INDEX
     values = json.loads(index.read_text())
     name = "blk.2.attn_output.weight"
     if change is None:
@@ -211,10 +212,8 @@ def test_mistakes_name_the_tensor(change: dict | None, words: tuple[str, ...], t
         assert word in str(caught.value)
 
 
-def test_a_tensor_that_is_not_used_is_refused(tmp_path: Path):
-    file = tmp_path / "x.gguf"
-    convert(DEMO_MODEL_PATH, file)
-    index = gguf_directory(file) / GGUF_INDEX
+def test_a_tensor_that_is_not_used_is_refused(demo_file: Path):
+    index = gguf_directory(demo_file) / GGUF_INDEX
     values = json.loads(index.read_text())
     values["tensors"]["blk.0.attn_sinks.weight"] = {}
     index.write_text(json.dumps(values))

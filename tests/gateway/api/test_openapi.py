@@ -125,7 +125,7 @@ async def _held_against_the_document(served: Served, tmp_path: Path, *options: s
 async def test_the_server_does_what_it_says(serve: Serve, tmp_path: Path) -> None:
     async with serve(info={"max_model_len": 256}) as served:
         await _held_against_the_document(
-            served, tmp_path, "--phases=examples,fuzzing", "--max-examples=8"
+            served, tmp_path, "--phases=examples,fuzzing", "--max-examples=5"
         )
 
 
@@ -136,7 +136,7 @@ async def test_operations_follow_from_each_other(
 ) -> None:
     """Sequences of linked operations, such as create, continue, cancel, delete and retrieve."""
     async with serve(info={"max_model_len": 256}) as served:
-        await _held_against_the_document(served, tmp_path, "--phases=stateful", "--max-examples=20")
+        await _held_against_the_document(served, tmp_path, "--phases=stateful", "--max-examples=12")
     for record in caplog.records:
         assert record.exc_info is None
         assert len(record.getMessage()) < 2048

@@ -28,7 +28,7 @@ from penstock.kernels.sampling import sample_tokens
 SIZES = [1, 2, 15, 16, 17, 40, 511, 512, 513, 2000]
 # One library serves all examples of a test; examples do not change it.
 SHARED = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -35,19 +35,21 @@ STEPS = [0, 13, 14, 15, 20]  # the sequence's lengths before and after each
 NUM_PADDED = 3
 
 
-def decoder(dtype: torch.dtype, *, has_qk_norm: bool, head_dim: int) -> Decoder:
+def decoder(
+    dtype: torch.dtype, *, has_qk_norm: bool, head_dim: int, num_layers: int = 2
+) -> Decoder:
     config = DecoderConfig(
         vocab_size=50,
         hidden_size=48,
         intermediate_size=80,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=6,
         num_kv_heads=2,
         head_dim=head_dim,
         norm_eps=1e-6,
         context_len=64,
         rope=RopeConfig(),
-        windows=(None, 7),
+        windows=(None, 7)[:num_layers],
         dtype="float32",
         has_qkv_bias=True,
         has_qk_norm=has_qk_norm,
@@ -255,7 +257,7 @@ def test_quantized_matrices(device, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_quantized_matrices_give_the_same_bits_in_any_chunks(device, kind, monkeypatch):
-    model = decoder(torch.float32, has_qk_norm=True, head_dim=32)
+    model = decoder(torch.float32, has_qk_norm=True, head_dim=32, num_layers=1)
     quantized(model, device, kind, rounds_inputs=True)
     model.use_invariant_kernels()
     if not HAS_GPU:
