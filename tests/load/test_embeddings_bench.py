@@ -14,8 +14,8 @@ def test_what_it_measures(penstock: Penstock, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "embeddings.json").read_text())
     assert figures["num_texts"] == 12
-    assert figures["seconds"].keys() == {"penstock", "Hugging Face"}
-    assert figures["ratio"] > 0 < min(figures["cpu_seconds"].values())
+    assert len(figures["seconds"]) == 3
+    assert min(figures["ratios"].values()) > 0 < min(figures["cpu_seconds"].values())
     assert figures["least_cosine"] > 0.9999
     assert min(figures["least_cosine_float64"].values()) > 0.9999
     assert figures["is_same_alone"]
