@@ -48,20 +48,16 @@ def check_deterministic(
     model: Decoder | TransformersModel, block_size: int, library: CpuLibrary | None
 ) -> None:
     """Refuse a model that the C kernels cannot run: the order of torch's sums depends on the
-    batch.
+    batch. Of a model through `transformers`, `fastest` sees what they leave to torch.
 
     Raises:
         ConfigError: with the reason why the kernels cannot run.
     """
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            "--deterministic: the operations of transformers depend on the batch, so the model "
-            "must be of a native family"
-        )
-    config = model.config
     if library is None:
         reason = "they could not be compiled (see the log)"
-    elif not can_run(config, block_size):
+    elif not isinstance(model, Decoder):
+        return
+    elif not can_run(config := model.config, block_size):
         reason = (
             f"they do not support head size {config.head_dim}, hidden size {config.hidden_size}, "
             f"intermediate size {config.intermediate_size} and block size {block_size} together"
@@ -72,11 +68,16 @@ def check_deterministic(
 
 
 def fastest(
-    model: Decoder | TransformersModel, block_size: int, library: CpuLibrary | None
+    model: Decoder | TransformersModel,
+    block_size: int,
+    library: CpuLibrary | None,
+    *,
+    deterministic: bool = False,
 ) -> LanguageModel:
     """The fastest implementation of the model on its device; takes over the weights.
 
     Raises:
+        ConfigError: in deterministic mode, names an operation that depends on the batch.
         ModelLoadError: of experts that were still to be read.
     """
     if isinstance(model, Decoder):
@@ -85,7 +86,7 @@ def fastest(
         _load_experts(model)
         return model
     if library is not None:
-        model.use_cpu_kernels(library, block_size)
+        model.use_cpu_kernels(library, block_size, deterministic=deterministic)
     model.check_rows(block_size)
     return model
 

@@ -38,7 +38,7 @@ from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.layers.linear import constant, weight_bytes
 from penstock.engine.models.language_model import LayerKV
 from penstock.engine.models.registry import ARCHITECTURES
-from penstock.engine.models.transformers_cpu import CpuParts, use_kernels
+from penstock.engine.models.transformers_cpu import CpuParts, OthersThanRowwise, use_kernels
 from penstock.engine.models.transformers_modules import (
     CONTEXT,
     AttendingLayer,
@@ -596,9 +596,29 @@ class TransformersModel(nn.Module):
                 "result depends on other sequences"
             )
 
-    def use_cpu_kernels(self, library: CpuLibrary, block_size: int) -> None:
-        """Compute by the kernels what they can, and drop what they have packed."""
-        self._cpu = use_kernels(self.causal_lm, self._siblings, library, block_size)
+    def use_cpu_kernels(
+        self, library: CpuLibrary, block_size: int, *, deterministic: bool = False
+    ) -> None:
+        """Compute by the kernels what they can, and drop what they have packed.
+
+        Raises:
+            ConfigError: in deterministic mode, names an operation of torch's that depends on the
+                batch.
+        """
+        # Layers that run together have the bits of layers that do not, but only as trials show.
+        self._cpu = use_kernels(
+            self.causal_lm, self._siblings, library, block_size, has_chain=not deterministic
+        )
+        if not deterministic:
+            return
+        context = trial_step(self._attentions, self.dtype, block_size, (2, 1), self.device)
+        with torch.inference_mode(), OthersThanRowwise() as others:
+            self.logits(self(torch.zeros(3, dtype=torch.int64), context))
+        if others.names:
+            raise ConfigError(
+                f"--deterministic: {type(self.causal_lm).__name__} through transformers leaves "
+                f"{', '.join(sorted(others.names))} to torch, whose results may depend on the batch"
+            )
 
     def use_invariant_kernels(self) -> None:
         """

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.layers.attention import ForwardContext
 from penstock.engine.models.packed_linear import (
@@ -226,11 +227,54 @@ class _Siblings:
         return y
 
 
+# Beside operations on each number, and views. Reductions are here whose one dimension is the last.
+_ROWWISE = {
+    "arange", "cat", "copy_", "detach_", "dropout", "embedding", "empty_like", "layer_norm", "mean",
+    "new_empty", "ones", "repeat_interleave", "stack", "type_as", "zeros",
+}  # fmt: skip
+
+
+class OthersThanRowwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the operations of torch whose result for a row may depend on the other rows, above
+    all products of matrices, which sum in another order for another number of rows.
+
+    Attributes:
+        names: such as "linear".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        is_rowwise = torch.Tag.pointwise in func.tags or func.is_view or name in _ROWWISE
+        if name == "mean" and list(args[1]) not in ([-1], [args[0].dim() - 1]):
+            is_rowwise = False
+        # Frequencies times positions: nothing is summed.
+        if name in ("matmul", "bmm", "mm") and args[0].shape[-1] == 1:
+            is_rowwise = True
+        if not is_rowwise:
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
 def use_kernels(
-    model: nn.Module, siblings: Sequence[Sequence[str]], library: CpuLibrary, block_size: int
+    model: nn.Module,
+    siblings: Sequence[Sequence[str]],
+    library: CpuLibrary,
+    block_size: int,
+    *,
+    has_chain: bool = True,
 ) -> CpuParts:
     """Compute the linear layers, norms and attention of a model by the CPU's kernels, which take
-    over the weights."""
+    over the weights.
+
+    Args:
+        has_chain: let whole layers run together where few rows are computed.
+    """
     parts = CpuParts(library, block_size)
     modules = dict(model.named_modules())
     packed = _pack(modules, parts)
@@ -264,7 +308,8 @@ def use_kernels(
                 found = _fuse_attention(parts, parent, first, last, module.ranks, trial)
             if found is not None:
                 fused[parent] = found
-    _chain_layers(parts, modules, fused, norms, trial)
+    if has_chain:
+        _chain_layers(parts, modules, fused, norms, trial)
     return parts
 
 

@@ -153,7 +153,7 @@ class ModelRunner:
         sends_on = model.sends_on
         # Last, since it takes the weights out of `model`.
         self._model: LanguageModel = with_graphs(
-            fastest(model, shape.block_size, library),
+            fastest(model, shape.block_size, library, deterministic=config.device.deterministic),
             config,
             self._kv_pool,
             max_blocks=max_blocks,

@@ -103,8 +103,8 @@ def run(parsed: argparse.Namespace) -> int:
             f"Hugging Face with all at once, {seconds[_SORTED] / seconds[_OURS]:.2f} times as fast "
             f"as with batches of {parsed.batch_size} of similar length",
             table(["", "texts/s", "tokens/s", "CPU seconds", "least cosine with float64"], rows),
-            f"The least cosine of ours and theirs is {figures['least_cosine']:.6f}. Alone, a text has "
-            f"{'the same bits' if is_same else 'other bits'}.",
+            f"The least cosine of ours and theirs is {figures['least_cosine']:.6f}. "
+            f"Alone, a text has {'the same bits' if is_same else 'other bits'}.",
         ]
     )
     publish(parsed.out, "embeddings", "Embeddings", report, figures)

@@ -24,6 +24,7 @@ from penstock.engine.config import (
     EngineConfig,
     KVCacheDType,
     ModelConfig,
+    ModelImpl,
     SchedulerConfig,
 )
 from penstock.engine.engine_core import EngineCore
@@ -209,11 +210,16 @@ def _step(core: EngineCore, answers: Answers) -> None:
 
 
 def build(
-    path: Path, way: Way, *, deterministic: bool = True, kv_cache_dtype: KVCacheDType = "auto"
+    path: Path,
+    way: Way,
+    *,
+    deterministic: bool = True,
+    kv_cache_dtype: KVCacheDType = "auto",
+    model_impl: ModelImpl = "auto",
 ) -> EngineCore:
     core, info = build_core(
         EngineConfig(
-            model=ModelConfig(model=str(path), max_model_len=MAX_MODEL_LEN),
+            model=ModelConfig(model=str(path), max_model_len=MAX_MODEL_LEN, model_impl=model_impl),
             cache=replace(way.cache, kv_cache_dtype=kv_cache_dtype),
             scheduler=way.scheduler,
             device=DeviceConfig(
@@ -276,6 +282,15 @@ def test_a_warm_cache_changes_no_bit(
     assert counters.prefix_hits - cold > num_prompt_tokens / 2 > cold
 
 
+def test_a_model_through_transformers(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Whose operations are the kernels' or each row's own."""
+    path = tiny_checkpoint("ArceeForCausalLM", dtype="bfloat16", max_position_embeddings=CONTEXT)
+    by_one = Way(cache=CacheConfig(num_blocks=100, enable_prefix_caching=False))
+    expected = answer(build(path, by_one), one_by_one=True, num_requests=20)
+    for name in ("whole", "chunks of 5", "swap"):
+        assert answer(build(path, WAYS[name]), num_requests=20) == expected, name
+
+
 # -- where it cannot be held --------------------------------------------------------------------
 
 
@@ -305,6 +320,18 @@ def test_shapes_that_the_kernels_do_not_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"--deterministic .* head size 24, hidden size 64"):
         build(tiny_checkpoint(head_dim=24, max_position_embeddings=CONTEXT), Way())
+
+
+def test_operations_that_depend_on_the_batch_are_named(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    path = tiny_checkpoint(
+        "MixtralForCausalLM", num_local_experts=4, max_position_embeddings=CONTEXT
+    )
+    with pytest.raises(
+        ConfigError, match=r"MixtralForCausalLM through transformers leaves .*linear"
+    ):
+        build(path, Way(), model_impl="transformers")
 
 
 def test_it_is_a_flag() -> None:

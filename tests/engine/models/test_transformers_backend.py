@@ -328,12 +328,6 @@ def test_what_has_no_meaning_is_refused(tiny_checkpoint: TinyCheckpoint) -> None
     path = str(tiny_checkpoint("ArceeForCausalLM"))
     with pytest.raises(ModelLoadError, match="ArceeForCausalLM is not native"):
         build_core(EngineConfig(model=ModelConfig(model=path, model_impl="native")))
-    with pytest.raises(ConfigError, match="--deterministic"):
-        build_core(
-            EngineConfig(
-                model=ModelConfig(model=path), device=DeviceConfig(device="cpu", deterministic=True)
-            )
-        )
 
 
 _CODE = """
